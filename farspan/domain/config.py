@@ -1,0 +1,123 @@
+"""run.yaml: what a user asks for. Quantities stay as written ("5m", "256k tokens"); `planning.resolve` reads them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+Quantity = str | int | float
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where text comes from: `pydocs`, a folder or file, or `hf:NAME:CONFIG`."""
+
+    source: str
+    val: Quantity = "5%"
+    dedup: bool = True
+
+
+class TokenizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Train a byte-level BPE on the corpus, or use a tokenizer file, folder or hub id (`use`)."""
+
+    train: Literal["bpe"] = "bpe"
+    vocab: Literal["auto"] | Annotated[int, msgspec.Meta(ge=257, le=1_000_000)] = "auto"
+    use: str | None = None
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A preset's name, a Hugging Face folder (`path`), or a family and a size; single knobs may be set on top."""
+
+    preset: str | None = None
+    path: str | None = None
+    family: Literal["gpt2", "llama"] | None = None
+    params: Quantity | None = None
+    context: Positive | None = None
+    layers: Positive | None = None
+    d_model: Positive | None = None
+    heads: Positive | None = None
+    kv_heads: Positive | None = None
+    d_ff: Positive | None = None
+    tied: bool | None = None
+
+
+class BatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Tokens (or sequences) an optimizer step reads over all devices, or sequences a device."""
+
+    global_: Quantity | None = msgspec.field(name="global", default=None)
+    per_device: Positive | None = None
+
+
+class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    lr: Literal["auto"] | Annotated[float, msgspec.Meta(gt=0, le=1)] = "auto"
+    weight_decay: Annotated[float, msgspec.Meta(ge=0, le=10)] = 0.1
+    beta1: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.95
+    clip: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+
+
+class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """At most one of steps, tokens and epochs; with none of them the budget decides."""
+
+    steps: Positive | None = None
+    tokens: Quantity | None = None
+    epochs: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    batch: BatchConfig = BatchConfig()
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    attention: Literal["auto", "sdpa", "vanilla"] = "auto"
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
+    warmup: Annotated[int, msgspec.Meta(ge=0)] | Literal["auto"] = "auto"
+    recompute: bool = False
+    compile: bool = False
+    seed: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0
+    validate_every: Positive | Literal["auto"] = "auto"
+    patience: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    technique: Literal["auto", "data"] = "auto"
+    workers: Positive | Literal["auto"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+
+
+class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    every: Quantity = "5m"
+    keep: Positive = 3
+
+
+class BudgetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Limits on the whole run; the tightest decides. `usd` needs a price: `usd_per_hour`, or the catalogue's."""
+
+    time: Quantity | None = None
+    usd: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    usd_per_hour: Annotated[float, msgspec.Meta(gt=0)] | None = None
+
+
+class IndexConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    store: str = "auto"
+
+
+class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole of run.yaml. Only `data` must be given."""
+
+    data: str | DataConfig
+    version: Literal[1] = 1
+    name: str | None = None
+    size: str | int = "auto"
+    tokenizer: str | TokenizerConfig = TokenizerConfig()
+    model: ModelConfig = ModelConfig()
+    train: TrainConfig = TrainConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    budget: BudgetConfig = BudgetConfig()
+    index: IndexConfig = IndexConfig()
+
+    @property
+    def data_config(self) -> DataConfig:
+        return DataConfig(source=self.data) if isinstance(self.data, str) else self.data
+
+    @property
+    def tokenizer_config(self) -> TokenizerConfig:
+        return TokenizerConfig(use=self.tokenizer) if isinstance(self.tokenizer, str) else self.tokenizer

@@ -1,0 +1,82 @@
+"""What a user is told when farspan refuses: one shape for every refusal, one exit code for every kind."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+import msgspec
+
+#: Exit code of every kind of problem. 0 is success, 1 an unexpected crash, 2 the shell's own "bad usage".
+#: Numbers are part of the interface: scripts test them, so a code keeps its number for ever.
+EXIT_CODES = {
+    "usage": 2,
+    "path-missing": 10,
+    "no-documents": 11,
+    "corpus-too-small": 12,
+    "not-utf8": 13,
+    "unknown-key": 14,
+    "out-of-range": 15,
+    "tokenizer-mismatch": 16,
+    "disk-full": 17,
+    "run-exists": 18,
+    "checkpoint-corrupt": 19,
+    "non-finite": 20,
+    "out-of-memory": 21,
+    "not-a-run": 22,
+    "extra-missing": 23,
+    "worker-lost": 24,
+    "plan-mismatch": 25,
+    "no-index": 26,
+    "source-unreadable": 27,
+    "device-missing": 28,
+    "tokenizer-unreadable": 29,
+    "model-unsupported": 30,
+    "cannot-plan": 31,
+    "interrupted": 130,
+}
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """One refusal: a stable code, what was refused, where, the fact behind it, and one command that mends it."""
+
+    code: str
+    what: str
+    where: str
+    fact: str
+    remedy: str
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.code]
+
+    def __str__(self) -> str:
+        return (
+            f"error[{self.code}]: {self.what}\n"
+            f"  where: {self.where}\n"
+            f"  fact:  {self.fact}\n"
+            f"  fix:   {self.remedy}"
+        )
+
+
+class Refusal(Exception):
+    """Raised to refuse; carries the Problem that the command line prints and turns into an exit code."""
+
+    def __init__(self, code: str, *, what: str, where: object, fact: str, remedy: str) -> None:
+        if code not in EXIT_CODES:
+            raise ValueError(f"unknown problem code {code!r}: add it to EXIT_CODES")
+        self.problem = Problem(code=code, what=what, where=str(where), fact=fact, remedy=remedy)
+        super().__init__(str(self.problem))
+
+    @classmethod
+    def of(cls, problem: Problem) -> Refusal:
+        """The exception for a Problem that another process wrote down."""
+        return cls(
+            problem.code, what=problem.what, where=problem.where, fact=problem.fact, remedy=problem.remedy
+        )
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word most like `word`, or None when nothing is close enough to be meant."""
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return matches[0] if matches else None

@@ -1,0 +1,138 @@
+"""What was predicted, what happened, and the events that a run is made of.
+
+`events.jsonl` in a run directory holds one event a line; everything that is shown about a run is computed from it.
+Times are seconds since the epoch (`at`) or durations (`_s`); sizes are bytes; losses are nats a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from farspan.domain.problems import Problem
+
+
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plan would take. `interval` multiplies `step_s`: the run is expected between these two factors."""
+
+    step_s: float
+    run_s: float
+    tokens_per_s: float
+    memory_bytes: int
+    usd: float | None
+    interval: tuple[float, float]
+    assumptions: tuple[str, ...]
+
+
+class Environment(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a run ran: enough to explain a difference in speed."""
+
+    farspan: str
+    python: str
+    torch: str
+    platform: str
+    device: str
+    cpus: int
+    threads: int
+    memory_bytes: int
+    commit: str | None = None
+
+
+class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", forbid_unknown_fields=True):
+    at: float
+
+
+class Started(_Event, tag="started"):
+    """A worker group began to train: at step 0, or after a checkpoint."""
+
+    step: int
+    plan: str
+    world: int
+    environment: Environment
+    estimate: Estimate | None
+    peak_flops: float | None
+
+
+class Step(_Event, tag="step"):
+    """One optimizer step over all ranks. `loss` is the mean over the step's valid tokens."""
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens: int
+    step_s: float
+    memory_bytes: int
+
+
+class Validated(_Event, tag="validated"):
+    step: int
+    loss: float
+    bits_per_byte: float
+    tokens: int
+    seconds: float
+    best: bool
+
+
+class Saved(_Event, tag="saved"):
+    step: int
+    path: str
+    size_bytes: int
+    seconds: float
+
+
+class Sampled(_Event, tag="sampled"):
+    """Text that the model wrote after a prompt."""
+
+    step: int
+    prompt: str
+    text: str
+
+
+class Warned(_Event, tag="warned"):
+    """Something a person should know though the run went on."""
+
+    message: str
+
+
+class Finished(_Event, tag="finished"):
+    """The end of a worker group: `reason` is done, deadline, early-stop, interrupted or failed."""
+
+    step: int
+    reason: str
+    seconds: float
+    problem: Problem | None = None
+
+
+Event = Started | Step | Validated | Saved | Sampled | Warned | Finished
+
+
+class Measurement(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run took; the fields of `Estimate`, so that comparing is subtracting."""
+
+    step_s: float
+    run_s: float
+    tokens_per_s: float
+    memory_bytes: int
+    usd: float | None
+    steps: int
+    tokens: int
+    train_loss: float
+    val_loss: float | None
+    perplexity: float | None
+    bits_per_byte: float | None
+    mfu: float | None
+    tflops_per_device: float
+    reason: str
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """The events of a run, oldest first. A last line that a killed worker left unfinished is left out."""
+    decoder = msgspec.json.Decoder(Event)
+    with open(path, "rb") as lines:
+        for line in lines:
+            if not line.endswith(b"\n"):
+                return
+            yield decoder.decode(line)

@@ -1,0 +1,61 @@
+"""TrainSpec: how long, on what, with which optimizer. Together with model and cluster it is all a technique sees."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
+class Optimizer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """AdamW with decoupled weight decay (on matrices only) and clipping by the global norm."""
+
+    lr: Annotated[float, msgspec.Meta(gt=0, le=1)] = 6e-4
+    beta1: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.95
+    eps: Annotated[float, msgspec.Meta(gt=0)] = 1e-8
+    weight_decay: Annotated[float, msgspec.Meta(ge=0)] = 0.1
+    #: Largest global gradient norm; 0 leaves gradients as they are.
+    clip: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+
+
+class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Learning rate over the run: linear warm-up, then cosine, constant, or WSD (stable, then linear decay)."""
+
+    kind: Literal["cosine", "constant", "wsd"] = "cosine"
+    warmup_steps: Annotated[int, msgspec.Meta(ge=0)] = 0
+    #: Final learning rate as a share of the peak.
+    floor: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.1
+    #: WSD only: share of the steps spent decaying.
+    decay: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.2
+
+
+class TrainSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One synchronous run: `steps` optimizer steps of `batch` sequences of `seq_len` tokens."""
+
+    steps: Positive
+    batch: Positive
+    seq_len: Positive
+    precision: Precision
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    attention: Literal["sdpa", "vanilla"] = "sdpa"
+    recompute: bool = False
+    compile: bool = False
+    seed: int = 0
+    #: Steps between validations, and how many tokens of the validation split each reads (0: all).
+    validate_every: Positive = 100
+    validate_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    #: Stop after so many validations in a row without a better loss; 0 never stops early.
+    patience: Annotated[int, msgspec.Meta(ge=0)] = 0
+    checkpoint_every_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
+    keep: Positive = 3
+    #: Wall-clock end of the run, counted over all its resumptions; None runs every step.
+    deadline_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.seq_len

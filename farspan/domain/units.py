@@ -1,0 +1,104 @@
+"""Text to SI numbers and back. The only place that converts units: everything inside farspan is SI.
+
+Seconds, bytes, bits per second, FLOPs, counts, US dollars. Decimal prefixes (k = 1000) except the binary ones (KiB).
+"""
+
+from __future__ import annotations
+
+import re
+
+_NUMBER = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*(.*?)\s*", re.IGNORECASE)
+
+_SECONDS = {
+    "us": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0,
+}  # fmt: skip
+_COUNT = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
+_BYTES = {
+    "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_BITS_PER_S = {"bit/s": 1, "kbit/s": 10**3, "mbit/s": 10**6, "gbit/s": 10**9, "tbit/s": 10**12}
+
+
+def _split(text: str | int | float) -> tuple[float, str]:
+    match = _NUMBER.fullmatch(str(text))
+    if match is None:
+        raise ValueError(f"{text!r} does not start with a number")
+    return float(match[1].replace("_", "")), match[2]
+
+
+def _scaled(text: str | int | float, table: dict[str, float] | dict[str, int], example: str) -> float:
+    number, unit = _split(text)
+    scale = table.get(unit.lower())
+    if scale is None:
+        raise ValueError(f"{text!r} has no known unit; write it like {example}")
+    return number * scale
+
+
+def parse_seconds(text: str | int | float) -> float:
+    """`"57ms"`, `"90 min"`, `"1h"` or a bare number of seconds, as seconds."""
+    if isinstance(text, int | float):
+        return float(text)
+    return _scaled(text, {**_SECONDS, "": 1.0}, "5m or 1.5h")
+
+
+def parse_count(text: str | int | float) -> int:
+    """`"124M"`, `"256k"`, `"1.5B"` or a bare number, as a whole number. A trailing noun ("tokens") is allowed."""
+    number, unit = _split(text)
+    unit = re.sub(r"\s*(tokens|params|parameters|steps|sequences)$", "", unit.lower())
+    if unit not in _COUNT:
+        raise ValueError(f"{text!r} has no known unit; write it like 256k or 1.5M")
+    return round(number * _COUNT[unit])
+
+
+def parse_bytes(text: str | int | float) -> int:
+    """`"24GB"`, `"512 MiB"` or a bare number, as bytes."""
+    return round(_scaled(text, _BYTES, "24GB or 512MiB"))
+
+
+def parse_bits_per_s(text: str) -> float:
+    """`"1Gbit/s"` as bits per second."""
+    return _scaled(text, _BITS_PER_S, "1Gbit/s")
+
+
+def parse_fraction(text: str | int | float) -> float:
+    """`"5%"` or `0.05` as a fraction; between 0 and 1."""
+    number, unit = _split(text)
+    if unit not in ("", "%"):
+        raise ValueError(f"{text!r} is not a fraction; write it like 5% or 0.05")
+    value = number / 100 if unit == "%" else number
+    if not 0 <= value <= 1:
+        raise ValueError(f"{text!r} is not between 0 and 1")
+    return value
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds as a person says them: `0.8 s`, `3 min 20 s`, `2 h 05 min`."""
+    if seconds < 0.1:
+        return f"{seconds * 1000:.1f} ms"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 48 * 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole / 86400:.1f} days"
+
+
+def format_count(number: float) -> str:
+    """A count in three significant digits: `850`, `2.21 M`, `13.9 M`, `124 M`."""
+    for scale, suffix in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if abs(number) >= scale:
+            return f"{number / scale:.3g}{suffix}"
+    return f"{number:.0f}"
+
+
+def format_bytes(size: float) -> str:
+    """Bytes in three significant digits, decimal prefixes: `7.6 MB`, `1.2 GB`."""
+    for scale, suffix in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(size) >= scale:
+            return f"{size / scale:.3g} {suffix}"
+    return f"{size:.0f} B"
