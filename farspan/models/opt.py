@@ -1,0 +1,91 @@
+"""OPT: GPT-2's decoder with ReLU, two extra position rows and a padded vocabulary (arXiv 2205.01068)."""
+
+from __future__ import annotations
+
+from farspan.domain.model import ModelSpec
+from farspan.models._family import Config, Preset, TensorMap, demand, linear, norm, require, table
+
+ARCHITECTURES = ("OPTForCausalLM",)
+#: Set before every tensor name but the head's; files saved from the bare model lack it.
+PREFIX = "model."
+BUFFERS: tuple[str, ...] = ()
+
+
+def shape(
+    *, d_model: int, layers: int, vocab_size: int, context: int, heads: int | None = None, kv_heads: int | None = None,
+    d_ff: int | None = None, tied: bool = True,
+) -> ModelSpec:  # fmt: skip
+    """An OPT of any size; heads of size 64 and d_ff = 4 d_model unless given. Raises ValueError where none fits."""
+    heads = heads or max(1, d_model // 64)
+    if kv_heads not in (None, heads):
+        raise ValueError(f"OPT has as many kv_heads as heads ({heads}), not {kv_heads}; family: llama can")
+    return ModelSpec(
+        family="opt", layers=layers, d_model=d_model, heads=heads, kv_heads=heads, d_ff=d_ff or 4 * d_model,
+        vocab_size=vocab_size, context=context, norm="layernorm", activation="relu", positions="learned", bias=True,
+        tied=tied, extra_positions=2,
+    )  # fmt: skip
+
+
+PRESETS = (
+    Preset(
+        name="opt-6.7b",
+        spec=shape(d_model=4096, layers=32, heads=32, vocab_size=50272, context=2048),
+        published=6_658_473_984,
+        source="facebook/opt-6.7b checkpoint; arXiv 2205.01068, table 1",
+        planning_only=True,
+    ),
+    # GPT-3's weights are closed and its table 2.1 (arXiv 2005.14165) prints "13.0B" with d_model 5140, a misprint: 40
+    # heads of 128 make 5120. The exact count is that of its open replica OPT-13B, hence OPT's vocabulary and positions.
+    Preset(
+        name="gpt3-13b",
+        spec=shape(d_model=5120, layers=40, heads=40, vocab_size=50272, context=2048),
+        published=12_853_473_280,
+        source="arXiv 2005.14165, table 2.1 (d_model misprinted 5140); count of facebook/opt-13b, the same shape",
+        planning_only=True,
+    ),
+)
+
+
+def to_config(spec: ModelSpec) -> Config:
+    """The config.json of a spec of this family."""
+    return {
+        "architectures": list(ARCHITECTURES), "model_type": "opt", "num_hidden_layers": spec.layers,
+        "hidden_size": spec.d_model, "num_attention_heads": spec.heads, "ffn_dim": spec.d_ff,
+        "word_embed_proj_dim": spec.d_model, "max_position_embeddings": spec.context, "vocab_size": spec.vocab_size,
+        "activation_function": "relu", "do_layer_norm_before": True, "enable_bias": True, "dropout": 0.0,
+        "attention_dropout": 0.0, "layerdrop": 0.0, "tie_word_embeddings": spec.tied,
+    }  # fmt: skip
+
+
+def from_config(config: Config) -> ModelSpec:
+    """The spec of a config.json; a Refusal names what farspan does not compute."""
+    d_model = require(config, "hidden_size")
+    demand(config, "activation_function", ("relu",))
+    demand(config, "do_layer_norm_before", (True,))
+    demand(config, "enable_bias", (True,))
+    demand(config, "layer_norm_elementwise_affine", (True,))
+    demand(config, "word_embed_proj_dim", (d_model,))
+    return shape(
+        d_model=d_model, layers=require(config, "num_hidden_layers"), heads=require(config, "num_attention_heads"),
+        d_ff=require(config, "ffn_dim"), vocab_size=require(config, "vocab_size"),
+        context=require(config, "max_position_embeddings"), tied=config.get("tie_word_embeddings", True),
+    )  # fmt: skip
+
+
+def tensors(spec: ModelSpec) -> tuple[TensorMap, ...]:
+    """Every parameter of the model, with its Hugging Face tensors."""
+    d, decoder = spec.d_model, "model.decoder"
+    maps = [table("tok", f"{decoder}.embed_tokens", spec.vocab_size)]
+    maps.append(table("pos", f"{decoder}.embed_positions", spec.context + spec.extra_positions))
+    for i in range(spec.layers):
+        ours, theirs = f"blocks.{i}", f"{decoder}.layers.{i}"
+        attention = f"{theirs}.self_attn"
+        qkv = (f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj")
+        maps += norm(spec, f"{ours}.attn_norm", f"{theirs}.self_attn_layer_norm")
+        maps += linear(spec, f"{ours}.attn.qkv", qkv, (d, d, d))
+        maps += linear(spec, f"{ours}.attn.out", (f"{attention}.out_proj",), (d,))
+        maps += norm(spec, f"{ours}.mlp_norm", f"{theirs}.final_layer_norm")
+        maps += linear(spec, f"{ours}.mlp.up", (f"{theirs}.fc1",), (spec.d_ff,))
+        maps += linear(spec, f"{ours}.mlp.down", (f"{theirs}.fc2",), (d,))
+    maps += norm(spec, "norm", f"{decoder}.final_layer_norm")
+    return tuple(maps if spec.tied else [*maps, table("head", "lm_head", spec.vocab_size)])
