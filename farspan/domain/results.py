@@ -52,6 +52,7 @@ class Started(_Event, tag="started"):
     world: int
     environment: Environment
     estimate: Estimate | None
+    #: Of one device, at the run's precision; None where it is not known.
     peak_flops: float | None
 
 
@@ -120,7 +121,9 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     tokens: int
     train_loss: float
+    #: Of the last validation, as are perplexity and bits per byte.
     val_loss: float | None
+    best_val_loss: float | None
     perplexity: float | None
     bits_per_byte: float | None
     mfu: float | None

@@ -1,0 +1,65 @@
+"""Events to a Measurement: what a run took, in the fields of its Estimate."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from statistics import fmean, median
+
+from farspan.domain.model import train_flops_per_token
+from farspan.domain.problems import Refusal
+from farspan.domain.results import Measurement
+from farspan.report.history import Run, open_run
+
+#: The training loss reported is the mean of so many last steps: one step's loss is mostly noise.
+LAST_STEPS = 20
+
+
+def measure(folder: Path) -> Measurement:
+    """What the run in `folder` took; refuses one without a finished step."""
+    run = open_run(folder)
+    measurement = measurement_of(run)
+    if measurement is None:
+        raise Refusal(
+            "not-a-run",
+            what="there is nothing to measure yet",
+            where=folder,
+            fact="no training step was finished",
+            remedy=f"farspan resume {folder}",
+        )
+    return measurement
+
+
+def measurement_of(run: Run) -> Measurement | None:
+    """What `run` took so far, or None before its first step.
+
+    Times and rates are medians over the steps that count, each start's warm-up left out. TFLOP/s a device and MFU
+    follow `domain.model.train_flops_per_token`; MFU is None where the device's peak is unknown. Money is the
+    estimate's rate a second over all the time that workers ran.
+    """
+    history = run.history
+    if not history.steps:
+        return None
+    warm = [timed for timed in history.steps if timed.warm] or list(history.steps)
+    per_device = median(timed.step.tokens / timed.step.step_s / timed.world for timed in warm)
+    flops = train_flops_per_token(run.plan.model, run.plan.train.seq_len) * per_device
+    started = history.starts[-1][0]
+    estimate = history.starts[0][0].estimate
+    last = history.validations[-1] if history.validations else None
+    return Measurement(
+        step_s=median(timed.step.step_s for timed in warm),
+        run_s=history.run_s,
+        tokens_per_s=median(timed.step.tokens / timed.step.step_s for timed in warm),
+        memory_bytes=history.memory_bytes,
+        usd=estimate.usd / estimate.run_s * history.run_s if estimate and estimate.usd is not None else None,
+        steps=len(history.steps),
+        tokens=history.steps[-1].tokens,
+        train_loss=fmean(timed.step.loss for timed in history.steps[-LAST_STEPS:]),
+        val_loss=last.loss if last else None,
+        best_val_loss=min((validated.loss for validated in history.validations), default=None),
+        perplexity=math.exp(last.loss) if last and last.loss < 700 else None,
+        bits_per_byte=last.bits_per_byte if last else None,
+        mfu=flops / started.peak_flops if started.peak_flops else None,
+        tflops_per_device=flops / 1e12,
+        reason=history.finished.reason if history.finished else "unfinished",
+    )
