@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from farspan.domain.model import ModelSpec
 from farspan.models._family import Config, Preset, TensorMap, demand, linear, norm, require, table, unsupported
 
@@ -11,7 +13,11 @@ PREFIX = "transformer."
 #: Buffers that old files carry: the causal mask.
 BUFFERS = (".attn.bias", ".attn.masked_bias")
 
-_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+_ACTIVATIONS: dict[str, Literal["gelu_tanh", "relu"]] = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
 
 
 def shape(

@@ -74,7 +74,8 @@ def _rope_theta(config: Config) -> float:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise unsupported("rope_type", kind, "rotary positions without scaling (rope_type 'default')")
-    return float(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))
+    theta = rope.get("rope_theta", config.get("rope_theta"))
+    return 10_000.0 if theta is None else float(theta)
 
 
 def from_config(config: Config) -> ModelSpec:
