@@ -30,7 +30,7 @@ class GradSync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Consecutive layers on one mesh. `rows[i]` sequences of each step go to data coordinate i, `micro_rows` at a time."""
+    """Consecutive layers on one mesh. Data coordinate i reads `rows[i]` sequences a step, `micro_rows` at a time."""
 
     layers: tuple[int, int]
     mesh: Mesh

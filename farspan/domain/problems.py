@@ -51,12 +51,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
         return EXIT_CODES[self.code]
 
     def __str__(self) -> str:
-        return (
-            f"error[{self.code}]: {self.what}\n"
-            f"  where: {self.where}\n"
-            f"  fact:  {self.fact}\n"
-            f"  fix:   {self.remedy}"
-        )
+        return f"error[{self.code}]: {self.what}\n  where: {self.where}\n  fact:  {self.fact}\n  fix:   {self.remedy}"
 
 
 class Refusal(Exception):
@@ -71,9 +66,7 @@ class Refusal(Exception):
     @classmethod
     def of(cls, problem: Problem) -> Refusal:
         """The exception for a Problem that another process wrote down."""
-        return cls(
-            problem.code, what=problem.what, where=problem.where, fact=problem.fact, remedy=problem.remedy
-        )
+        return cls(problem.code, what=problem.what, where=problem.where, fact=problem.fact, remedy=problem.remedy)
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

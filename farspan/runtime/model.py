@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farspan.domain.model import ModelSpec
+from farspan.runtime.kernels import causal_attention, head_loss
 
 
 class LayerNorm(nn.Module):
@@ -57,21 +58,17 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x_BSD).view(B, S, -1, self.head_dim).transpose(1, 2).split(split, dim=1)
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
-        attend = vanilla_attention if self.vanilla else F.scaled_dot_product_attention
-        grouped = self.heads != self.kv_heads
-        y_BHSE = attend(q, k, v, is_causal=True, enable_gqa=grouped)
+        attend = vanilla_attention if self.vanilla else causal_attention
+        y_BHSE = attend(q, k, v)
         return self.out(y_BHSE.transpose(1, 2).reshape(B, S, -1))
 
 
-def vanilla_attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_gqa: bool) -> Tensor:
-    """Attention with its whole S x S score matrix in memory: the study's "vanilla" setting, and an oracle."""
-    if enable_gqa:
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+def vanilla_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention by the textbook, its S x S scores in memory: the cost study's "vanilla" setting, and an oracle."""
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     scores_BHSS = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
-    if is_causal:
-        S = q.shape[-2]
-        future = torch.ones(S, S, dtype=torch.bool, device=q.device).triu(1)
-        scores_BHSS = scores_BHSS.masked_fill(future, float("-inf"))
+    future_SS = torch.ones(scores_BHSS.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    scores_BHSS = scores_BHSS.masked_fill(future_SS, float("-inf"))
     return torch.softmax(scores_BHSS.float(), dim=-1).to(v.dtype) @ v
 
 
@@ -156,6 +153,11 @@ class Decoder(nn.Module):
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         return F.linear(self.hidden(tokens_BS), self.head_VD)
+
+    def loss(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        """Cross-entropy in nats summed over valid targets (-1 is none), fp32."""
+        x_ND = self.hidden(tokens_BS).flatten(0, 1)
+        return head_loss(x_ND, self.head_VD, targets_BS.flatten())
 
 
 @torch.no_grad()

@@ -1,0 +1,58 @@
+"""A run directory: where everything of one run lies, and nothing else needs to be known to find it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from farspan.domain.codec import load
+from farspan.domain.plan import Plan
+from farspan.domain.problems import Refusal
+
+
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`run.json`: where the corpus lies on this machine, and how the run was asked for."""
+
+    corpus: str
+    command: tuple[str, ...]
+    created: str
+    warnings: tuple[str, ...] = ()
+
+
+class RunFolder:
+    """Paths inside one run directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.plan = path / "plan.json"
+        self.record = path / "run.json"
+        self.estimate = path / "estimate.json"
+        self.config = path / "run.yaml"
+        self.corpus = path / "corpus.json"
+        self.tokenizer = path / "tokenizer.json"
+        self.events = path / "events.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.best = path / "checkpoints" / "best"
+        self.logs = path / "logs"
+        self.tensorboard = path / "tensorboard"
+        self.report = path / "report.html"
+        self.index = path / "index"
+
+    @classmethod
+    def existing(cls, path: Path) -> RunFolder:
+        """The folder of a run that was started; refuses anything else."""
+        run = cls(path)
+        if not run.plan.exists():
+            runs = sorted(p.parent for p in Path("runs").glob("*/plan.json"))
+            raise Refusal(
+                "not-a-run",
+                what="this is not a farspan run",
+                where=path,
+                fact="it has no plan.json" if path.is_dir() else "there is no such folder",
+                remedy=f"use {runs[-1]}" if runs else "start one: farspan train run.yaml",
+            )
+        return run
+
+    def load_plan(self) -> Plan:
+        return load(self.plan, Plan)

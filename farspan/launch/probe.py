@@ -1,0 +1,86 @@
+"""Ask the probe process about this machine: a typed conversation with `python -m farspan.runtime.probe`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+
+from farspan.domain.cluster import Cluster
+from farspan.domain.model import ModelSpec
+from farspan.domain.plan import PlannedDevice
+from farspan.domain.problems import Problem, Refusal
+from farspan.domain.results import Probed
+from farspan.domain.train import Precision, TrainSpec
+from farspan.launch.local import worker_environment
+
+T = TypeVar("T")
+#: No answer takes longer, short of a machine in trouble.
+ANSWER_S = 300.0
+
+
+class LocalProbe:
+    """A probe process on this machine, with the threads and the environment that one worker would get."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> LocalProbe:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "farspan.runtime.probe"], env=worker_environment(self._threads),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+        return self
+
+    def describe(self, backend: str, workers: int | None) -> Cluster:
+        """This machine's devices, as a cluster of one host."""
+        return self._ask({"type": "describe", "backend": backend, "workers": workers}, Cluster)
+
+    def matmul_flops(self, device: PlannedDevice, precisions: tuple[Precision, ...]) -> dict[str, float]:
+        """FLOP/s of one worker's matrix products, by precision."""
+        return self._ask({"type": "matmul", "device": device, "precisions": precisions}, dict[str, float])
+
+    def measure(
+        self, device: PlannedDevice, model: ModelSpec, train: TrainSpec, *, rows: int,
+        precisions: tuple[Precision, ...], seconds: float,
+    ) -> Probed:  # fmt: skip
+        """Time of a real training step of `rows` sequences on one worker, about `seconds` for each precision."""
+        question = {
+            "type": "measure", "device": device, "model": model, "train": train, "rows": rows,
+            "precisions": precisions, "seconds": seconds,
+        }  # fmt: skip
+        return self._ask(question, Probed)
+
+    def _ask(self, question: dict[str, Any], kind: type[T]) -> T:
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        watchdog = threading.Timer(ANSWER_S, process.kill)
+        watchdog.start()
+        try:
+            process.stdin.write(msgspec.json.encode(question) + b"\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = b""
+        finally:
+            watchdog.cancel()
+        if not line:
+            raise Refusal(
+                "worker-lost", what="the trial process ended without an answer", where="probe",
+                fact=f"exit code {process.wait(timeout=10)} (-9 is the kernel's, when memory runs out)",
+                remedy="set a smaller model or train.batch.global in run.yaml",
+            )  # fmt: skip
+        reply = msgspec.json.decode(line)
+        if "problem" in reply:
+            raise Refusal.of(msgspec.convert(reply["problem"], Problem))
+        return msgspec.convert(reply["answer"], kind)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(timeout=10)

@@ -1,0 +1,167 @@
+"""Checkpoints: safetensors and JSON, written beside and renamed into place, verified by checksum before use.
+
+A checkpoint is a folder `step-00000120` with `model.safetensors` (fp32 masters), `optimizer.safetensors` (moments) and
+`state.json` (progress, and the SHA-256 of the other two). It is whole or it is not there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from farspan.domain.codec import load, save
+from farspan.domain.problems import Refusal
+from farspan.domain.units import format_bytes
+from farspan.runtime.state import TrainState
+
+_MODEL, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How far a run is; together with the tensors and the plan, all that the next step depends on."""
+
+    step: int
+    plan: str
+    #: Wall-clock seconds trained so far, over all starts.
+    elapsed_s: float
+    best_loss: float | None = None
+    #: Validations in a row without a better loss.
+    stale: int = 0
+    loss_scale: float = 1.0
+
+
+class Saved(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    progress: Progress
+    sha256: dict[str, str]
+
+
+class Corrupt(Exception):
+    """A checkpoint that must not be used; the message says why."""
+
+
+def bytes_needed(parameters: int) -> int:
+    """Size of one checkpoint: fp32 master and two moments a parameter, and some headers."""
+    return 12 * parameters + 2**20
+
+
+def check_disk(folder: Path, needed: int) -> None:
+    """Refuse when the disk of `folder` has less than `needed` bytes free."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise Refusal(
+            "disk-full",
+            what="there is not enough disk space for checkpoints",
+            where=folder,
+            fact=f"{format_bytes(needed)} needed, {format_bytes(free)} free",
+            remedy=f"free {format_bytes(needed - free)} there, or keep the run elsewhere: farspan train --run FOLDER",
+        )
+
+
+def write(folder: Path, state: TrainState, progress: Progress, keep: int) -> tuple[Path, int]:
+    """Write the checkpoint of `progress.step`, then delete all but the newest `keep`. Returns its path and bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    check_disk(folder, bytes_needed(len(state.master)))
+    path = folder / f"step-{progress.step:08d}"
+    files = {
+        _MODEL: _named(state, state.master),
+        _OPTIMIZER: {
+            f"{kind}.{name}": tensor
+            for kind, flat in (("exp_avg", state.exp_avg), ("exp_avg_sq", state.exp_avg_sq))
+            for name, tensor in _named(state, flat).items()
+        },
+    }
+    size = _write_folder(path, files, progress)
+    for old in sorted(folder.glob("step-*"), reverse=True)[keep:]:
+        shutil.rmtree(old, ignore_errors=True)
+    return path, size
+
+
+def write_best(path: Path, state: TrainState, progress: Progress) -> None:
+    """Keep the weights of the best validation loss; replaces the previous best in one rename."""
+    check_disk(path.parent, bytes_needed(len(state.master)) // 3)
+    _write_folder(path, {_MODEL: _named(state, state.master)}, progress)
+
+
+def _named(state: TrainState, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {name: state.view(flat, i).detach().cpu() for i, name in enumerate(state.names)}
+
+
+def _write_folder(path: Path, files: dict[str, dict[str, torch.Tensor]], progress: Progress) -> int:
+    temporary = path.with_name(f".{path.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    for name, tensors in files.items():
+        save_file(tensors, temporary / name)
+        _sync(temporary / name)
+    save(Saved(progress=progress, sha256={name: _sha256(temporary / name) for name in files}), temporary / _STATE)
+    size = sum(file.stat().st_size for file in temporary.iterdir())
+    if path.exists():
+        old = path.with_name(f".{path.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(path, old)
+        os.rename(temporary, path)
+        shutil.rmtree(old)
+    else:
+        os.rename(temporary, path)
+    _sync(path.parent)
+    return size
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def newest_first(folder: Path) -> Iterator[Path]:
+    """Checkpoints of a run that can be resumed from, newest first, whole or not."""
+    yield from sorted(folder.glob("step-*"), reverse=True)
+
+
+def read(path: Path, state: TrainState) -> Progress:
+    """Load a checkpoint into `state`. Raises Corrupt, `state` untouched, when a file is not what was written."""
+    progress = verify(path, (_MODEL, _OPTIMIZER))
+    model, optimizer = load_file(path / _MODEL), load_file(path / _OPTIMIZER)
+    for i, name in enumerate(state.names):
+        state.view(state.master, i).copy_(model[name])
+        state.view(state.exp_avg, i).copy_(optimizer[f"exp_avg.{name}"])
+        state.view(state.exp_avg_sq, i).copy_(optimizer[f"exp_avg_sq.{name}"])
+    state.grad.zero_()
+    state.publish()
+    return progress
+
+
+def verify(path: Path, files: tuple[str, ...]) -> Progress:
+    """Check a checkpoint's files against their checksums; returns its progress or raises Corrupt."""
+    try:
+        saved = load(path / _STATE, Saved)
+        for name in files:
+            if _sha256(path / name) != saved.sha256[name]:
+                raise Corrupt(f"{name} does not match its checksum ({format_bytes((path / name).stat().st_size)})")
+    except (OSError, KeyError, Refusal) as error:
+        raise Corrupt(f"{path.name} is not whole: {str(error).splitlines()[0]}") from None
+    return saved.progress
+
+
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The fp32 weights of a checkpoint or of `best`, by parameter name."""
+    verify(path, (_MODEL,))
+    try:
+        return load_file(path / _MODEL)
+    except SafetensorError as error:
+        raise Corrupt(str(error)) from None

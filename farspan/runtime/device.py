@@ -1,0 +1,138 @@
+"""The device that a worker computes on: selecting it, its memory, its dtypes, its name."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import torch
+
+import farspan
+from farspan.domain.cluster import Cluster, Device, DType, Host, Site
+from farspan.domain.plan import PlannedDevice
+from farspan.domain.problems import Refusal
+from farspan.domain.results import Environment
+
+
+def open_device(planned: PlannedDevice) -> torch.device:
+    """The torch device that a plan names; refuses when this machine lacks it."""
+    torch.set_num_threads(planned.threads)
+    if planned.backend == "cpu":
+        return torch.device("cpu")
+    if planned.backend == "mps" and torch.backends.mps.is_available():
+        return torch.device("mps")
+    if planned.backend == "cuda" and torch.cuda.device_count() > planned.index:
+        torch.cuda.set_device(planned.index)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        return torch.device("cuda", planned.index)
+    raise Refusal(
+        "device-missing",
+        what=f"the plan wants {planned.backend} device {planned.index}",
+        where=planned.host,
+        fact=f"this machine has {torch.cuda.device_count()} CUDA devices",
+        remedy="plan for what is here: farspan train run.yaml",
+    )
+
+
+def detect(backend: str, workers: int | None) -> Cluster:
+    """This machine as a cluster of one host: its GPUs, or its CPU cores shared among `workers`."""
+    memory = psutil.virtual_memory()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    if backend == "auto":
+        backend = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if backend == "cuda":
+        devices = [_cuda_device(i) for i in range(torch.cuda.device_count())][: workers or None]
+    elif backend == "mps":
+        apple = Device(kind=_cpu_name(), backend="mps", memory=memory.total, dtypes=("fp32", "bf16", "fp16"))
+        devices = [apple]
+    else:
+        count = workers or 1
+        share = Device(
+            kind=_cpu_name(), backend="cpu", memory=_memory_limit(memory.total) // count, dtypes=_cpu_dtypes(),
+            threads=max(1, cores // count),
+        )  # fmt: skip
+        devices = [share] * count
+    if (workers and len(devices) < workers) or not devices:
+        raise Refusal(
+            "device-missing",
+            what=f"{workers or 1} {backend} workers asked for",
+            where="parallel.workers",
+            fact=f"this machine has {len(devices)} {backend} devices",
+            remedy=f"set parallel.workers to {len(devices)}" if devices else "set parallel.device to cpu",
+        )
+    host = Host(name=platform.node(), devices=tuple(devices), cpus=cores, memory=memory.total)
+    return Cluster(sites=(Site(name="here", hosts=(host,)),))
+
+
+def _memory_limit(total: int) -> int:
+    """The cgroup's memory limit where there is one below the machine's own memory."""
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            return min(total, int(Path(path).read_text()))
+        except (OSError, ValueError):
+            continue
+    return total
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _cpu_dtypes() -> tuple[DType, ...]:
+    """fp32, and bf16 where the CPU multiplies it in hardware (AVX-512 BF16 or AMX)."""
+    bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported() if torch.backends.mkldnn.is_available() else False
+    return ("fp32", "bf16") if bf16 else ("fp32",)
+
+
+def _cuda_device(index: int) -> Device:
+    properties = torch.cuda.get_device_properties(index)
+    bf16 = properties.major >= 8
+    return Device(
+        kind=properties.name, backend="cuda", memory=properties.total_memory,
+        dtypes=("fp32", "bf16", "fp16") if bf16 else ("fp32", "fp16"), threads=1,
+    )  # fmt: skip
+
+
+def environment(device: torch.device) -> Environment:
+    """Where this worker runs, for the record."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    return Environment(
+        farspan=farspan.__version__,
+        python=sys.version.split()[0],
+        torch=torch.__version__,
+        platform=platform.platform(),
+        device=name,
+        cpus=os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        memory_bytes=psutil.virtual_memory().total,
+        commit=_commit(),
+    )
+
+
+def _commit() -> str | None:
+    """The commit of a source checkout; None for an installed package."""
+    root = Path(farspan.__file__).parent.parent
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=5)
+    return done.stdout.strip() or None
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes so far: of the process on a CPU, of the allocator on a GPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale

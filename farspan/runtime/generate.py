@@ -1,0 +1,41 @@
+"""Text from a trained model, token by token."""
+
+from __future__ import annotations
+
+import torch
+
+from farspan.corpus.tokenizer import Tokenizer
+from farspan.runtime.model import Decoder
+
+
+@torch.no_grad()
+def generate(
+    model: Decoder, tokenizer: Tokenizer, prompt: str, *, tokens: int, temperature: float, top_k: int, seed: int
+) -> str:
+    """Up to `tokens` tokens after `prompt`, as text; stops at end of text. Temperature 0 takes the likeliest.
+
+    The window slides: at most `context` tokens are looked back at.
+    """
+    device = model.tok.weight.device
+    generator = torch.Generator().manual_seed(seed)
+    ids = [tokenizer.end_of_text, *tokenizer.encode(prompt)]
+    first = len(ids)
+    was_training = model.training
+    model.eval()
+    for _ in range(tokens):
+        window = torch.tensor([ids[-model.spec.context :]], device=device)
+        state_D = model.hidden(window)[0, -1]
+        logits_V = (model.head_VD @ state_D).float().cpu()[: tokenizer.vocab_size]
+        ids.append(_pick(logits_V, temperature, top_k, generator))
+        if ids[-1] == tokenizer.end_of_text:
+            break
+    model.train(was_training)
+    return tokenizer.decode([i for i in ids[first:] if i != tokenizer.end_of_text])
+
+
+def _pick(logits_V: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits_V.argmax())
+    values, indices = logits_V.topk(min(top_k, len(logits_V)) if top_k else len(logits_V))
+    chosen = torch.multinomial(torch.softmax(values / temperature, dim=-1), 1, generator=generator)
+    return int(indices[chosen])

@@ -1,0 +1,140 @@
+"""A process that answers questions about this machine, one JSON line each: `python -m farspan.runtime.probe`.
+
+The command line keeps torch out of itself; it asks this process what devices there are, how fast they multiply, and
+what one real training step takes in time and memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+
+import msgspec
+import torch
+
+from farspan.domain.cluster import Cluster
+from farspan.domain.model import ModelSpec
+from farspan.domain.plan import PlannedDevice
+from farspan.domain.problems import Problem, Refusal
+from farspan.domain.results import Probed
+from farspan.domain.train import Precision, TrainSpec
+from farspan.runtime.device import detect, open_device, peak_memory
+from farspan.runtime.model import Decoder, initialise
+from farspan.runtime.state import TrainState, learning_rate
+
+#: Steps before the timed ones: allocators and kernels settle.
+WARMUP_STEPS = 2
+
+
+class Describe(msgspec.Struct, frozen=True, tag="describe"):
+    """What devices are here? Answered by a Cluster."""
+
+    backend: str
+    workers: int | None
+
+
+class MatmulRate(msgspec.Struct, frozen=True, tag="matmul"):
+    """FLOP/s of a matrix product at a small model's shape, by dtype. Answered by a dict."""
+
+    device: PlannedDevice
+    precisions: tuple[Precision, ...]
+
+
+class Measure(msgspec.Struct, frozen=True, tag="measure"):
+    """Time real training steps of `rows` sequences in each precision, for about `seconds` each. Answered by Probed."""
+
+    device: PlannedDevice
+    model: ModelSpec
+    train: TrainSpec
+    rows: int
+    precisions: tuple[Precision, ...]
+    seconds: float
+
+
+Request = Describe | MatmulRate | Measure
+
+
+def matmul_rate(request: MatmulRate) -> dict[str, float]:
+    device = open_device(request.device)
+    rates = {}
+    for precision in request.precisions:
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+        m, k, n = (2048, 384, 1536) if device.type == "cpu" else (8192, 2048, 8192)
+        a, b = torch.ones(m, k, dtype=dtype, device=device), torch.ones(k, n, dtype=dtype, device=device)
+        times = [_timed(lambda a=a, b=b: a @ b, device) for _ in range(12)]
+        rates[precision] = 2 * m * k * n / statistics.median(times[2:])
+    return rates
+
+
+def _timed(work, device: torch.device) -> float:  # type: ignore[no-untyped-def]
+    began = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+    return time.perf_counter() - began
+
+
+def measure(request: Measure) -> Probed:
+    """Real steps of the real model on random tokens: forward, backward, update."""
+    device = open_device(request.device)
+    step_s, memory = {}, {}
+    for precision in request.precisions:
+        times = _step_times(request, precision, device)
+        step_s[precision] = statistics.median(times)
+        memory[precision] = peak_memory(device)
+        gc.collect()
+    return Probed(step_s=step_s, memory_bytes=memory, rows=request.rows)
+
+
+def _step_times(request: Measure, precision: Precision, device: torch.device) -> list[float]:
+    train = request.train
+    model = Decoder(request.model, attention=train.attention, recompute=train.recompute)
+    initialise(model, train.seed)
+    model.to(device)
+    state = TrainState(model, precision)
+    generator = torch.Generator().manual_seed(train.seed)
+    shape = (request.rows, train.seq_len + 1)
+    tokens = torch.randint(request.model.vocab_size, shape, generator=generator).to(device)
+
+    def step() -> None:
+        model.loss(tokens[:, :-1], tokens[:, 1:]).div(request.rows * train.seq_len).backward()
+        lr = learning_rate(train.schedule, train.optimizer.lr, 0, train.steps)
+        state.update(train.optimizer, lr, 1, max(1.0, state.grad_norm()))
+
+    times: list[float] = []
+    deadline = time.monotonic() + request.seconds
+    while len(times) < WARMUP_STEPS + 3 or time.monotonic() < deadline:
+        times.append(_timed(step, device))
+    return times[WARMUP_STEPS:]
+
+
+def answer(request: Request) -> Cluster | Probed | dict[str, float]:
+    if isinstance(request, Describe):
+        return detect(request.backend, request.workers)
+    return matmul_rate(request) if isinstance(request, MatmulRate) else measure(request)
+
+
+def main() -> None:
+    decoder = msgspec.json.Decoder(Request)
+    for line in sys.stdin.buffer:
+        reply: object
+        try:
+            reply = {"answer": answer(decoder.decode(line))}
+        except Refusal as refusal:
+            reply = {"problem": refusal.problem}
+        except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
+            reply = {"problem": Problem(
+                code="out-of-memory" if "memory" in str(error) else "worker-lost", what="a trial step failed",
+                where="probe", fact=" ".join(str(error).split())[:300],
+                remedy="set a smaller train.batch.global or model in run.yaml",
+            )}  # fmt: skip
+        sys.stdout.buffer.write(msgspec.json.encode(reply) + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

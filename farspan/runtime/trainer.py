@@ -1,0 +1,254 @@
+"""The training loop of one worker: batches in plan order, gradients summed over the data axis, one update a step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from msgspec.structs import replace
+
+from farspan.domain.corpus import CorpusManifest
+from farspan.domain.plan import Plan, Stage
+from farspan.domain.problems import Refusal
+from farspan.domain.results import Event, Saved, Step, Validated, Warned
+from farspan.domain.run import RunFolder
+from farspan.runtime import checkpoint
+from farspan.runtime.collective import Group
+from farspan.runtime.data import Order, Windows, samples_of
+from farspan.runtime.device import peak_memory
+from farspan.runtime.model import Decoder
+from farspan.runtime.reducer import Reducer
+from farspan.runtime.state import TrainState, learning_rate
+
+#: Loss scaling for fp16 as in arXiv 1710.03740, section 4.2: start high, halve on overflow, double after a quiet while.
+FIRST_LOSS_SCALE = 2.0**16
+QUIET_STEPS = 2000
+
+
+@dataclass
+class Worker:
+    """What one worker holds for the length of a run."""
+
+    plan: Plan
+    run: RunFolder
+    group: Group
+    model: Decoder
+    state: TrainState
+    manifest: CorpusManifest
+    train: Windows
+    val: Windows
+    emit: Callable[[Event], None]
+    clock: Callable[[], float]
+    #: Set by a signal handler; looked at between steps.
+    stop: list[str] = field(default_factory=list)
+
+    @property
+    def stage(self) -> Stage:
+        return self.plan.replicas[0].stages[0]
+
+
+class Trainer:
+    """Runs the steps of a plan from where its newest whole checkpoint left off."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.w = worker
+        self.order = Order(worker.train.count, worker.plan.train.seed)
+        self.reducer = Reducer(worker.state, worker.stage.grad_sync.bucket_bytes) if worker.group.world > 1 else None
+        self.progress = checkpoint.Progress(step=0, plan=worker.plan.hash, elapsed_s=0.0)
+        #: Updates made so far, by this start and those before it.
+        self.step = 0
+        self.loss_scale = FIRST_LOSS_SCALE if worker.plan.train.precision == "fp16" else 1.0
+        self.quiet = 0
+        self._started = self._saved_at = time.monotonic()
+        self._saved_step = -1
+
+    @property
+    def elapsed_s(self) -> float:
+        return self.progress.elapsed_s + time.monotonic() - self._started
+
+    # -- the loop --------------------------------------------------------------------------------------------------
+
+    def run(self) -> str:
+        """Train to the end, the deadline, an early stop or a signal; returns which. The last state is saved."""
+        train, reason = self.w.plan.train, "" if self.step < self.w.plan.train.steps else "done"
+        while not reason:
+            began = time.perf_counter()
+            loss, norm, tokens, lr = self._step(self.step)
+            self.step += 1
+            self.w.emit(Step(
+                at=self.w.clock(), step=self.step, loss=loss, lr=lr, grad_norm=norm, tokens=tokens,
+                step_s=time.perf_counter() - began, memory_bytes=peak_memory(self.w.group.device),
+            ))  # fmt: skip
+            if self.step % train.validate_every == 0 or self.step == train.steps:
+                self._validate()
+            reason = self._reason_to_stop()
+            if not reason and time.monotonic() - self._saved_at >= train.checkpoint_every_s:
+                self.save()
+        self.save()
+        return reason
+
+    def _reason_to_stop(self) -> str:
+        """Agreed by all workers: a signal anywhere stops all; rank 0's clock and validations decide the rest."""
+        train, mine = self.w.plan.train, 0
+        if self.w.stop:
+            mine = 100
+        elif self.w.group.rank == 0 and train.deadline_s is not None and self.elapsed_s >= train.deadline_s:
+            mine = 10
+        elif self.w.group.rank == 0 and train.patience and self.progress.stale >= train.patience:
+            mine = 1
+        total = self.w.group.sum(mine)[0]
+        if total >= 100:
+            return "interrupted"
+        if self.step >= train.steps:
+            return "done"
+        return "deadline" if total >= 10 else "early-stop" if total else ""
+
+    def _step(self, step: int) -> tuple[float, float, int, float]:
+        """One update. Returns the mean loss, the gradient norm before clipping, valid tokens, and the learning rate."""
+        train, stage, group = self.w.plan.train, self.w.stage, self.w.group
+        batch = self.order.window(np.arange(step * train.batch, (step + 1) * train.batch, dtype=np.int64))
+        valid_tokens = int(self.w.train.valid(batch).sum())
+        mine = self.order.window(samples_of(step, stage.rows, group.rank))
+        total = torch.zeros((), device=group.device)
+        starts = list(range(0, len(mine), stage.micro_rows))
+        for start in starts:
+            if self.reducer and start == starts[-1]:
+                self.reducer.arm()
+            inputs, targets = self._to_device(self.w.train.read(mine[start : start + stage.micro_rows]))
+            loss = self.w.model.loss(inputs, targets)
+            (loss * (self.loss_scale / valid_tokens)).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        if self.reducer:
+            self.reducer.finish()
+        norm = self.w.state.grad_norm() / self.loss_scale
+        local = float(total) / valid_tokens
+        loss_mean = group.sum(local)[0]
+        lr = learning_rate(train.schedule, train.optimizer.lr, step, train.steps)
+        if self._finite(step, local, loss_mean, norm):
+            clip = train.optimizer.clip
+            excess = max(1.0, norm / clip) if clip else 1.0
+            self.w.state.update(train.optimizer, lr, step + 1, self.loss_scale * excess)
+        return loss_mean, norm, valid_tokens, lr
+
+    def _to_device(self, arrays: tuple[np.ndarray, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
+        device = self.w.group.device
+        inputs, targets = (torch.from_numpy(a).to(device, non_blocking=True) for a in arrays)
+        return inputs, targets
+
+    # -- what can go wrong -----------------------------------------------------------------------------------------
+
+    def _finite(self, step: int, local: float, loss: float, norm: float) -> bool:
+        """True to update. An fp16 overflow skips the update and halves the scale; anything else refuses to go on."""
+        if math.isfinite(loss) and math.isfinite(norm):
+            self.quiet += 1
+            if self.loss_scale > 1.0 and self.quiet % QUIET_STEPS == 0:
+                self.loss_scale *= 2
+            return True
+        if math.isfinite(loss) and self.loss_scale > 1.0:
+            self.loss_scale /= 2
+            self.quiet = 0
+            self.w.state.grad.zero_()
+            return False
+        self.w.state.grad.zero_()
+        self.save()
+        bad = [rank for rank, value in enumerate(self.w.group.gather(local)) if not math.isfinite(value)]
+        samples = [samples_of(step, self.w.stage.rows, rank) for rank in bad or range(self.w.group.world)]
+        what = "loss" if bad else "gradient"
+        raise Refusal(
+            "non-finite",
+            what=f"the {what} is not finite at step {step + 1}; the update was not made",
+            where=f"rank {', '.join(map(str, bad)) or 'any'}, samples {samples[0][0]} to {samples[-1][-1]}",
+            fact=f"loss {loss}, gradient norm {norm}, learning rate so far up to {self.w.plan.train.optimizer.lr:g}; "
+            f"the state before the update is saved as step {step}",
+            remedy="lower train.optimizer.lr in run.yaml, then: farspan train run.yaml --run FOLDER",
+        )
+
+    # -- validation and checkpoints --------------------------------------------------------------------------------
+
+    def _validate(self) -> None:
+        loss, tokens, seconds = self.validation_loss()
+        best = self.progress.best_loss is None or loss < self.progress.best_loss
+        self.progress = replace(
+            self.progress,
+            best_loss=loss if best else self.progress.best_loss,
+            stale=0 if best else self.progress.stale + 1,
+        )
+        val = self.w.manifest.val
+        bits = loss / math.log(2) * val.tokens / val.text_bytes
+        self.w.emit(Validated(
+            at=self.w.clock(), step=self.step, loss=loss, bits_per_byte=bits, tokens=tokens, seconds=seconds, best=best
+        ))  # fmt: skip
+        if best and self.w.group.rank == 0:
+            checkpoint.write_best(self.w.run.best, self.w.state, self._current())
+
+    @torch.no_grad()
+    def validation_loss(self) -> tuple[float, int, float]:
+        """Mean loss over (the first `validate_tokens` of) the validation split, tokens read, seconds."""
+        train, group, val, began = self.w.plan.train, self.w.group, self.w.val, time.perf_counter()
+        limit = val.count if not train.validate_tokens else min(val.count, -(-train.validate_tokens // train.seq_len))
+        total, tokens = 0.0, 0
+        self.w.model.eval()
+        micro = self.w.stage.micro_rows
+        for start in range(group.rank * micro, limit, group.world * micro):
+            windows = np.arange(start, min(start + micro, limit), dtype=np.uint64)
+            inputs, targets = self._to_device(val.read(windows))
+            total += float(self.w.model.loss(inputs, targets))
+            tokens += int(val.valid(windows).sum())
+        self.w.model.train()
+        total, counted = group.sum(total, tokens)
+        return total / max(1.0, counted), int(counted), time.perf_counter() - began
+
+    def _current(self) -> checkpoint.Progress:
+        return replace(self.progress, step=self.step, elapsed_s=self.elapsed_s, loss_scale=self.loss_scale)
+
+    def save(self) -> None:
+        """Write a checkpoint of the state as it is, unless that was the last one written."""
+        self._saved_at = time.monotonic()
+        if self.step == self._saved_step or self.w.group.rank != 0:
+            return
+        began = time.perf_counter()
+        path, size = checkpoint.write(self.w.run.checkpoints, self.w.state, self._current(), self.w.plan.train.keep)
+        self._saved_step = self.step
+        self.w.emit(Saved(
+            at=self.w.clock(), step=self.step, path=str(path), size_bytes=size, seconds=time.perf_counter() - began
+        ))  # fmt: skip
+
+    def restore(self) -> None:
+        """Load the newest whole checkpoint, if any; corrupt ones are named, and the one before them is used."""
+        corrupt: list[str] = []
+        newest: int | None = None
+        for path in checkpoint.newest_first(self.w.run.checkpoints):
+            newest = newest if newest is not None else int(path.name.removeprefix("step-"))
+            try:
+                self._adopt(checkpoint.read(path, self.w.state))
+            except checkpoint.Corrupt as error:
+                corrupt.append(f"{path}: {error}")
+                continue
+            if corrupt:
+                message = f"corrupt checkpoint {'; '.join(corrupt)}. Going on from step {self.step}"
+                self.w.emit(Warned(at=self.w.clock(), message=f"{message}: {newest - self.step} steps lost."))
+            return
+        if corrupt:
+            raise Refusal(
+                "checkpoint-corrupt",
+                what="no checkpoint of this run can be used",
+                where=self.w.run.checkpoints,
+                fact="; ".join(corrupt),
+                remedy="start again: farspan train run.yaml --run NEW_FOLDER",
+            )
+
+    def _adopt(self, progress: checkpoint.Progress) -> None:
+        if progress.plan != self.w.plan.hash:
+            raise Refusal(
+                "plan-mismatch",
+                what="the checkpoint belongs to another plan",
+                where=self.w.run.checkpoints,
+                fact=f"made by plan {progress.plan}, this is plan {self.w.plan.hash}",
+                remedy="restore this run's plan.json, or start a new run: farspan train run.yaml --run NEW_FOLDER",
+            )
+        self.progress, self.loss_scale = progress, progress.loss_scale
+        self.step = self._saved_step = progress.step

@@ -1,0 +1,151 @@
+"""One worker process: `python -m farspan.runtime.worker PLAN RUN_DIR`, with RANK and WORLD_SIZE in the environment.
+
+It reads the plan, builds its part, trains, and appends events to the run directory. A refusal is written to
+`logs/rank-N.problem.json` for the launcher and becomes the exit code.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from farspan.corpus import tokenizer as tokenizers
+from farspan.corpus.tokens import TokenFile
+from farspan.domain import catalog
+from farspan.domain.codec import load, save
+from farspan.domain.corpus import CorpusManifest
+from farspan.domain.plan import Plan
+from farspan.domain.problems import Problem, Refusal
+from farspan.domain.results import Estimate, Event, Finished, Sampled, Started
+from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.units import format_bytes
+from farspan.runtime import checkpoint
+from farspan.runtime.collective import Group
+from farspan.runtime.data import Windows
+from farspan.runtime.device import environment, open_device
+from farspan.runtime.events import EventLog
+from farspan.runtime.generate import generate
+from farspan.runtime.model import Decoder, initialise
+from farspan.runtime.state import TrainState
+from farspan.runtime.trainer import Trainer, Worker
+
+#: Tokens of sample text that a finished run writes after each prompt.
+SAMPLE_TOKENS = 80
+
+
+def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None]) -> Worker:
+    """The model on its device, its flat state, and the token files."""
+    manifest = load(run.corpus, CorpusManifest)
+    if manifest.hash != plan.inputs.corpus:
+        raise Refusal(
+            "plan-mismatch", what="the corpus is not the one that was planned for", where=run.corpus,
+            fact=f"planned for {plan.inputs.corpus}, found {manifest.hash}", remedy="farspan train run.yaml",
+        )  # fmt: skip
+    folder = Path(load(run.record, RunRecord).corpus)
+    train, val = (
+        Windows(TokenFile.open(folder, split, manifest).tokens, plan.train.seq_len) for split in ("train", "val")
+    )
+    model = Decoder(plan.model, attention=plan.train.attention, recompute=plan.train.recompute)
+    initialise(model, plan.train.seed)
+    model.to(group.device)
+    state = TrainState(model, plan.train.precision)
+    if plan.train.compile:
+        for block in model.blocks:
+            block.compile()
+    return Worker(
+        plan=plan, run=run, group=group, model=model, state=state, manifest=manifest, train=train, val=val,
+        emit=emit, clock=time.time,
+    )  # fmt: skip
+
+
+def train(plan: Plan, run: RunFolder, rank: int, world: int) -> None:
+    """Train from the newest checkpoint to the end. How it ends is the last event."""
+    began = time.monotonic()
+    device = open_device(plan.devices[rank])
+    if world != len(plan.devices):
+        raise Refusal(
+            "plan-mismatch", what=f"the plan has {len(plan.devices)} workers", where=f"rank {rank}",
+            fact=f"{world} were started", remedy=f"farspan resume {run.path}",
+        )  # fmt: skip
+    group = Group(rank, world, device)
+    with EventLog(run.events if rank == 0 else run.logs / f"rank-{rank}.events.jsonl") as log:
+        worker = build(plan, run, group, log.write)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda n, _: worker.stop.append(signal.Signals(n).name))
+        trainer = Trainer(worker)
+        checkpoint.check_disk(run.path, (plan.train.keep + 2) * checkpoint.bytes_needed(len(worker.state.master)))
+        trainer.restore()
+        estimate = load(run.estimate, Estimate) if run.estimate.exists() else None
+        here = environment(device)
+        log.write(Started(
+            at=time.time(), step=trainer.progress.step, plan=plan.hash, world=world, environment=here,
+            estimate=estimate, peak_flops=catalog.peak_flops(here.device, plan.train.precision, world),
+        ))  # fmt: skip
+        problem, reason = None, "failed"
+        try:
+            reason = trainer.run()
+            if rank == 0 and reason != "interrupted":
+                sample(worker)
+        except BaseException as error:
+            problem = as_problem(error, plan, run, rank)
+            raise Refusal.of(problem) from error
+        finally:
+            seconds = time.monotonic() - began
+            log.write(Finished(at=time.time(), step=trainer.step, reason=reason, seconds=seconds, problem=problem))
+    group.close()
+
+
+def sample(worker: Worker) -> None:
+    """Let the trained model write, for the report."""
+    tokenizer = tokenizers.load(worker.run.tokenizer)
+    for prompt in ("", "Return the "):
+        text = generate(worker.model, tokenizer, prompt, tokens=SAMPLE_TOKENS, temperature=0.8, top_k=50, seed=0)
+        worker.emit(Sampled(at=time.time(), step=worker.plan.train.steps, prompt=prompt, text=text))
+
+
+def as_problem(error: BaseException, plan: Plan, run: RunFolder, rank: int) -> Problem:
+    """What a worker's exception means to the user."""
+    if isinstance(error, Refusal):
+        return error.problem
+    message = " ".join(str(error).split())
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in message:
+        predicted = load(run.estimate, Estimate).memory_bytes if run.estimate.exists() else None
+        return Problem(
+            code="out-of-memory",
+            what="a worker ran out of memory",
+            where=f"rank {rank} ({plan.devices[rank].backend} on {plan.devices[rank].host})",
+            fact=f"predicted {format_bytes(predicted) if predicted else 'nothing'}; {message[:200]}",
+            remedy=f"lower train.batch.global (now {plan.train.batch} sequences of {plan.train.seq_len}) or set "
+            "train.recompute: true in run.yaml",
+        )
+    return Problem(
+        code="worker-lost",
+        what=f"rank {rank} failed",
+        where=f"{type(error).__name__} in {run.logs}/rank-{rank}.log",
+        fact=message[:300] or "no message",
+        remedy=f"farspan resume {run.path}",
+    )
+
+
+def main() -> int:
+    plan_path, run_path = Path(sys.argv[1]), Path(sys.argv[2])
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    run = RunFolder(run_path)
+    try:
+        train(load(plan_path, Plan), run, rank, world)
+        return 0
+    except Refusal as refusal:
+        save(refusal.problem, run.logs / f"rank-{rank}.problem.json")
+        traceback.print_exc()
+        return refusal.problem.exit_code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
