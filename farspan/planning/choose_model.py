@@ -1,0 +1,219 @@
+"""Which model run.yaml means: a preset, a Hugging Face folder, a shape, or a size found from corpus and machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from farspan import models
+from farspan.domain.cluster import Cluster
+from farspan.domain.codec import missing_path, parse_json, read_bytes
+from farspan.domain.config import RunConfig
+from farspan.domain.corpus import CorpusManifest
+from farspan.domain.model import ModelSpec, parameters
+from farspan.domain.problems import Refusal
+from farspan.domain.units import format_count, format_seconds, parse_seconds
+from farspan.estimate.price import RESERVE, hourly_price
+from farspan.planning.quantities import asked_parameters, asked_tokens, out_of_range, positive
+from farspan.planning.size import FRESH_EPOCHS, KNOBS, TOLERANCE, Knobs, auto_parameters, shape_for
+
+#: Where run.yaml names no family: the better one at equal parameters (no position table, gated MLP).
+DEFAULT_FAMILY = "llama"
+#: `size: auto` without any budget sizes the model for a run of this long.
+AUTO_RUN_S = 3600.0
+#: Contexts that are tried down to the shortest worth training, when the user fixed none.
+SHORTEST_CONTEXT = 32
+
+
+class ChosenModel(msgspec.Struct, frozen=True, kw_only=True):
+    """The model, the tokens of a training sequence, and where each value came from."""
+
+    model: ModelSpec
+    seq_len: int
+    origin: dict[str, str]
+    warnings: tuple[str, ...] = ()
+
+
+def choose_model(
+    config: RunConfig, corpus: CorpusManifest, cluster: Cluster, machine_flops: Callable[[], float]
+) -> ChosenModel:
+    """The model to train. `machine_flops` measures the FLOP/s that training reaches on all devices together; it is
+    called only where `size: auto` needs it."""
+    if config.model.path is not None:
+        chosen = _from_folder(config, corpus)
+    elif config.model.preset is not None:
+        chosen = _from_preset(config, corpus)
+    else:
+        chosen = _from_size(config, corpus, cluster, machine_flops)
+    _demand_windows(config, corpus, chosen.seq_len)
+    return chosen
+
+
+def _from_folder(config: RunConfig, corpus: CorpusManifest) -> ChosenModel:
+    folder = Path(str(config.model.path)).expanduser()
+    if not (folder / "config.json").exists():
+        raise missing_path(folder / "config.json")
+    spec = models.from_config(parse_json(read_bytes(folder / "config.json"), dict, folder / "config.json"))
+    if spec.vocab_size < corpus.vocab_size:
+        raise Refusal(
+            "tokenizer-mismatch",
+            what="the corpus has token ids that the model does not know",
+            where=folder,
+            fact=f"the corpus's vocabulary has {corpus.vocab_size} tokens, the model's {spec.vocab_size}",
+            remedy=f"set tokenizer.use: {folder}",
+        )
+    seq_len = config.model.context or spec.context
+    if seq_len > spec.context:
+        fact = f"the model in {folder} has {spec.context} positions"
+        raise out_of_range("model.context", seq_len, fact, f"set model.context: {spec.context}")
+    origin = {"model": f"run.yaml: {folder}/config.json", "train.seq_len": _given(config.model.context, "the model")}
+    return ChosenModel(model=spec, seq_len=seq_len, origin=origin)
+
+
+def _from_preset(config: RunConfig, corpus: CorpusManifest) -> ChosenModel:
+    preset = models.preset(str(config.model.preset))
+    base, knobs = preset.spec, _knobs(config)
+    if config.model.family not in (None, base.family):
+        fact = f"preset {preset.name} is of family {base.family}"
+        raise out_of_range("model.family", config.model.family, fact, "remove model.family")
+    if "heads" in knobs and base.kv_heads == base.heads:
+        knobs.setdefault("kv_heads", knobs["heads"])
+    fields = {key: getattr(base, key) for key in KNOBS} | knobs
+    context = config.model.context or base.context
+    spec = _built(lambda: models.family(base.family).shape(vocab_size=corpus.vocab_size, context=context, **fields))
+    origin = {
+        "model": f"run.yaml: preset {preset.name}",
+        "model.vocab_size": "corpus: its tokenizer's",
+        "model.context": _given(config.model.context, f"preset {preset.name}"),
+        **{f"model.{key}": "run.yaml" for key in knobs},
+    }
+    large = (f"{preset.name} is a preset for planning: it is too large to train on most machines",)
+    return ChosenModel(model=spec, seq_len=context, origin=origin, warnings=large if preset.planning_only else ())
+
+
+def _from_size(
+    config: RunConfig, corpus: CorpusManifest, cluster: Cluster, machine_flops: Callable[[], float]
+) -> ChosenModel:
+    family, knobs = config.model.family or DEFAULT_FAMILY, _knobs(config)
+    origin = {
+        "model.family": _given(config.model.family, "default"),
+        "model.vocab_size": "corpus: its tokenizer's",
+        **{f"model.{key}": "run.yaml" for key in knobs},
+    }
+    if "layers" in knobs and "d_model" in knobs:
+        target, origin["model.size"] = None, "run.yaml: model.layers and model.d_model"
+    else:
+        target, origin["model.size"] = _target(config, corpus, cluster, machine_flops)
+    context, origin["model.context"] = _context(config, corpus, target)
+    if target is None:
+        build = models.family(family).shape
+        spec = _built(lambda: build(vocab_size=corpus.vocab_size, context=context, **knobs))
+    else:
+        spec = _sized(config, family, target, corpus.vocab_size, context, knobs)
+        origin["model.shape"] = f"default: the size study's fit (arXiv 2410.19456) at {format_count(target)} parameters"
+    return ChosenModel(model=spec, seq_len=context, origin=origin)
+
+
+def _knobs(config: RunConfig) -> Knobs:
+    given = {key: getattr(config.model, key) for key in KNOBS}
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def _given(value: object, otherwise: str) -> str:
+    return "run.yaml" if value is not None else otherwise
+
+
+def _built(build: Callable[[], ModelSpec]) -> ModelSpec:
+    try:
+        return build()
+    except ValueError as error:
+        raise out_of_range("model", "the shape", str(error), "change that key under model") from None
+
+
+def _target(
+    config: RunConfig, corpus: CorpusManifest, cluster: Cluster, machine_flops: Callable[[], float]
+) -> tuple[int, str]:
+    """Parameters to aim at, and where the number came from."""
+    asked = asked_parameters(config)
+    if asked is not None:
+        return asked, "run.yaml"
+    seconds, why = _run_seconds(config, cluster)
+    epochs = min(config.train.epochs or FRESH_EPOCHS, FRESH_EPOCHS)
+    tokens = epochs * corpus.train.tokens
+    if config.train.tokens is not None and "param" not in str(config.train.tokens):
+        tokens = min(tokens, asked_tokens(config.train.tokens, 1))
+    target = auto_parameters(tokens, seconds * machine_flops())
+    return target, (
+        f"corpus and machine: 20 tokens a parameter (arXiv 2203.15556) of {format_count(tokens)} tokens, "
+        f"payable in {format_seconds(seconds)} ({why})"
+    )
+
+
+def _run_seconds(config: RunConfig, cluster: Cluster) -> tuple[float, str]:
+    limits = []
+    if config.budget.time is not None:
+        limits.append((positive(parse_seconds, config.budget.time, "budget.time", "1h"), "budget.time"))
+    if config.budget.usd is not None:
+        limits.append((config.budget.usd / price_per_hour(config, cluster) * 3600, "budget.usd"))
+    seconds, why = min(limits, default=(AUTO_RUN_S, "default: no budget is set"))
+    return seconds * (1 - RESERVE), why
+
+
+def price_per_hour(config: RunConfig, cluster: Cluster) -> float:
+    """US dollars an hour for the whole cluster; refuses a dollar budget that has no price."""
+    price = config.budget.usd_per_hour or hourly_price(cluster)
+    if not price:
+        raise Refusal(
+            "out-of-range",
+            what="a dollar budget needs a price",
+            where="run.yaml, key budget.usd",
+            fact=f"no price is known for {', '.join(sorted({d.kind for d in cluster.devices}))}",
+            remedy="set budget.usd_per_hour: the price of all devices together, dollars an hour",
+        )
+    return price
+
+
+def _context(config: RunConfig, corpus: CorpusManifest, target: int | None) -> tuple[int, str]:
+    """Positions: longer for larger models, halved while the corpus cannot fill a window."""
+    if config.model.context is not None:
+        return config.model.context, "run.yaml"
+    context = next((c for limit, c in ((10e6, 256), (100e6, 512)) if (target or limit) < limit), 1024)
+    wanted = context
+    while context > SHORTEST_CONTEXT and context > _longest(corpus):
+        context //= 2
+    return context, "default: by size" if context == wanted else "corpus: the longest that its validation split fills"
+
+
+def _longest(corpus: CorpusManifest) -> int:
+    """The longest context of which train and validation split both fill one window and its last target."""
+    return min(corpus.train.tokens, corpus.val.tokens) - 1
+
+
+def _sized(config: RunConfig, family: str, target: int, vocab: int, context: int, knobs: Knobs) -> ModelSpec:
+    spec = _built(lambda: shape_for(family, target, vocab_size=vocab, context=context, knobs=knobs))
+    key = "model.params" if config.model.params is not None else "size"
+    exact = isinstance(config.size, int) or config.size[:1].isdigit() or config.model.params is not None
+    if exact and abs(parameters(spec) / target - 1) > TOLERANCE:
+        fact = f"with a vocabulary of {vocab} tokens and these knobs the nearest has {parameters(spec):,} parameters"
+        raise out_of_range(key, config.model.params or config.size, fact, f"set {key}: {parameters(spec)}")
+    return spec
+
+
+def _demand_windows(config: RunConfig, corpus: CorpusManifest, seq_len: int) -> None:
+    """Refuses a corpus of which a split cannot fill one window of `seq_len` tokens and its last target."""
+    longest = _longest(corpus)
+    if seq_len <= longest:
+        return
+    there = f"{corpus.train.tokens} tokens to train on and {corpus.val.tokens} to validate on"
+    fits = longest >= SHORTEST_CONTEXT
+    if config.model.context is not None and fits:
+        raise out_of_range("model.context", seq_len, f"the corpus has {there}", f"set model.context: {longest}")
+    raise Refusal(
+        "corpus-too-small",
+        what="the corpus cannot fill one training and one validation window of the model",
+        where=corpus.source,
+        fact=f"there are {there}; each needs at least {seq_len + 1}",
+        remedy=f"set model.context: {longest}" if fits else f"add text to {corpus.source}, or set data.val higher",
+    )

@@ -1,0 +1,116 @@
+"""Reading what a user wrote in run.yaml: every value that does not fit is a Refusal that names its key."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from farspan.domain.config import Quantity, RunConfig
+from farspan.domain.problems import Refusal, nearest
+from farspan.domain.units import parse_count, parse_fraction, parse_seconds
+
+Number = TypeVar("Number", int, float)
+
+#: Names of the size dial: parameters in all, embeddings included.
+SIZES = {"tiny": 3_000_000, "small": 15_000_000, "medium": 60_000_000, "large": 250_000_000, "xl": 1_000_000_000}
+
+
+def out_of_range(key: str, value: object, fact: str, remedy: str) -> Refusal:
+    """The refusal of one value of run.yaml."""
+    return Refusal(
+        "out-of-range",
+        what=f"{key} = {value} cannot be used",
+        where=f"run.yaml, key {key}",
+        fact=fact,
+        remedy=remedy,
+    )
+
+
+def positive(parse: Callable[[Quantity], Number], value: Quantity, key: str, example: str) -> Number:
+    """`value` read by `parse`; refuses what does not parse, is not finite, or is not above 0."""
+    try:
+        number = parse(value)
+    except (ValueError, OverflowError) as error:
+        raise out_of_range(key, value, str(error), f"set {key} to something like {example}") from None
+    if not (math.isfinite(number) and number > 0):
+        raise out_of_range(key, value, "it must be above 0 and finite", f"set {key} to something like {example}")
+    return number
+
+
+def asked_parameters(config: RunConfig) -> int | None:
+    """The parameters that `size` or `model.params` asks for; None for `auto`."""
+    if config.model.params is not None:
+        return positive(parse_count, config.model.params, "model.params", "30M")
+    if config.size == "auto":
+        return None
+    if isinstance(config.size, str) and config.size in SIZES:
+        return SIZES[config.size]
+    if isinstance(config.size, str) and not config.size[:1].isdigit():
+        known = ["auto", *SIZES]
+        match = nearest(config.size, known)
+        fix = f"use {match!r}" if match else "use auto, or parameters such as 30M"
+        raise out_of_range("size", config.size, f"known: {', '.join(known)}, or parameters such as 30M", fix)
+    return positive(parse_count, config.size, "size", "30M")
+
+
+def asked_tokens(value: Quantity, parameters: int) -> int:
+    """Tokens to train on: a count, or a multiple of the model's parameters such as `20x_params`."""
+    key, example = "train.tokens", "20x_params or 500M"
+    if match := re.fullmatch(r"\s*([0-9.]+)\s*x[ _]?params\s*", str(value)):
+        return round(positive(float, match[1], key, example) * parameters)
+    return positive(parse_count, value, key, example)
+
+
+def asked_rows(value: Quantity, seq_len: int) -> int:
+    """Sequences of a global batch: `256k tokens` (rounded to whole sequences), `32 sequences`, or bare `32`."""
+    key, example = "train.batch.global", "8k tokens or 32 sequences"
+    count = positive(parse_count, value, key, example)
+    if not str(value).strip().endswith("tokens"):
+        return count
+    if count < seq_len:
+        raise out_of_range(key, value, f"one sequence has {seq_len} tokens", f"set {key}: {seq_len} tokens")
+    return round(count / seq_len)
+
+
+def check(config: RunConfig) -> None:
+    """Refuses what can be refused before any text is read: units, signs, shares, contradictions."""
+    asked_parameters(config)
+    share = positive(parse_fraction, config.data_config.val, "data.val", "5%")
+    if share > 0.5:
+        raise out_of_range("data.val", config.data_config.val, "more than half would be held out", "set data.val: 5%")
+    if config.train.tokens is not None:
+        asked_tokens(config.train.tokens, 1)
+    if config.train.batch.global_ is not None:
+        asked_rows(config.train.batch.global_, 1)
+    if config.budget.time is not None:
+        positive(parse_seconds, config.budget.time, "budget.time", "1h")
+    positive(parse_seconds, config.checkpoint.every, "checkpoint.every", "5m")
+    _check_contradictions(config)
+
+
+def _check_contradictions(config: RunConfig) -> None:
+    model, batch = config.model, config.train.batch
+    sizes = {
+        "model.preset": model.preset,
+        "model.path": model.path,
+        "model.params": model.params,
+        "size": None if config.size == "auto" else config.size,
+    }
+    _at_most_one(sizes)
+    _at_most_one({"train.batch.global": batch.global_, "train.batch.per_device": batch.per_device})
+    if model.path is not None:
+        shape = {
+            key: getattr(model, key) for key in ("family", "layers", "d_model", "heads", "kv_heads", "d_ff", "tied")
+        }
+        for key, value in shape.items():
+            if value is not None:
+                _at_most_one({"model.path": model.path, f"model.{key}": value})
+
+
+def _at_most_one(values: Mapping[str, object]) -> None:
+    given = [key for key, value in values.items() if value is not None]
+    if len(given) > 1:
+        fact = f"{given[0]} = {values[given[0]]} decides the same"
+        raise out_of_range(given[1], values[given[1]], fact, f"remove {given[1]} or {given[0]}")

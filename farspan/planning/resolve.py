@@ -1,0 +1,56 @@
+"""run.yaml to concrete specs: each value is the user's or chosen, and says where it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from farspan.domain.cluster import Cluster
+from farspan.domain.config import RunConfig
+from farspan.domain.corpus import CorpusManifest
+from farspan.domain.model import ModelSpec
+from farspan.domain.probe import ProbeResult
+from farspan.domain.train import TrainSpec
+from farspan.planning.choose_model import choose_model
+from farspan.planning.choose_train import choose_train, draft
+from farspan.planning.quantities import check
+
+#: Trains the model for a few steps on one device and says how fast, at each dtype the device has.
+Measure = Callable[[ModelSpec, TrainSpec], ProbeResult]
+
+
+class Resolved(msgspec.Struct, frozen=True, kw_only=True):
+    """Concrete specs. `origin` maps a dotted key to where its value came from: run.yaml, default, corpus, machine."""
+
+    model: ModelSpec
+    train: TrainSpec
+    probe: ProbeResult
+    warnings: tuple[str, ...]
+    origin: dict[str, str]
+
+
+def resolve(
+    config: RunConfig,
+    corpus: CorpusManifest,
+    cluster: Cluster,
+    *,
+    machine_flops: Callable[[], float],
+    measure: Measure,
+) -> Resolved:
+    """The model and the training that `config` asks for on this corpus and these devices.
+
+    `machine_flops` is called only for `size: auto`, `measure` once. Raises Refusal (out-of-range with the key,
+    corpus-too-small, tokenizer-mismatch, model-unsupported).
+    """
+    check(config)
+    chosen = choose_model(config, corpus, cluster, machine_flops)
+    probe = measure(chosen.model, draft(config, chosen))
+    trained = choose_train(config, chosen, corpus, cluster, probe)
+    return Resolved(
+        model=chosen.model,
+        train=trained.train,
+        probe=probe,
+        warnings=(*chosen.warnings, *trained.warnings),
+        origin={**chosen.origin, **trained.origin},
+    )
