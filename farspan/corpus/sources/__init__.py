@@ -1,0 +1,43 @@
+"""Where documents come from. One file a source, and the file's name is its registration.
+
+A source module offers `open_source(location) -> Source`; a run.yaml names it as `NAME` or `NAME:LOCATION` (`hf:` is
+short for `huggingface:`). Anything else is a path, read by `folder`. Listing sources imports none of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from typing import Protocol, cast
+
+from farspan.domain.corpus import Document
+
+
+class Source(Protocol):
+    """A stream of documents, the same in the same order every time while `fingerprint` stays the same."""
+
+    #: Size of what will be read, for the disk check; 0 when it cannot be known before reading.
+    size_bytes: int
+    #: What was left out and why, one line each; complete once `documents` is exhausted.
+    skipped: list[str]
+
+    def fingerprint(self) -> str:
+        """A cheap word for the present content, such as a hash of paths, sizes and times; reads no text."""
+
+    def documents(self) -> Iterator[Document]: ...
+
+
+def available() -> list[str]:
+    """Names of the sources there are, without importing them."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+
+
+def open_source(spec: str) -> Source:
+    """The source that `spec` names; refuses what does not exist."""
+    name, _, location = spec.partition(":")
+    name = "huggingface" if name == "hf" else name
+    if name not in available():
+        name, location = "folder", spec
+    module = importlib.import_module(f"{__name__}.{name}")
+    return cast(Source, module.open_source(location))

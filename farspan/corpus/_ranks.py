@@ -1,0 +1,94 @@
+"""The same BPE for tiktoken, only where both give the same ids for every text.
+
+tokenizers merges, again and again, the leftmost adjacent pair (A, B) with the lowest place in its merge list.
+tiktoken merges the leftmost adjacent pair whose joined bytes AB are a token, lowest rank first. With ranks in the
+order of the merge list they differ only if AB is the token T of another merge (C, D), and then only if A and B can
+ever stand side by side. Checked here for every token T: tokenizers' BPE of T's own bytes gives T.
+
+That excludes it. Suppose A B were first adjacent at some moment, inside a longer piece. Up to there no merge crossed
+their outer borders, so the merges inside are a prefix of the merges done on T's bytes alone (both go by rank, then
+leftmost). On T alone that prefix ends in (A, B), which is not in the merge list: BPE of T would stop there with two
+tokens, not one. So the two procedures choose the same pair at every step. The whole-piece look-up that tiktoken does
+first returns T for T's bytes, as BPE does.
+
+Around the BPE the same pieces must be cut: GPT-2's expression, no normalizer, no added token that is matched in text
+(special ones are switched off). The two regex engines sort all Unicode code points alike: tests walk all of them.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import tiktoken
+    import tokenizers
+
+#: GPT-2's pre-tokenization, as in tokenizers' ByteLevel.
+PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+
+
+def byte_characters() -> dict[str, int]:
+    """GPT-2's printable stand-in for each byte: character -> byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+def as_tiktoken(inner: tokenizers.Tokenizer) -> tuple[tiktoken.Encoding, npt.NDArray[np.uint32]] | None:
+    """tiktoken's encoding and the id of each of its ranks; None where equal ids are not proven."""
+    content = json.loads(inner.to_str())
+    if not _plain(content):
+        return None
+    vocab: dict[str, int] = content["model"]["vocab"]
+    merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in content["model"]["merges"]]
+    products = [left + right for left, right in merges]
+    if not _well_founded(vocab, merges) or not _encode_to_themselves(merges, vocab, products):
+        return None
+    import tiktoken
+
+    byte_of = byte_characters()
+    tokens = [*byte_of, *products]
+    ranks = {bytes(byte_of[character] for character in token): rank for rank, token in enumerate(tokens)}
+    encoding = tiktoken.Encoding("farspan", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
+    return encoding, np.array([vocab[token] for token in tokens], np.uint32)
+
+
+def _plain(content: dict[str, Any]) -> bool:
+    """Byte-level BPE, split as GPT-2 does, and nothing else that changes what is encoded."""
+    model, splitter = content["model"], content["pre_tokenizer"] or {}
+    return (
+        model["type"] == "BPE"
+        and not any(model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"))
+        and not model.get("byte_fallback")
+        and not model.get("ignore_merges")
+        and content["normalizer"] is None
+        and splitter.get("type") == "ByteLevel"
+        and not splitter["add_prefix_space"]
+        and splitter.get("use_regex", True)
+        and all(token["special"] for token in content["added_tokens"])
+    )
+
+
+def _well_founded(vocab: dict[str, int], merges: list[tuple[str, ...]]) -> bool:
+    """All 256 bytes are there; each merge joins bytes or products of earlier merges, into a token not made before."""
+    made = set(byte_characters())
+    if not made <= vocab.keys():
+        return False
+    for left, right in merges:
+        if left not in made or right not in made or left + right in made or left + right not in vocab:
+            return False
+        made.add(left + right)
+    return True
+
+
+def _encode_to_themselves(merges: list[tuple[str, ...]], vocab: dict[str, int], products: list[str]) -> bool:
+    """BPE of each product's own bytes, not split before, is that one token."""
+    from tokenizers import Tokenizer, models
+
+    bare = Tokenizer(models.BPE(vocab, merges))
+    encodings = bare.encode_batch_fast(products, add_special_tokens=False)
+    return all(encoding.ids == [vocab[product]] for encoding, product in zip(encodings, products, strict=True))

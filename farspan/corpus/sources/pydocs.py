@@ -1,0 +1,190 @@
+"""Documentation that lies on every machine: `pydoc_data.topics`, docstrings of the standard library and of torch.
+
+Sources are parsed, never run; only modules without Python source (`math`, `builtins`) are imported for their
+docstrings. One document a topic, module, class and function, titled by the name a user would import it under.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import os
+import sys
+import sysconfig
+import types
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+from farspan.domain.corpus import Document
+
+#: Not documentation, or not fit to be read: test suites, generated code, the internals of torch's compilers.
+_LEFT_OUT = {"test", "tests", "idlelib", "turtledemo", "lib2to3", "site-packages", "dist-packages", "__pycache__",
+             "_internal", "antigravity.py", "this.py"}  # fmt: skip
+_Docs = list[tuple[str, str]]
+_Exports = dict[str, str]
+
+
+class PyDocs:
+    """The built-in corpus, about 7.6 MB where torch is installed, 2.3 MB otherwise."""
+
+    size_bytes = 8_000_000
+
+    def __init__(self) -> None:
+        self.skipped: list[str] = []
+
+    def fingerprint(self) -> str:
+        torch = importlib.metadata.version("torch") if importlib.util.find_spec("torch") else "none"
+        return f"pydocs 1 python {sys.version} torch {torch}"
+
+    def documents(self) -> Iterator[Document]:
+        """Topics, then everything else by name; a name that is documented twice is taken once."""
+        from pydoc_data.topics import topics
+
+        for topic, text in sorted(topics.items()):
+            yield Document(title=topic, text=text, origin=f"pydoc_data.topics:{topic}")
+        for title, text in sorted(_docstrings().items()):
+            yield Document(title=title, text=inspect.cleandoc(text), origin=title)
+
+
+def open_source(location: str) -> PyDocs:
+    return PyDocs()
+
+
+def _docstrings() -> dict[str, str]:
+    """Public qualified name -> docstring, of all that is parsed or imported."""
+    files = list(_files())
+    with ProcessPoolExecutor(min(4, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
+        parsed = list(pool.map(_parse, *zip(*files, strict=True), chunksize=64))
+    exports = {alias: target for _, links in parsed for alias, target in links.items()}
+    public, modules = _public_names(exports), {module for _, module in files}
+    found: dict[str, str] = {}
+    for docs in (*(docs for docs, _ in parsed), _imported()):
+        for name, text in docs:
+            title = _shortened(name, public, modules)
+            if not title.startswith("_") and not title.rpartition(".")[2].startswith("_"):
+                found.setdefault(title, text)
+    return found
+
+
+def _files() -> Iterator[tuple[str, str]]:
+    """(path, module name) of every Python file; stubs first, since torch's carry the filled-in texts."""
+    roots = [(Path(sysconfig.get_path("stdlib")), "")]
+    if (torch := importlib.util.find_spec("torch")) and torch.origin:
+        roots.append((Path(torch.origin).parent, "torch"))
+    for root, package in roots:
+        for path in sorted([*root.rglob("*.py"), *root.rglob("*.pyi")], key=lambda p: (p.suffix != ".pyi", p)):
+            parts = path.relative_to(root).with_suffix("").parts
+            names = [part for part in (package, *parts) if part not in ("", "__init__")]
+            if not _LEFT_OUT & {*path.relative_to(root).parts} and (package or parts[0] in sys.stdlib_module_names):
+                yield str(path), ".".join(names)
+
+
+def _parse(path: str, module: str) -> tuple[_Docs, _Exports]:
+    """(qualified name, docstring) of all definitions in a file, and what its top level imports: alias -> target."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            tree = ast.parse(Path(path).read_bytes())
+        except SyntaxError:  # a template, or written for another Python
+            return [], {}
+    is_package = Path(path).stem == "__init__"
+    return list(_definitions(tree, module)), dict(_imports(tree, module, is_package))
+
+
+def _definitions(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
+    """(qualified name, docstring) of a module, class or function and of all that its top level defines."""
+    if text := ast.get_docstring(node, clean=False):  # type: ignore[arg-type]
+        yield name, text
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return
+    for child in _top_level(node):
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _definitions(child, f"{name}.{child.name}")
+        elif isinstance(child, ast.Expr | ast.Assign):
+            yield from _assigned(child, name)
+
+
+def _assigned(statement: ast.Expr | ast.Assign, module: str) -> Iterator[tuple[str, str]]:
+    """`f.__doc__ = text`; torch's `add_docstr(torch.abs, text)`, `add_docstr_all("abs", text)`, `f = _add_docstr(g, text)`."""
+    value = statement.value
+    target = ast.unparse(statement.targets[0]) if isinstance(statement, ast.Assign) else ""
+    if isinstance(value, ast.Call) and "add_docstr" in ast.unparse(value.func) and len(value.args) > 1:
+        subject, value = value.args[0], value.args[1]
+        if target:
+            name = f"{module}.{target}"
+        else:
+            name = f"torch.Tensor.{subject.value}" if isinstance(subject, ast.Constant) else ast.unparse(subject)
+    elif target.endswith(".__doc__"):
+        name = f"{module}.{target.removesuffix('.__doc__')}"
+    else:
+        return
+    texts = [c for c in ast.walk(value) if isinstance(c, ast.Constant) and isinstance(c.value, str)]
+    yield name, "".join(str(text.value) for text in sorted(texts, key=lambda t: (t.lineno, t.col_offset)))
+
+
+def _imports(tree: ast.Module, module: str, is_package: bool) -> Iterator[tuple[str, str]]:
+    """`from x import y as z` at the top level, as (module.z, x.y); `*` stays a star."""
+    for node in _top_level(tree):
+        if isinstance(node, ast.ImportFrom):
+            package = module.split(".")[: len(module.split(".")) - node.level + is_package] if node.level else []
+            origin = ".".join([*package, *([node.module] if node.module else [])])
+            for alias in node.names:
+                key = f"{module}.*{origin}" if alias.name == "*" else f"{module}.{alias.asname or alias.name}"
+                yield key, f"{origin}.{alias.name}"
+
+
+def _top_level(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if isinstance(child, ast.If | ast.Try):
+            yield from _top_level(child)
+
+
+def _public_names(exports: _Exports) -> dict[str, str]:
+    """Where a definition lives -> the shortest name that imports lead to it by; `x.*` -> the module that has all of x."""
+    public: dict[str, str] = {"torch._C.TensorBase": "torch.Tensor", "torch._C._VariableFunctions.*": "torch"}
+    for alias, target in sorted(exports.items(), key=lambda item: (item[0].count("."), item[0])):
+        alias = alias.partition(".*")[0]
+        if alias.split(".")[0] == target.split(".")[0] and alias.count(".") < target.count("."):
+            public.setdefault(target, alias)
+    return public
+
+
+def _shortened(name: str, public: dict[str, str], modules: set[str]) -> str:
+    """`torch.nn.modules.linear.Linear.forward` -> `torch.nn.Linear.forward`; each step takes away a part."""
+    parts = name.split(".")
+    for length in range(len(parts), 1, -1):
+        prefix, rest = ".".join(parts[:length]), parts[length:]
+        shorter = public.get(prefix)
+        if shorter is None and rest and f"{prefix}.{rest[0]}" not in modules and not rest[0].startswith("_"):
+            shorter = public.get(f"{prefix}.*")
+        if shorter is not None:
+            return _shortened(".".join([shorter, *rest]), public, modules)
+    return name
+
+
+def _imported() -> _Docs:
+    """Docstrings of the modules that have no Python source, under the names their objects give themselves."""
+    docs: list[tuple[str, str | None]] = []
+    for name in sorted(sys.stdlib_module_names):
+        spec = importlib.util.find_spec(name) if name not in ("antigravity", "this", "__main__") else None
+        if spec is None or (spec.origin or "").endswith(".py"):
+            continue
+        try:
+            module = importlib.import_module(name)
+        except ImportError:  # built without, say, Tk
+            continue
+        docs.append((name, module.__doc__))
+        for value in vars(module).values():
+            if isinstance(value, type | types.BuiltinFunctionType) and value.__module__ in (name, name.lstrip("_")):
+                title = f"{value.__module__}.{value.__qualname__}"
+                docs.append((title, value.__doc__))
+                members = vars(value).items() if isinstance(value, type) else ()
+                docs += [(f"{title}.{key}", member.__doc__) for key, member in members if callable(member)]
+    return [(title, text) for title, text in docs if isinstance(text, str) and text.strip()]
