@@ -58,6 +58,8 @@ PRESETS = (
 
 def to_config(spec: ModelSpec) -> Config:
     """The config.json of a spec of this family."""
+    if not spec.bias or spec.kv_heads != spec.heads:
+        raise ValueError("GPT2LMHeadModel has biases and as many kv_heads as heads")
     activation = next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == spec.activation)
     return {
         "architectures": list(ARCHITECTURES), "model_type": "gpt2", "n_layer": spec.layers, "n_embd": spec.d_model,

@@ -215,5 +215,5 @@ def _demand_windows(config: RunConfig, corpus: CorpusManifest, seq_len: int) -> 
         what="the corpus cannot fill one training and one validation window of the model",
         where=corpus.source,
         fact=f"there are {there}; each needs at least {seq_len + 1}",
-        remedy=f"set model.context: {longest}" if fits else f"add text to {corpus.source}, or set data.val higher",
+        remedy=f"set model.context: {longest}" if fits else f"add text to {corpus.source}",
     )

@@ -1,0 +1,163 @@
+"""Models to and from Hugging Face folders: config.json, safetensors, tokenizer. Pickled weights are never opened."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from farspan import models
+from farspan.domain.codec import missing_path, parse_json, read_bytes, write_atomically
+from farspan.domain.model import ModelSpec
+from farspan.domain.problems import Refusal
+from farspan.models import Family, TensorMap
+from farspan.runtime.model import Decoder
+
+WEIGHTS, INDEX, HEAD = "model.safetensors", "model.safetensors.index.json", "lm_head.weight"
+
+
+def export(
+    folder: Path,
+    state: Mapping[str, Tensor],
+    spec: ModelSpec,
+    *,
+    tokenizer: Path,
+    end_of_text: int,
+    dtype: Literal["fp32", "bf16"] = "fp32",
+) -> None:
+    """Write a folder that transformers' `AutoModelForCausalLM` and `AutoTokenizer` load.
+
+    `state` holds our parameter names (a Decoder's `state_dict()`); `tokenizer` is a tokenizer.json; `end_of_text` is
+    the token id that ends documents. Weights are written last, so that a folder with weights is whole.
+    """
+    family = models.family(spec.family)
+    kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    config = family.to_config(spec)
+    config |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "torch_dtype": str(kind).split(".")[1]}
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / "config.json", config)
+    content = read_bytes(tokenizer)
+    write_atomically(folder / "tokenizer.json", content)
+    _write_json(folder / "tokenizer_config.json", _tokenizer_config(content, end_of_text, spec.context))
+    tensors = {name: tensor.to(kind) for entry in family.tensors(spec) for name, tensor in _theirs(entry, state)}
+    temporary = folder / f"{WEIGHTS}.tmp"
+    save_file(tensors, temporary, metadata={"format": "pt"})
+    temporary.replace(folder / WEIGHTS)
+
+
+def read(folder: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
+    """The spec of a Hugging Face folder and its weights under our names, in the dtype of the file.
+
+    Refuses architectures and options that farspan does not compute, pickled weights, and tensors that are missing,
+    left over or of another shape (model-unsupported), and files that do not exist (path-missing).
+    """
+    spec = models.from_config(parse_json(read_bytes(folder / "config.json"), dict, folder / "config.json"))
+    family = models.family(spec.family)
+    found = _full_names(family, {name: t for path in _weight_files(folder) for name, t in _load(path).items()})
+    with torch.device("meta"):
+        shapes = {name: parameter.shape for name, parameter in Decoder(spec).named_parameters()}
+    state = {}
+    for entry in family.tensors(spec):
+        if missing := [name for name in entry.theirs if name not in found]:
+            raise _misfit(folder, f"tensor {missing[0]!r} is missing")
+        parts = [found.pop(name) for name in entry.theirs]
+        tensor = torch.cat([part.t() for part in parts] if entry.transpose else parts)
+        if tensor.shape != shapes[entry.ours]:
+            fact = f"{' + '.join(entry.theirs)} gives {list(tensor.shape)}, config.json {list(shapes[entry.ours])}"
+            raise _misfit(folder, fact)
+        state[entry.ours] = tensor.contiguous()
+    if spec.tied and HEAD in found and torch.equal(found[HEAD], state["tok.weight"]):
+        del found[HEAD]
+    if found:
+        raise _misfit(folder, f"tensor {min(found)!r} is left over")
+    return spec, state
+
+
+def _theirs(entry: TensorMap, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The Hugging Face tensors of one of our parameters. Copies, since safetensors refuses shared memory."""
+    for name, part in zip(entry.theirs, state[entry.ours].detach().cpu().split(list(entry.rows)), strict=True):
+        yield name, (part.t() if entry.transpose else part).clone(memory_format=torch.contiguous_format)
+
+
+def _full_names(family: Family, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by the names a causal model's file uses: files of the bare model lack the prefix. Buffers are dropped."""
+    bare = not any(name.startswith(family.PREFIX) for name in found)
+    return {
+        family.PREFIX + name if bare and name != HEAD else name: tensor
+        for name, tensor in found.items()
+        if not name.endswith(family.BUFFERS)
+    }
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / WEIGHTS).exists():
+        return [folder / WEIGHTS]
+    if (folder / INDEX).exists():
+        shards = sorted(set(parse_json(read_bytes(folder / INDEX), _Index, folder / INDEX).weight_map.values()))
+        if outside := [name for name in shards if Path(name).name != name]:
+            raise _misfit(folder, f"{INDEX} names {outside[0]!r}, a file outside the folder")
+        return [folder / name for name in shards]
+    if pickled := sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)):
+        raise Refusal(
+            "model-unsupported",
+            what="the weights are pickled, and a pickle can run any code when it is opened",
+            where=folder / pickled[0],
+            fact=f"there is no {WEIGHTS}",
+            remedy='where you trust the file: python -c "from transformers import AutoModelForCausalLM as M; '
+            f"M.from_pretrained('{folder}').save_pretrained('{folder}')\"",
+        )
+    raise missing_path(folder / WEIGHTS)
+
+
+class _Index(msgspec.Struct):
+    """The part of the index of a sharded model that says which file holds which tensor."""
+
+    weight_map: dict[str, str]
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    if not path.exists():
+        raise missing_path(path)
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise _misfit(path, f"the file is damaged: {error}") from None
+
+
+def _misfit(where: Path, fact: str) -> Refusal:
+    return Refusal(
+        "model-unsupported",
+        what="the weights do not fit config.json",
+        where=where,
+        fact=fact,
+        remedy="download or export the model again",
+    )
+
+
+def _tokenizer_config(tokenizer: bytes, end_of_text: int, context: int) -> dict[str, Any]:
+    """What `AutoTokenizer` needs beside tokenizer.json: the class, and which token ends a text."""
+    added = {token["id"]: token["content"] for token in json.loads(tokenizer)["added_tokens"]}
+    if end_of_text not in added:
+        raise Refusal(
+            "tokenizer-mismatch",
+            what=f"token {end_of_text} should end documents, but the tokenizer has no such special token",
+            where="tokenizer.json",
+            fact=f"its special tokens are {added}",
+            remedy="export with the tokenizer of the run: tokenizer.json in the run directory",
+        )
+    end = added[end_of_text]
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": end, "eos_token": end, "unk_token": end,
+        "model_max_length": context, "clean_up_tokenization_spaces": False,
+    }  # fmt: skip
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    write_atomically(path, json.dumps(value, indent=2).encode() + b"\n")

@@ -1,0 +1,228 @@
+"""Logits equal transformers' both ways, through real files; round trips keep every bit; strange folders are refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers import models as token_models
+
+from farspan import models
+from farspan.domain.model import parameters
+from farspan.domain.problems import Refusal
+from farspan.runtime import huggingface
+from farspan.runtime.model import Decoder, initialise
+
+transformers = pytest.importorskip("transformers")
+
+TEXT = "Zażółć gęślą jaźń; def f(x):\n    return x  # naïve 字"
+SHAPES = {
+    "gpt2": ("gpt2", {"d_model": 48, "layers": 2, "heads": 3}),
+    "gpt2-untied": ("gpt2", {"d_model": 40, "layers": 1, "heads": 5, "d_ff": 52, "tied": False}),
+    "llama": ("llama", {"d_model": 48, "layers": 2, "heads": 3}),
+    "llama-untied-gqa": ("llama", {"d_model": 96, "layers": 3, "heads": 6, "kv_heads": 2, "d_ff": 101, "tied": False}),
+    "llama-mqa": ("llama", {"d_model": 32, "layers": 1, "heads": 4, "kv_heads": 1}),
+    "opt": ("opt", {"d_model": 48, "layers": 2, "heads": 3}),
+}
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory):
+    """A byte-level BPE of 300 tokens, end of text first."""
+    made = Tokenizer(token_models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        [TEXT] * 5, trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
+    )
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    made.save(str(path))
+    return path
+
+
+def build(name, vocab_size=331, context=24):
+    family, knobs = SHAPES[name]
+    return models.family(family).shape(vocab_size=vocab_size, context=context, **knobs)
+
+
+def decoder(spec, seed=0):
+    """A model whose every parameter is random, norms and biases too, so that no mistake hides behind ones and zeros."""
+    model = Decoder(spec).eval()
+    initialise(model, seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def random_tokens(spec):
+    return torch.randint(spec.vocab_size, (2, spec.context), generator=torch.Generator().manual_seed(1))
+
+
+def export(folder, model, tokenizer, **options):
+    huggingface.export(folder, model.state_dict(), model.spec, tokenizer=tokenizer, end_of_text=0, **options)
+    return folder
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", SHAPES)
+def test_exported_logits_equal_transformers(name, tmp_path, tokenizer):
+    model = decoder(build(name))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(export(tmp_path / "hf", model, tokenizer)).eval()
+    assert theirs.dtype == torch.float32
+    assert sum(p.numel() for p in theirs.parameters()) == parameters(model.spec)
+    tokens_BS = random_tokens(model.spec)
+    assert (theirs(tokens_BS).logits - model(tokens_BS)).abs().max() < 1e-4
+    assert theirs.config.eos_token_id == 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_imported_logits_equal_transformers(name, sharded, tmp_path):
+    spec = build(name)
+    torch.manual_seed(3)
+    config = transformers.AutoConfig.for_model(**models.family(spec.family).to_config(spec))
+    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for parameter in theirs.parameters():
+        parameter.add_(0.1 * torch.randn(parameter.shape))
+    theirs.save_pretrained(tmp_path, max_shard_size="50KB" if sharded else "1GB")
+    assert (tmp_path / huggingface.INDEX).exists() == sharded
+    read_spec, state = huggingface.read(tmp_path)
+    assert read_spec == spec
+    ours = Decoder(read_spec).eval()
+    ours.load_state_dict(state, strict=True)
+    tokens_BS = random_tokens(spec)
+    assert (theirs(tokens_BS).logits - ours(tokens_BS)).abs().max() < 1e-4
+
+
+@torch.no_grad()
+def test_a_mistral_folder_is_read(tmp_path):
+    config = transformers.MistralConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=70,
+        vocab_size=97, max_position_embeddings=24, sliding_window=24, rope_theta=5000.0,
+    )  # fmt: skip
+    theirs = transformers.MistralForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path)
+    spec, state = huggingface.read(tmp_path)
+    ours = Decoder(spec).eval()
+    ours.load_state_dict(state)
+    tokens_BS = random_tokens(spec)
+    assert (theirs(tokens_BS).logits - ours(tokens_BS)).abs().max() < 1e-4
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.sampled_from(["gpt2", "llama"]), st.integers(1, 3), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]),
+    st.integers(1, 9), st.integers(1, 60), st.integers(1, 40), st.booleans(), st.integers(0, 99),
+)  # fmt: skip
+def test_a_round_trip_keeps_every_bit(
+    tmp_path_factory, tokenizer, family, layers, kv_heads, group, half_head, d_ff, vocab_size, tied, seed
+):
+    heads = kv_heads * group
+    spec = models.family(family).shape(
+        d_model=2 * half_head * heads, layers=layers, heads=heads, kv_heads=kv_heads if family == "llama" else heads,
+        d_ff=d_ff, vocab_size=vocab_size, context=5, tied=tied,
+    )  # fmt: skip
+    model = decoder(spec, seed)
+    read_spec, state = huggingface.read(export(tmp_path_factory.mktemp("round"), model, tokenizer))
+    assert read_spec == spec
+    assert {n: t.shape for n, t in state.items()} == {n: p.shape for n, p in model.named_parameters()}
+    assert all(torch.equal(state[name], parameter) for name, parameter in model.named_parameters())
+
+
+def test_bf16_export_halves_the_file_and_reads_back(tmp_path, tokenizer):
+    model = decoder(build("llama"))
+    folder = export(tmp_path / "bf16", model, tokenizer, dtype="bf16")
+    _, state = huggingface.read(folder)
+    assert all(torch.equal(state[n], p.detach().bfloat16()) for n, p in model.named_parameters())
+    assert transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").dtype == torch.bfloat16
+
+
+def test_the_exported_tokenizer_gives_the_same_ids(tmp_path, tokenizer):
+    folder = export(tmp_path / "hf", decoder(build("llama")), tokenizer)
+    loaded = transformers.AutoTokenizer.from_pretrained(folder)
+    assert loaded(TEXT)["input_ids"] == Tokenizer.from_file(str(tokenizer)).encode(TEXT).ids
+    assert loaded.decode(loaded(TEXT)["input_ids"]) == TEXT
+    assert (loaded.eos_token, loaded.eos_token_id) == ("<|endoftext|>", 0)
+
+
+def test_files_of_the_bare_model_are_read(tmp_path, tokenizer):
+    """The first GPT-2 checkpoints lack the prefix and carry mask buffers."""
+    model = decoder(build("gpt2"))
+    folder = export(tmp_path / "hf", model, tokenizer)
+    bare = {n.removeprefix("transformer."): t for n, t in load_file(folder / huggingface.WEIGHTS).items()}
+    bare["h.0.attn.bias"] = torch.ones(1, 1, 24, 24)
+    save_file(bare, folder / huggingface.WEIGHTS)
+    _, state = huggingface.read(folder)
+    assert all(torch.equal(state[n], p) for n, p in model.named_parameters())
+
+
+def refusal(folder):
+    with pytest.raises(Refusal) as caught:
+        huggingface.read(folder)
+    return caught.value.problem
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}}),
+        ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}),
+        ("llama", {"attention_bias": True}),
+        ("llama", {"hidden_act": "gelu"}),
+        ("llama", {"head_dim": 64}),
+        ("llama", {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8}),
+        ("llama", {"num_attention_heads": 5}),
+        ("gpt2", {"activation_function": "gelu"}),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+        ("gpt2", {"architectures": ["BloomForCausalLM"]}),
+        ("gpt2", {"n_layer": 3}),
+        ("gpt2", {"n_layer": 1}),
+        ("gpt2", {"n_inner": 100}),
+        ("opt", {"do_layer_norm_before": False}),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(name, change, tmp_path, tokenizer):
+    folder = export(tmp_path / "hf", decoder(build(name)), tokenizer)
+    config = json.loads((folder / "config.json").read_text()) | change
+    (folder / "config.json").write_text(json.dumps(config))
+    problem = refusal(folder)
+    assert problem.code == "model-unsupported"
+    named = {"n_layer", "n_inner", "num_attention_heads", "architectures"} & set(change)
+    assert named or any(key in str(problem) or "rope_type" in str(problem) for key in change)
+
+
+def test_a_tied_config_with_another_head_is_refused(tmp_path, tokenizer):
+    folder = export(tmp_path / "hf", decoder(build("gpt2-untied")), tokenizer)
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "lm_head.weight" in refusal(folder).fact
+
+
+def test_pickled_damaged_and_missing_weights_are_refused(tmp_path, tokenizer):
+    folder = export(tmp_path / "hf", decoder(build("gpt2")), tokenizer)
+    weights = folder / huggingface.WEIGHTS
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert refusal(folder).code == "model-unsupported"
+    weights.rename(folder / "pytorch_model.bin")
+    problem = refusal(folder)
+    assert problem.code == "model-unsupported" and "pickle" in problem.what
+    (folder / "pytorch_model.bin").unlink()
+    assert refusal(folder).code == "path-missing"
+    (folder / huggingface.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": {"a": "../../secret"}}))
+    assert "outside" in refusal(folder).fact
+
+
+def test_a_wrong_end_of_text_is_refused(tmp_path, tokenizer):
+    model = decoder(build("gpt2"))
+    with pytest.raises(Refusal) as caught:
+        huggingface.export(tmp_path / "x", model.state_dict(), model.spec, tokenizer=tokenizer, end_of_text=7)
+    assert caught.value.problem.code == "tokenizer-mismatch"
