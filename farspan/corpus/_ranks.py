@@ -44,7 +44,7 @@ def as_tiktoken(inner: tokenizers.Tokenizer) -> tuple[tiktoken.Encoding, npt.NDA
     if not _plain(content):
         return None
     vocab: dict[str, int] = content["model"]["vocab"]
-    merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in content["model"]["merges"]]
+    merges = [(left, right) for left, right in content["model"]["merges"]]
     products = [left + right for left, right in merges]
     if not _well_founded(vocab, merges) or not _encode_to_themselves(merges, vocab, products):
         return None
@@ -73,7 +73,7 @@ def _plain(content: dict[str, Any]) -> bool:
     )
 
 
-def _well_founded(vocab: dict[str, int], merges: list[tuple[str, ...]]) -> bool:
+def _well_founded(vocab: dict[str, int], merges: list[tuple[str, str]]) -> bool:
     """All 256 bytes are there; each merge joins bytes or products of earlier merges, into a token not made before."""
     made = set(byte_characters())
     if not made <= vocab.keys():
@@ -85,7 +85,7 @@ def _well_founded(vocab: dict[str, int], merges: list[tuple[str, ...]]) -> bool:
     return True
 
 
-def _encode_to_themselves(merges: list[tuple[str, ...]], vocab: dict[str, int], products: list[str]) -> bool:
+def _encode_to_themselves(merges: list[tuple[str, str]], vocab: dict[str, int], products: list[str]) -> bool:
     """BPE of each product's own bytes, not split before, is that one token."""
     from tokenizers import Tokenizer, models
 

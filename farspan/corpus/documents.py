@@ -27,17 +27,30 @@ def clean(text: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "").strip("\ufeff \t\n\v\f")
 
 
-def cut(document: Document) -> Iterator[Document]:
-    """The document cleaned, in parts of at most PART_CHARS characters cut at a paragraph, a line or a space."""
-    text, number = clean(document.text), 1
-    while text:
-        end = len(text)
-        if end > PART_CHARS:
-            marks = (text.rfind(mark, PART_CHARS // 2, PART_CHARS) for mark in ("\n\n", "\n", " "))
+def parts(blocks: Iterable[str]) -> Iterator[str]:
+    """A stream of text in parts of at most PART_CHARS characters, cut at a paragraph, a line or a space."""
+    held = ""
+    for block in blocks:
+        held += block
+        while len(held) > PART_CHARS:
+            marks = (held.rfind(mark, PART_CHARS // 2, PART_CHARS) for mark in ("\n\n", "\n", " "))
             end = next((mark for mark in marks if mark > 0), PART_CHARS)
-        title = clean(document.title) if number == 1 else f"{clean(document.title)} (part {number})"
-        yield msgspec.structs.replace(document, title=title, text=text[:end])
-        text, number = text[end:].strip("\n"), number + 1
+            yield held[:end]
+            held = held[end:]
+    yield held
+
+
+def numbered(title: str, number: int) -> str:
+    """The title of part `number`, from 1, of a document."""
+    return title if number == 1 else f"{title} (part {number})"
+
+
+def cut(document: Document) -> Iterator[Document]:
+    """The document cleaned, in parts that are not empty."""
+    title = " ".join(clean(document.title).split())
+    for number, text in enumerate(parts([clean(document.text)]), 1):
+        if text := text.strip("\n"):
+            yield msgspec.structs.replace(document, title=numbered(title, number), text=text)
 
 
 def write_documents(file: IO[bytes], documents: Iterable[Document], *, level: int = 3) -> None:
@@ -51,7 +64,7 @@ def write_documents(file: IO[bytes], documents: Iterable[Document], *, level: in
 def open_zst(path: Path) -> io.BufferedReader:
     """The decompressed bytes of a .zst file of any number of frames, as a stream."""
     reader = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True, closefd=True)
-    return io.BufferedReader(reader, buffer_size=1 << 18)  # type: ignore[type-var]
+    return io.BufferedReader(reader, buffer_size=1 << 18)
 
 
 def read_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator[Document]:

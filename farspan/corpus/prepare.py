@@ -38,7 +38,7 @@ _SKIPPED_SHOWN = 100
 
 
 def auto_vocab(text_bytes: int) -> int:
-    """4,096 below 4 MB of text, doubled for every eightfold: 8,192 to 32 MB, 16,384 to 256 MB, 32,768 to 2 GB, 65,536."""
+    """4,096 tokens below 4 MiB of text, doubled for every eightfold: 8,192 to 32 MiB, and so on to 65,536."""
     steps = sum(text_bytes >= limit for limit in (4 << 20, 32 << 20, 256 << 20, 2 << 30))
     return 4096 << steps
 
@@ -110,8 +110,8 @@ def _build(
         dtype="uint16" if words.vocab_size <= 1 << 16 else "uint32", train=splits["train"], val=splits["val"],
         unigram_nats=0.0, bigram_nats=0.0, exact_duplicates=exact, near_duplicates=near, skipped=_shown(source.skipped),
     )  # fmt: skip
-    tokens = [TokenFile.open(final, split, manifest).tokens for split in ("train", "val")]
-    unigram, bigram = entropies(*tokens, vocab_size)
+    train, val = TokenFile.open(final, "train", manifest), TokenFile.open(final, "val", manifest)
+    unigram, bigram = entropies(train.tokens, val.tokens, vocab_size)
     manifest = msgspec.structs.replace(manifest, unigram_nats=unigram, bigram_nats=bigram)
     save(manifest, final / "corpus.json")
     folder = work.parent / manifest.hash
@@ -209,8 +209,8 @@ def _known(root: Path, key: str) -> tuple[Path, CorpusManifest] | None:
     if not pointer.exists() or not (folder := root / pointer.read_text()).exists():
         return None
     manifest = load(folder / "corpus.json", CorpusManifest)
-    for split in ("train", "val"):
-        TokenFile.open(folder, split, manifest)
+    TokenFile.open(folder, "train", manifest)
+    TokenFile.open(folder, "val", manifest)
     return folder, manifest
 
 

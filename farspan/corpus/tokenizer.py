@@ -25,7 +25,7 @@ _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[
 class Tokenizer:
     """Text to ids and back. Special tokens written in a text are ordinary text: only code puts real ones there."""
 
-    def __init__(self, inner: tokenizers.Tokenizer, end_of_text: int, name: str) -> None:
+    def __init__(self, inner: tokenizers.Tokenizer, end_of_text: int) -> None:
         from farspan.corpus._ranks import as_tiktoken
 
         inner.encode_special_tokens = True
@@ -33,7 +33,6 @@ class Tokenizer:
         inner.no_padding()
         self.end_of_text = end_of_text
         self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values()) + 1
-        self.name = name
         self._inner = inner
         self._fast: tuple[tiktoken.Encoding, npt.NDArray[np.uint32]] | None = as_tiktoken(inner)
 
@@ -90,7 +89,7 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     inner.train_from_iterator(texts, trainer)
-    return Tokenizer(inner, inner.token_to_id(END_OF_TEXT), "trained")
+    return Tokenizer(inner, inner.get_vocab()[END_OF_TEXT])
 
 
 @functools.lru_cache(maxsize=1)
@@ -119,7 +118,7 @@ def load(where: Path | str) -> Tokenizer:
             fact=" ".join(str(error).split())[:300],
             remedy="leave `tokenizer.use` out of run.yaml to train one on the corpus",
         ) from None
-    return Tokenizer(inner, _end_of_text(inner, file, where), str(where))
+    return Tokenizer(inner, _end_of_text(inner, file, where))
 
 
 def _read(file: Path, where: str) -> tokenizers.Tokenizer:

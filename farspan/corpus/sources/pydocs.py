@@ -111,7 +111,7 @@ def _definitions(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _assigned(statement: ast.Expr | ast.Assign, module: str) -> Iterator[tuple[str, str]]:
-    """`f.__doc__ = text`; torch's `add_docstr(torch.abs, text)`, `add_docstr_all("abs", text)`, `f = _add_docstr(g, text)`."""
+    """`f.__doc__ = text`, and torch's `add_docstr(torch.abs, text)`, `add_docstr_all("abs", text)`, `f = _add_docstr(…)`."""
     value = statement.value
     target = ast.unparse(statement.targets[0]) if isinstance(statement, ast.Assign) else ""
     if isinstance(value, ast.Call) and "add_docstr" in ast.unparse(value.func) and len(value.args) > 1:
@@ -119,7 +119,7 @@ def _assigned(statement: ast.Expr | ast.Assign, module: str) -> Iterator[tuple[s
         if target:
             name = f"{module}.{target}"
         else:
-            name = f"torch.Tensor.{subject.value}" if isinstance(subject, ast.Constant) else ast.unparse(subject)
+            name = f"torch.Tensor.{subject.value!s}" if isinstance(subject, ast.Constant) else ast.unparse(subject)
     elif target.endswith(".__doc__"):
         name = f"{module}.{target.removesuffix('.__doc__')}"
     else:
@@ -147,7 +147,7 @@ def _top_level(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _public_names(exports: _Exports) -> dict[str, str]:
-    """Where a definition lives -> the shortest name that imports lead to it by; `x.*` -> the module that has all of x."""
+    """Where a definition lives -> the shortest name it is imported by; `x.*` -> the module that has all of x."""
     public: dict[str, str] = {"torch._C.TensorBase": "torch.Tensor", "torch._C._VariableFunctions.*": "torch"}
     for alias, target in sorted(exports.items(), key=lambda item: (item[0].count("."), item[0])):
         alias = alias.partition(".*")[0]

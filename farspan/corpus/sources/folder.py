@@ -1,0 +1,241 @@
+"""A folder of text files, or one file: .txt .md .rst .html .jsonl(.gz|.zst) .parquet, and .pdf with pypdf installed."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import hashlib
+import importlib.util
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from farspan.corpus.documents import PART_CHARS, numbered, open_zst, parts
+from farspan.domain.codec import missing_path
+from farspan.domain.corpus import Document
+from farspan.domain.problems import Refusal
+
+TEXT_FIELDS = ("text", "content", "body")
+#: Libraries that a kind of file needs, and the extra that installs them.
+_NEEDS = {".pdf": ("pypdf", "pdf"), ".parquet": ("pyarrow", "parquet")}
+_HEADING = re.compile(r"^#{1,6}[ \t]+(.+?)[ \t#]*$|^([^\s].*)\n[=\-~^\"'*+#]{3,}[ \t]*$", re.MULTILINE)
+
+
+def open_source(location: str) -> Folder:
+    """The files under `location`; refuses a path that does not exist or has no file that can be read."""
+    path = Path(location).expanduser()
+    if not path.exists():
+        raise missing_path(path)
+    return Folder(path)
+
+
+class Folder:
+    """Files in the order of their sorted paths; hidden ones are passed over."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.skipped: list[str] = []
+        self.size_bytes = 0
+        found: Counter[str] = Counter()
+        digest, readable = hashlib.sha256(str(path.absolute()).encode()), 0
+        for file in _walk(path):
+            suffix = _suffix(file)
+            found[suffix or "(none)"] += 1
+            if suffix in _READERS:
+                stat = file.stat()
+                readable += _missing_extra(suffix) is None
+                self.size_bytes += stat.st_size
+                digest.update(f"{file}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+        self._digest = digest.hexdigest()
+        if not readable:
+            self._refuse(found)
+
+    def fingerprint(self) -> str:
+        return self._digest
+
+    def documents(self) -> Iterator[Document]:
+        self.skipped.clear()
+        for file in _walk(self.path):
+            suffix = _suffix(file)
+            if suffix not in _READERS:
+                self.skipped.append(f"{file}: not a kind of file that can be read")
+            elif remedy := _missing_extra(suffix):
+                self.skipped.append(f"{file}: needs {remedy}")
+            else:
+                yield from self._read(file, suffix)
+
+    def _read(self, file: Path, suffix: str) -> Iterator[Document]:
+        count = 0
+        try:
+            for document in _READERS[suffix](file):
+                count += bool(document.text.strip())
+                yield document
+        except Refusal:
+            raise
+        except Exception as error:  # readers of damaged files raise anything
+            if suffix != ".pdf":
+                raise _damaged(file, error) from None
+            self.skipped.append(f"{file}: not a PDF that can be read ({error})")
+        else:
+            if not count:
+                self.skipped.append(f"{file}: no text in it" + (" (a scan?)" if suffix == ".pdf" else ""))
+
+    def _refuse(self, found: Counter[str]) -> None:
+        kinds = ", ".join(f"{number} {suffix}" for suffix, number in found.most_common(8)) or "nothing"
+        remedy = next((remedy for suffix in found if (remedy := _missing_extra(suffix))), None)
+        raise Refusal(
+            "extra-missing" if remedy else "no-documents",
+            what="there is no file here that can be read",
+            where=self.path,
+            fact=f"found {kinds}; readable are {' '.join(_READERS)}",
+            remedy=remedy or f"name a folder with such files: ls {self.path.absolute().parent}",
+        )
+
+
+def _walk(path: Path) -> Iterator[Path]:
+    """Files under `path` in sorted order, a folder's at a time, so that memory does not grow with their number."""
+    if path.is_file():
+        yield path
+        return
+    for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
+        if not entry.name.startswith("."):
+            if entry.is_dir(follow_symlinks=False):
+                yield from _walk(Path(entry.path))
+            elif entry.is_file():
+                yield Path(entry.path)
+
+
+def _suffix(file: Path) -> str:
+    suffixes = [suffix.lower() for suffix in file.suffixes[-2:]]
+    compressed = len(suffixes) == 2 and suffixes[0] == ".jsonl" and suffixes[1] in (".gz", ".zst")
+    return "".join(suffixes) if compressed else "".join(suffixes[-1:])
+
+
+def _missing_extra(suffix: str) -> str | None:
+    """The command that installs what files of this kind need, if that is not there."""
+    library, extra = _NEEDS.get(suffix, ("", ""))
+    return f"pip install 'farspan[{extra}]'" if library and importlib.util.find_spec(library) is None else None
+
+
+def _blocks(file: Path) -> Iterator[str]:
+    """The text of a file in blocks; refuses what is not UTF-8, with the offset of the first bad byte."""
+    decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
+    with file.open("rb") as stream:
+        while True:
+            held = len(decoder.getstate()[0])
+            block = stream.read(PART_CHARS)
+            try:
+                yield decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                raise _not_utf8(file, offset - held + error.start, error) from None
+            offset += len(block)
+            if not block:
+                return
+
+
+def _not_utf8(file: Path, offset: int, error: UnicodeDecodeError) -> Refusal:
+    return Refusal(
+        "not-utf8",
+        what="the file is not UTF-8 text",
+        where=f"{file}, byte {offset}",
+        fact=f"byte 0x{error.object[error.start]:02x} there: {error.reason}",
+        remedy=f"iconv -f latin1 -t utf-8 -o '{file}.utf8' '{file}' && mv '{file}.utf8' '{file}'",
+    )
+
+
+def _plain(file: Path) -> Iterator[Document]:
+    """A text file, in parts if it is long, titled by its first heading (.md, .rst) or its name."""
+    title = file.stem
+    for number, text in enumerate(parts(_blocks(file)), 1):
+        if number == 1 and file.suffix.lower() != ".txt" and (heading := _HEADING.search(text)):
+            title = heading[1] or heading[2]
+        yield Document(title=numbered(title, number), text=text, origin=str(file))
+
+
+def _html(file: Path) -> Iterator[Document]:
+    from farspan.corpus._html import read_html
+
+    title, text = read_html("".join(_blocks(file)))
+    yield Document(title=title or file.stem, text=text, origin=str(file))
+
+
+def _jsonl(file: Path) -> Iterator[Document]:
+    """An object a line; its text is in the field `text`, `content` or `body`."""
+    openers: dict[str, Callable[[Path], IO[bytes]]] = {".gz": gzip.open, ".zst": open_zst}  # type: ignore[dict-item]
+    offset = 0
+    with openers.get(file.suffix.lower(), lambda path: path.open("rb"))(file) as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line.decode()) if line.strip() else None
+            except UnicodeDecodeError as error:
+                raise _not_utf8(file, offset + error.start, error) from None
+            except ValueError as error:
+                raise _malformed_line(file, number, str(error)) from None
+            offset += len(line)
+            if row is not None:
+                if not isinstance(row, dict):
+                    raise _malformed_line(file, number, f"{type(row).__name__} where an object should be")
+                yield row_document(row, f"{file}:{number}", file.stem)
+
+
+def _malformed_line(file: Path, number: int, fact: str) -> Refusal:
+    return Refusal(
+        "source-unreadable",
+        what="the line is not a JSON object",
+        where=f"{file}:{number}",
+        fact=fact,
+        remedy=f"mend that line, or drop it: sed -i '{number}d' '{file}'",
+    )
+
+
+def row_document(row: dict[str, Any], origin: str, name: str) -> Document:
+    """A table row as a document: text column, title, every other scalar as metadata; refuses a row without text."""
+    field = next((field for field in TEXT_FIELDS if isinstance(row.get(field), str)), None)
+    if field is None:
+        raise Refusal(
+            "source-unreadable",
+            what="the row has no column of text that is known",
+            where=origin,
+            fact=f"columns there: {', '.join(map(str, row)) or 'none'}; looked for {', '.join(TEXT_FIELDS)}",
+            remedy=f"rename the column that holds the text to {TEXT_FIELDS[0]!r}",
+        )
+    rest = {key: value for key, value in row.items() if key not in (field, "title")}
+    metadata = {str(key): str(value) for key, value in rest.items() if isinstance(value, str | int | float)}
+    return Document(title=str(row.get("title") or name), text=row[field], origin=origin, metadata=metadata)
+
+
+def _parquet(file: Path) -> Iterator[Document]:
+    from pyarrow import parquet  # type: ignore[import-untyped]
+
+    batches = parquet.ParquetFile(file).iter_batches(batch_size=256, use_threads=False)
+    for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
+        yield row_document(row, f"{file}:{number}", file.stem)
+
+
+def _pdf(file: Path) -> Iterator[Document]:
+    import pypdf
+
+    reader = pypdf.PdfReader(file)
+    title = reader.metadata.title if reader.metadata else None
+    text = "\n".join(page.extract_text() for page in reader.pages)
+    yield Document(title=title or file.stem, text=text, origin=str(file))
+
+
+def _damaged(file: Path, error: Exception) -> Refusal:
+    return Refusal(
+        "source-unreadable",
+        what="the file cannot be read as what its name says",
+        where=file,
+        fact=" ".join(str(error).split())[:300],
+        remedy=f"take it out of the folder: mv '{file}' /tmp/",
+    )
+
+
+_READERS: dict[str, Callable[[Path], Iterator[Document]]] = {
+    ".txt": _plain, ".md": _plain, ".rst": _plain, ".html": _html, ".htm": _html, ".jsonl": _jsonl,
+    ".jsonl.gz": _jsonl, ".jsonl.zst": _jsonl, ".parquet": _parquet, ".pdf": _pdf,
+}  # fmt: skip

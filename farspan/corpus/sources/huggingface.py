@@ -1,0 +1,67 @@
+"""A Hugging Face dataset, streamed: `hf:NAME[:CONFIG]` from the hub, `hf:/path/to/folder` from disk."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from farspan.corpus.sources.folder import row_document
+from farspan.domain.codec import missing_path
+from farspan.domain.corpus import Document
+from farspan.domain.problems import Refusal
+
+
+def open_source(location: str) -> HuggingFace:
+    """The training split of a dataset; refuses when `datasets` is not installed or a local folder is not there."""
+    if importlib.util.find_spec("datasets") is None:
+        raise Refusal(
+            "extra-missing",
+            what="reading Hugging Face datasets needs a library that is not installed",
+            where=f"hf:{location}",
+            fact="there is no module named datasets",
+            remedy="pip install 'farspan[hf]'",
+        )
+    name, _, config = location.partition(":")
+    local = Path(name).expanduser() if name.startswith((".", "/", "~")) else None
+    if local and not local.exists():
+        raise missing_path(local)
+    return HuggingFace(str(local or name), config or None)
+
+
+class HuggingFace:
+    """Rows of the `train` split, or of the only one. A hub dataset is taken to be the same as long as its name is."""
+
+    def __init__(self, name: str, config: str | None) -> None:
+        self.name, self.config = name, config
+        self.skipped: list[str] = []
+        local = sorted(path for path in Path(name).rglob("*") if path.is_file()) if Path(name).is_dir() else []
+        self._stats = [(str(path), path.stat()) for path in local]
+        self.size_bytes = sum(stat.st_size for _, stat in self._stats)
+
+    def fingerprint(self) -> str:
+        return repr((self.name, self.config, [(path, stat.st_size, stat.st_mtime_ns) for path, stat in self._stats]))
+
+    def documents(self) -> Iterator[Document]:
+        for number, row in enumerate(self._rows()):
+            yield row_document(row, f"hf:{self.name}:{number}", f"{self.name} {number}")
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        import datasets  # type: ignore[import-untyped]
+
+        try:
+            if (Path(self.name) / "dataset_info.json").exists() or (Path(self.name) / "dataset_dict.json").exists():
+                splits = datasets.load_from_disk(self.name)
+            else:
+                splits = datasets.load_dataset(self.name, self.config, streaming=True)
+            by_name = splits if isinstance(splits, dict) else {"train": splits}
+            yield from by_name["train"] if "train" in by_name else next(iter(by_name.values()))
+        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+            raise Refusal(
+                "source-unreadable",
+                what="the dataset cannot be read",
+                where=f"hf:{self.name}",
+                fact=" ".join(str(error).split())[:300],
+                remedy=f"fetch it where the hub can be reached: hf download --repo-type dataset {self.name} --local-dir DIR",
+            ) from None
