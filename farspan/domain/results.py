@@ -26,14 +26,6 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     assumptions: tuple[str, ...]
 
 
-class Probed(msgspec.Struct, frozen=True, kw_only=True):
-    """What trial steps of one worker took, by precision: `rows` sequences a step, no other worker running."""
-
-    step_s: dict[str, float]
-    memory_bytes: dict[str, int]
-    rows: int
-
-
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
     """Where a run ran: enough to explain a difference in speed."""
 

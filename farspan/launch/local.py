@@ -82,6 +82,11 @@ class LocalWorkers:
             self._processes.append(process)
         return self
 
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, by rank."""
+        return [process.pid for process in self._processes]
+
     def interrupt(self) -> None:
         """Ask the workers to save and end; a second call ends them at once."""
         if self._interrupted_at is not None:
@@ -112,9 +117,10 @@ class LocalWorkers:
         if not any(codes):
             return
         problems = {rank: self._problem(rank, code) for rank, code in enumerate(codes) if code}
-        # A worker that lost its peer says so too: the cause is the problem that is not about a lost peer.
-        cause = min(problems.values(), key=lambda problem: problem.code == "worker-lost")
-        raise Refusal.of(cause)
+        # Workers that lost a peer fail too. The cause is a problem that is about something else, or a worker that was
+        # killed before it could say anything.
+        cause = min(problems, key=lambda rank: (problems[rank].code == "worker-lost", codes[rank] > 0))
+        raise Refusal.of(problems[cause])
 
     def _problem(self, rank: int, code: int) -> Problem:
         path = self._run.logs / f"rank-{rank}.problem.json"

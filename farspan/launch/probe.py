@@ -13,8 +13,8 @@ import msgspec
 from farspan.domain.cluster import Cluster
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import PlannedDevice
+from farspan.domain.probe import ProbeResult
 from farspan.domain.problems import Problem, Refusal
-from farspan.domain.results import Probed
 from farspan.domain.train import Precision, TrainSpec
 from farspan.launch.local import worker_environment
 
@@ -48,13 +48,13 @@ class LocalProbe:
     def measure(
         self, device: PlannedDevice, model: ModelSpec, train: TrainSpec, *, rows: int,
         precisions: tuple[Precision, ...], seconds: float,
-    ) -> Probed:  # fmt: skip
+    ) -> ProbeResult:  # fmt: skip
         """Time of a real training step of `rows` sequences on one worker, about `seconds` for each precision."""
         question = {
             "type": "measure", "device": device, "model": model, "train": train, "rows": rows,
             "precisions": precisions, "seconds": seconds,
         }  # fmt: skip
-        return self._ask(question, Probed)
+        return self._ask(question, ProbeResult)
 
     def _ask(self, question: dict[str, Any], kind: type[T]) -> T:
         process = self._process

@@ -86,6 +86,7 @@ def write(folder: Path, state: TrainState, progress: Progress, keep: int) -> tup
 
 def write_best(path: Path, state: TrainState, progress: Progress) -> None:
     """Keep the weights of the best validation loss; replaces the previous best in one rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     check_disk(path.parent, bytes_needed(len(state.master)) // 3)
     _write_folder(path, {_MODEL: _named(state, state.master)}, progress)
 

@@ -110,7 +110,7 @@ def environment(device: torch.device) -> Environment:
     return Environment(
         farspan=farspan.__version__,
         python=sys.version.split()[0],
-        torch=torch.__version__,
+        torch=str(torch.__version__),
         platform=platform.platform(),
         device=name,
         cpus=os.cpu_count() or 1,

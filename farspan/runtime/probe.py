@@ -17,8 +17,8 @@ import torch
 from farspan.domain.cluster import Cluster
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import PlannedDevice
+from farspan.domain.probe import ProbeResult, Speed
 from farspan.domain.problems import Problem, Refusal
-from farspan.domain.results import Probed
 from farspan.domain.train import Precision, TrainSpec
 from farspan.runtime.device import detect, open_device, peak_memory
 from farspan.runtime.model import Decoder, initialise
@@ -43,7 +43,7 @@ class MatmulRate(msgspec.Struct, frozen=True, tag="matmul"):
 
 
 class Measure(msgspec.Struct, frozen=True, tag="measure"):
-    """Time real training steps of `rows` sequences in each precision, for about `seconds` each. Answered by Probed."""
+    """Time real training steps of `rows` sequences in each precision, for about `seconds` each. Answered by ProbeResult."""
 
     device: PlannedDevice
     model: ModelSpec
@@ -78,16 +78,16 @@ def _timed(work, device: torch.device) -> float:  # type: ignore[no-untyped-def]
     return time.perf_counter() - began
 
 
-def measure(request: Measure) -> Probed:
+def measure(request: Measure) -> ProbeResult:
     """Real steps of the real model on random tokens: forward, backward, update."""
     device = open_device(request.device)
-    step_s, memory = {}, {}
+    speeds: dict[Precision, Speed] = {}
+    tokens = request.rows * request.train.seq_len
     for precision in request.precisions:
-        times = _step_times(request, precision, device)
-        step_s[precision] = statistics.median(times)
-        memory[precision] = peak_memory(device)
+        step_s = statistics.median(_step_times(request, precision, device))
+        speeds[precision] = Speed(step_s=step_s, tokens_per_s=tokens / step_s, memory_bytes=peak_memory(device))
         gc.collect()
-    return Probed(step_s=step_s, memory_bytes=memory, rows=request.rows)
+    return ProbeResult(rows=request.rows, seq_len=request.train.seq_len, speeds=speeds)
 
 
 def _step_times(request: Measure, precision: Precision, device: torch.device) -> list[float]:
@@ -112,7 +112,7 @@ def _step_times(request: Measure, precision: Precision, device: torch.device) ->
     return times[WARMUP_STEPS:]
 
 
-def answer(request: Request) -> Cluster | Probed | dict[str, float]:
+def answer(request: Request) -> Cluster | ProbeResult | dict[str, float]:
     if isinstance(request, Describe):
         return detect(request.backend, request.workers)
     return matmul_rate(request) if isinstance(request, MatmulRate) else measure(request)

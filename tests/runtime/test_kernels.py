@@ -1,0 +1,79 @@
+"""Hand-written backward passes against autograd through the textbook formulas, in double precision."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farspan.runtime import kernels
+from farspan.runtime.model import vanilla_attention
+
+
+def _grads(output: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    weights = torch.randn(output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(1))
+    return list(torch.autograd.grad((output * weights).sum(), inputs))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=st.integers(1, 3), kv_heads=st.integers(1, 3), repeat=st.integers(1, 3), length=st.integers(1, 17),
+    size=st.integers(1, 9), seed=st.integers(0, 2**20),
+)  # fmt: skip
+def test_matrix_attention_equals_the_textbook(rows, kv_heads, repeat, length, size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(rows, kv_heads * repeat, length, size), (rows, kv_heads, length, size), (rows, kv_heads, length, size)]
+    inputs = [torch.randn(s, dtype=torch.float64, generator=generator, requires_grad=True) for s in shapes]
+    ours, reference = kernels.MatrixAttention.apply(*inputs), vanilla_attention(*inputs)
+    # The textbook version takes its softmax in fp32, so this bound is fp32's.
+    torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-6)
+    for mine, theirs in zip(_grads(ours, inputs), _grads(reference, inputs), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_matrix_attention_equals_sdpa_in_float64():
+    inputs = [torch.randn(2, 3, 33, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    ours = kernels.MatrixAttention.apply(*inputs)
+    reference = F.scaled_dot_product_attention(*inputs, is_causal=True)
+    torch.testing.assert_close(ours, reference, rtol=1e-10, atol=1e-12)
+    for mine, theirs in zip(_grads(ours, inputs), _grads(reference, inputs), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("chunk_bytes", [64, 4096, 2**26])
+def test_head_loss_equals_cross_entropy_however_it_is_chunked(monkeypatch, chunk_bytes):
+    monkeypatch.setattr(kernels, "LOGITS_CHUNK_BYTES", chunk_bytes)
+    x = torch.randn(37, 12, requires_grad=True)
+    weight = torch.randn(50, 12, requires_grad=True)
+    targets = torch.randint(-1, 50, (37,))
+    ours = kernels.head_loss(x, weight, targets) / 7
+    reference = F.cross_entropy(x @ weight.T, targets, ignore_index=-1, reduction="sum") / 7
+    torch.testing.assert_close(ours, reference)
+    for mine, theirs in zip(
+        torch.autograd.grad(ours, [x, weight]), torch.autograd.grad(reference, [x, weight]), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_head_loss_in_bf16_stays_within_bf16_of_fp32():
+    x, weight = torch.randn(256, 64), torch.randn(1000, 64) * 0.1
+    targets = torch.randint(0, 1000, (256,))
+    exact = F.cross_entropy(x @ weight.T, targets, reduction="sum")
+    ours = kernels.head_loss(x.bfloat16(), weight.bfloat16(), targets)
+    assert ours.dtype == torch.float32
+    assert abs(float(ours - exact)) / float(exact) < 2**-8
+
+
+def test_head_loss_of_uniform_logits_is_log_v():
+    loss = kernels.head_loss(torch.zeros(5, 4), torch.randn(11, 4), torch.tensor([0, 3, -1, 10, 5]))
+    assert float(loss) == pytest.approx(4 * math.log(11))
+
+
+def test_head_loss_with_nothing_to_predict_is_zero():
+    x = torch.randn(3, 4, requires_grad=True)
+    loss = kernels.head_loss(x, torch.randn(11, 4), torch.tensor([-1, -1, -1]))
+    loss.backward()
+    assert float(loss.detach()) == 0
+    assert not x.grad.any()

@@ -1,0 +1,88 @@
+"""Flat AdamW against torch's own, schedules against hand calculations."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from farspan.domain.train import Optimizer, Schedule
+from farspan.runtime.state import TrainState, learning_rate
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3))
+
+
+def test_updates_equal_torch_adamw_with_decay_on_matrices_only():
+    ours, reference = _model(), _model()
+    optimizer = Optimizer(lr=1e-2, weight_decay=0.3, beta1=0.8, beta2=0.9)
+    state = TrainState(ours, "fp32")
+    matrices = [p for p in reference.parameters() if p.dim() >= 2]
+    vectors = [p for p in reference.parameters() if p.dim() < 2]
+    adamw = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0}],
+        lr=1e-2, betas=(0.8, 0.9), eps=optimizer.eps,
+    )  # fmt: skip
+    for step in range(1, 6):
+        x = torch.randn(4, 5)
+        for model in (ours, reference):
+            (model(x) ** 2).sum().backward()
+        norm = state.grad_norm()
+        assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(reference.parameters(), 0.5)), rel=1e-5)
+        state.update(optimizer, 1e-2, step, max(1.0, norm / 0.5))
+        adamw.step()
+        adamw.zero_grad()
+        for mine, theirs in zip(ours.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    assert not state.grad.any()
+
+
+def test_gradients_accumulate_in_fp32_over_backward_passes():
+    model = _model()
+    state = TrainState(model, "bf16")
+    x = torch.randn(64, 5)
+    whole = _model()
+    (whole(x) ** 2).sum().backward()
+    for part in x.split(4):
+        (model(part.bfloat16()) ** 2).sum().backward()
+    assert state.grad.dtype == torch.float32
+    exact = torch.cat([dict(whole.named_parameters())[name].grad.flatten() for name in state.names])
+    assert float((state.grad - exact).norm() / exact.norm()) < 0.02
+
+
+def test_masters_stay_fp32_and_small_updates_are_not_lost_to_bf16():
+    model = nn.Linear(4, 4, bias=False)
+    state = TrainState(model, "bf16")
+    before = state.master.clone()
+    for step in range(1, 11):
+        state.grad.fill_(1.0)
+        state.update(Optimizer(weight_decay=0.0), 1e-5, step, 1.0)
+    torch.testing.assert_close(before - state.master, torch.full_like(before, 1e-4), rtol=1e-2, atol=0)
+    assert model.weight.dtype == torch.bfloat16
+    assert torch.equal(model.weight.flatten(), state.master.bfloat16())
+
+
+def test_learning_rates_by_hand():
+    cosine = Schedule(kind="cosine", warmup_steps=4, floor=0.1)
+    rates = [learning_rate(cosine, 1.0, step, 14) for step in range(14)]
+    assert rates[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])
+    assert rates[4] == pytest.approx(1.0)
+    assert rates[9 - 1] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 4 / 9)))
+    assert rates[13] == pytest.approx(0.1)
+    constant = Schedule(kind="constant", warmup_steps=2)
+    assert [learning_rate(constant, 1.0, s, 9) for s in (0, 2, 8)] == pytest.approx([1 / 3, 1.0, 1.0])
+    wsd = Schedule(kind="wsd", warmup_steps=1, decay=0.5, floor=0.0)
+    assert [learning_rate(wsd, 1.0, s, 10) for s in range(10)] == pytest.approx(
+        [0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0.0]
+    )
+
+
+@pytest.mark.parametrize("kind", ["cosine", "constant", "wsd"])
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_learning_rates_of_short_runs_are_positive_and_bounded(kind, steps):
+    for warmup in (0, 1, 5, 10):
+        schedule = Schedule(kind=kind, warmup_steps=warmup)
+        for step in range(steps):
+            assert 0 < learning_rate(schedule, 3e-4, step, steps) <= 3e-4

@@ -1,0 +1,310 @@
+"""Real worker processes: equality with a plain loop and across worker counts, resumption, signals, damage."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from msgspec.structs import replace
+
+from farspan.domain.problems import Refusal
+from farspan.domain.results import Event, Finished, Saved, Step, Validated, Warned, read_events
+from farspan.domain.run import RunFolder
+from farspan.domain.train import Optimizer, Schedule, TrainSpec
+from farspan.launch.local import LocalWorkers
+from farspan.runtime import checkpoint
+from farspan.runtime.data import Order, Windows
+from farspan.runtime.model import Decoder, initialise
+from farspan.runtime.state import learning_rate
+from tests import tiny
+
+TRAIN = TrainSpec(
+    steps=8, batch=6, seq_len=16, precision="fp32", optimizer=Optimizer(lr=3e-3),
+    schedule=Schedule(warmup_steps=2), validate_every=4, seed=3,
+)  # fmt: skip
+
+
+def launch(run: RunFolder) -> list[Event]:
+    with LocalWorkers(run.load_plan(), run) as workers:
+        return list(workers)
+
+
+def steps_of(events: list[Event]) -> list[Step]:
+    return [event for event in events if isinstance(event, Step)]
+
+
+def weights(run: RunFolder) -> dict[str, torch.Tensor]:
+    return checkpoint.read_weights(next(checkpoint.newest_first(run.checkpoints)))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, list[Event]]:
+    """An uninterrupted run on one worker."""
+    run = tiny.run_folder(tmp_path_factory.mktemp("whole") / "run", tiny.plan(TRAIN))
+    return run, launch(run)
+
+
+def plain_loop(folder: Path) -> tuple[list[float], float]:
+    """The same training by the book, in float64: losses of every step and of the validation split."""
+    model = Decoder(tiny.SPEC, attention="vanilla").double()
+    initialise(model, TRAIN.seed)
+    decay = [p for p in model.parameters() if p.dim() >= 2]
+    other = [p for p in model.parameters() if p.dim() < 2]
+    adamw = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.1}, {"params": other, "weight_decay": 0.0}], betas=(0.9, 0.95), eps=1e-8
+    )
+    tokens = Windows(np.fromfile(folder / "train.bin", "<u2"), TRAIN.seq_len)
+    order, losses = Order(tokens.count, TRAIN.seed), []
+    for step in range(TRAIN.steps):
+        loss = _mean_loss(model, tokens, order.window(np.arange(step * 6, step * 6 + 6)))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in adamw.param_groups:
+            group["lr"] = learning_rate(TRAIN.schedule, TRAIN.optimizer.lr, step, TRAIN.steps)
+        adamw.step()
+        adamw.zero_grad()
+        losses.append(float(loss.detach()))
+    val = Windows(np.fromfile(folder / "val.bin", "<u2"), TRAIN.seq_len)
+    with torch.no_grad():
+        return losses, float(_mean_loss(model, val, np.arange(val.count, dtype=np.uint64)))
+
+
+def _mean_loss(model: Decoder, windows: Windows, which: np.ndarray) -> torch.Tensor:
+    inputs, targets = (torch.from_numpy(a) for a in windows.read(which))
+    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+
+def test_one_worker_equals_a_plain_float64_loop(whole):
+    run, events = whole
+    losses, val = plain_loop(run.path.parent / "corpus")
+    assert [event.loss for event in steps_of(events)] == pytest.approx(losses, rel=1e-5)
+    validations = [event for event in events if isinstance(event, Validated)]
+    assert [event.step for event in validations] == [4, 8]
+    assert validations[-1].loss == pytest.approx(val, rel=1e-5)
+    assert validations[-1].tokens == 400
+
+
+@pytest.mark.parametrize("rows", [(3, 3), (1, 5), (2, 1, 3)])
+def test_any_split_over_workers_equals_one_worker(whole, tmp_path, rows):
+    run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN, rows=rows, micro_rows=2))
+    events = launch(run)
+    one = steps_of(whole[1])
+    assert [event.loss for event in steps_of(events)] == pytest.approx([event.loss for event in one], rel=1e-5)
+    assert [e.grad_norm for e in steps_of(events)] == pytest.approx([event.grad_norm for event in one], rel=1e-4)
+    mine = [e.loss for e in events if isinstance(e, Validated)]
+    assert mine == pytest.approx([e.loss for e in whole[1] if isinstance(e, Validated)], rel=1e-5)
+
+
+def test_accumulation_equals_one_pass(whole, tmp_path):
+    run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN, micro_rows=1))
+    losses = [event.loss for event in steps_of(launch(run))]
+    assert losses == pytest.approx([event.loss for event in steps_of(whole[1])], rel=1e-5)
+
+
+@pytest.mark.parametrize("knobs", [{"recompute": True}, {"attention": "vanilla"}])
+def test_recompute_and_vanilla_attention_change_nothing(whole, tmp_path, knobs):
+    run = tiny.run_folder(tmp_path / "run", tiny.plan(replace(TRAIN, **knobs)))
+    losses = [event.loss for event in steps_of(launch(run))]
+    assert losses == pytest.approx([event.loss for event in steps_of(whole[1])], rel=1e-5)
+
+
+def test_bf16_stays_near_fp32(whole, tmp_path):
+    run = tiny.run_folder(tmp_path / "run", tiny.plan(replace(TRAIN, precision="bf16")))
+    losses = [event.loss for event in steps_of(launch(run))]
+    assert losses == pytest.approx([event.loss for event in steps_of(whole[1])], rel=5e-3)
+
+
+def interrupt_after(run: RunFolder, step: int, number: signal.Signals) -> list[Event]:
+    """Start the run and signal its first worker once `step` is done."""
+    seen: list[Event] = []
+    with LocalWorkers(run.load_plan(), run) as workers:
+        for event in workers:
+            seen.append(event)
+            if isinstance(event, Step) and event.step == step:
+                os.kill(workers.pids[0], number)
+    return seen
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_resuming_is_bitwise_the_uninterrupted_run(whole, tmp_path, number):
+    train = replace(TRAIN, steps=300, validate_every=1000)
+    reference = tiny.run_folder(tmp_path / "reference", tiny.plan(train))
+    launch(reference)
+    run = tiny.run_folder(tmp_path / "run", tiny.plan(train))
+    first = interrupt_after(run, 20, number)
+    stopped = first[-1]
+    assert isinstance(stopped, Finished) and stopped.reason == "interrupted"
+    assert 20 <= stopped.step < 300
+    second = launch(run)
+    assert steps_of(second)[0].step == stopped.step + 1
+    assert [e.step for e in steps_of(first) + steps_of(second)] == list(range(1, 301))
+    assert [e.loss for e in steps_of(first) + steps_of(second)] == [
+        e.loss for e in read_events(reference.events) if isinstance(e, Step)
+    ]
+    ours, theirs = weights(run), weights(reference)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_kill_9_loses_only_what_was_not_saved(whole, tmp_path):
+    train = replace(TRAIN, steps=200, validate_every=1000, checkpoint_every_s=0.05)
+    run = tiny.run_folder(tmp_path / "run", tiny.plan(train))
+    with pytest.raises(Refusal) as refusal:
+        interrupt_after(run, 60, signal.SIGKILL)
+    assert refusal.value.problem.code == "worker-lost"
+    assert "SIGKILL" in refusal.value.problem.fact
+    saved = [event.step for event in read_events(run.events) if isinstance(event, Saved)]
+    second = launch(run)
+    assert steps_of(second)[0].step in (saved[-1] + 1, saved[-1] + 2)
+    assert isinstance(second[-1], Finished) and second[-1].step == 200
+
+
+def test_a_lost_worker_ends_the_others_soon_and_is_named(tmp_path):
+    run = tiny.run_folder(tmp_path / "run", tiny.plan(replace(TRAIN, steps=100_000), rows=(3, 3)))
+    began = 0.0
+    with pytest.raises(Refusal) as refusal, LocalWorkers(run.load_plan(), run) as workers:
+        for event in workers:
+            if isinstance(event, Step) and not began:
+                os.kill(workers.pids[1], signal.SIGKILL)
+                began = time.monotonic()
+    assert time.monotonic() - began < 30
+    assert "rank 1" in refusal.value.problem.what
+    assert "resume" in refusal.value.problem.remedy
+
+
+def damage(path: Path, how: str) -> None:
+    if how == "truncate":
+        os.truncate(path, path.stat().st_size // 2)
+    elif how == "flip":
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    else:
+        path.unlink()
+
+
+@pytest.mark.parametrize("how", ["truncate", "flip", "remove"])
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(tmp_path, how, name):
+    folder = tmp_path / "checkpoints"
+    state = _state()
+    for step in (3, 7):
+        checkpoint.write(folder, state, checkpoint.Progress(step=step, plan="p", elapsed_s=1.0), keep=2)
+    damage(folder / "step-00000007" / name, how)
+    if (how, name) == ("flip", "state.json"):
+        damage(folder / "step-00000007" / name, "truncate")
+    with pytest.raises(checkpoint.Corrupt):
+        checkpoint.read(folder / "step-00000007", _state())
+    assert checkpoint.read(folder / "step-00000003", _state()).step == 3
+
+
+def _state():
+    from farspan.runtime.state import TrainState
+
+    model = Decoder(tiny.SPEC)
+    initialise(model, 0)
+    return TrainState(model, "fp32")
+
+
+def test_resuming_from_a_damaged_checkpoint_says_what_was_lost(tmp_path):
+    train = replace(TRAIN, steps=100, validate_every=1000, checkpoint_every_s=0.02)
+    run = tiny.run_folder(tmp_path / "run", tiny.plan(train))
+    launch(run)
+    newest, previous = list(checkpoint.newest_first(run.checkpoints))[:2]
+    damage(newest / "model.safetensors", "flip")
+    events = launch(run)
+    warning = next(event for event in events if isinstance(event, Warned))
+    lost = 100 - int(previous.name.removeprefix("step-"))
+    assert str(newest) in warning.message
+    assert f"{lost} steps lost" in warning.message
+    assert steps_of(events)[-1].step == 100
+
+
+def test_when_every_checkpoint_is_damaged_the_run_refuses(tmp_path):
+    run = tiny.run_folder(tmp_path / "run", tiny.plan(replace(TRAIN, steps=2)))
+    launch(run)
+    for path in checkpoint.newest_first(run.checkpoints):
+        damage(path / "optimizer.safetensors", "truncate")
+    with pytest.raises(Refusal) as refusal:
+        launch(run)
+    assert refusal.value.problem.code == "checkpoint-corrupt"
+
+
+def test_only_the_last_k_checkpoints_and_the_best_are_kept(tmp_path):
+    train = replace(TRAIN, steps=60, keep=2, checkpoint_every_s=0.01)
+    run = tiny.run_folder(tmp_path / "run", tiny.plan(train))
+    events = launch(run)
+    assert len([event for event in events if isinstance(event, Saved)]) > 2
+    assert len(list(checkpoint.newest_first(run.checkpoints))) == 2
+    best = min((event for event in events if isinstance(event, Validated)), key=lambda event: event.loss)
+    assert checkpoint.verify(run.best, ("model.safetensors",)).step == best.step
+
+
+@pytest.mark.parametrize("rows", [(6,), (3, 3)])
+def test_a_non_finite_loss_stops_before_the_update(tmp_path, rows):
+    """A learning rate far too high makes the loss overflow; the saved state is the last finite one."""
+    train = replace(TRAIN, steps=50, optimizer=Optimizer(lr=1.0, clip=0.0, weight_decay=1.0), schedule=Schedule(kind="constant"))
+    plan = tiny.plan(train, rows=rows)
+    run = tiny.run_folder(tmp_path / "run", plan)
+    poison(run)
+    with pytest.raises(Refusal) as refusal:
+        launch(run)
+    problem = refusal.value.problem
+    assert problem.code == "non-finite" and problem.exit_code == 20
+    assert "rank" in problem.where and "samples" in problem.where
+    assert all(torch.isfinite(tensor).all() for name, tensor in weights(run).items() if name != "tok.weight")
+
+
+def poison(run: RunFolder) -> None:
+    """A checkpoint one of whose embeddings is so large that the next forward pass overflows."""
+    from farspan.runtime.state import TrainState
+
+    model = Decoder(tiny.SPEC)
+    initialise(model, 0)
+    state = TrainState(model, "fp32")
+    state.master[:100] = float("inf")
+    progress = checkpoint.Progress(step=1, plan=run.load_plan().hash, elapsed_s=0.0)
+    checkpoint.write(run.checkpoints, state, progress, keep=3)
+
+
+def test_patience_stops_early(tmp_path):
+    train = replace(TRAIN, steps=500, validate_every=2, patience=3, optimizer=Optimizer(lr=0.5))
+    run = tiny.run_folder(tmp_path / "run", tiny.plan(train))
+    events = launch(run)
+    validations = [event for event in events if isinstance(event, Validated)]
+    assert events[-1].reason == "early-stop"
+    assert [event.best for event in validations[-3:]] == [False] * 3
+
+
+def test_a_deadline_ends_the_run_with_a_checkpoint(tmp_path):
+    run = tiny.run_folder(tmp_path / "run", tiny.plan(replace(TRAIN, steps=10**6, deadline_s=1.0)))
+    events = launch(run)
+    assert events[-1].reason == "deadline"
+    assert next(e for e in reversed(events) if isinstance(e, Saved)).step == events[-1].step
+
+
+def test_another_corpus_than_planned_is_refused(tmp_path):
+    run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN))
+    text = run.corpus.read_text().replace('"tiny"', '"other"')
+    run.corpus.write_text(text)
+    with pytest.raises(Refusal) as refusal:
+        launch(run)
+    assert refusal.value.problem.code == "plan-mismatch"
+
+
+def test_two_interrupts_end_the_workers_at_once(tmp_path):
+    run = tiny.run_folder(tmp_path / "run", tiny.plan(replace(TRAIN, steps=10**6)))
+    with LocalWorkers(run.load_plan(), run) as workers:
+        for event in workers:
+            if isinstance(event, Step):
+                workers.interrupt()
+                break
+        threading.Timer(0.0, workers.interrupt).start()
+        with pytest.raises(Refusal):
+            list(workers)

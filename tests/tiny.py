@@ -1,0 +1,67 @@
+"""A small run folder over made-up but learnable tokens, for tests that need real workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from farspan.corpus import tokenizer as tokenizers
+from farspan.domain.codec import save
+from farspan.domain.corpus import CorpusManifest, Split
+from farspan.domain.model import ModelSpec
+from farspan.domain.plan import GradSync, Inputs, Mesh, Plan, PlannedDevice, Replica, Stage
+from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.train import TrainSpec
+
+SPEC = ModelSpec(
+    family="gpt2", layers=2, d_model=32, heads=2, kv_heads=2, d_ff=64, vocab_size=300, context=16, norm="layernorm",
+    activation="gelu_tanh", positions="learned", bias=True, tied=True,
+)  # fmt: skip
+
+
+def corpus(folder: Path, *, tokens: int = 3000, val: int = 401, vocab: int = 300, seed: int = 0) -> CorpusManifest:
+    """Token files in which the next token follows from the last, most of the time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    for name, count in (("train", tokens), ("val", val)):
+        steps = np.where(rng.random(count) < 0.9, 7, rng.integers(0, vocab, count))
+        (np.cumsum(steps) % vocab).astype("<u2").tofile(folder / f"{name}.bin")
+        np.array([0, count], "<i8").tofile(folder / f"{name}.idx")
+    manifest = CorpusManifest(
+        hash="tiny", source="tests", vocab_size=vocab, end_of_text=0, dtype="uint16",
+        train=Split(tokens=tokens, documents=1, text_bytes=tokens * 3),
+        val=Split(tokens=val, documents=1, text_bytes=val * 3),
+        unigram_nats=5.7, bigram_nats=2.0, exact_duplicates=0, near_duplicates=0,
+    )  # fmt: skip
+    save(manifest, folder / "corpus.json")
+    tokenizers.train(["alpha beta gamma delta"] * 50, vocab).save(folder / "tokenizer.json")
+    return manifest
+
+
+def plan(train: TrainSpec, *, rows: tuple[int, ...] = (), micro_rows: int = 4, spec: ModelSpec = SPEC) -> Plan:
+    rows = rows or (train.batch,)
+    mesh = Mesh(ranks=tuple(range(len(rows))), shape=(len(rows),), axes=("data",))
+    stage = Stage(
+        layers=(0, spec.layers), mesh=mesh, rows=rows, micro_rows=micro_rows, grad_sync=GradSync(bucket_bytes=20_000)
+    )
+    device = PlannedDevice(host="here", backend="cpu", index=0, threads=1)
+    return Plan(
+        technique="data", model=spec, train=train, replicas=(Replica(stages=(stage,)),),
+        devices=(device,) * len(rows), inputs=Inputs(cluster="here", corpus="tiny"),
+    )  # fmt: skip
+
+
+def run_folder(path: Path, plan: Plan) -> RunFolder:
+    """A run directory as `farspan train` would make it, with the corpus beside it."""
+    folder = path.parent / "corpus"
+    if not folder.exists():
+        corpus(folder)
+    path.mkdir(parents=True)
+    run = RunFolder(path)
+    save(plan, run.plan)
+    save(RunRecord(corpus=str(folder), command=("farspan", "train"), created="2026-01-01"), run.record)
+    run.corpus.write_bytes((folder / "corpus.json").read_bytes())
+    run.tokenizer.write_bytes((folder / "tokenizer.json").read_bytes())
+    run.logs.mkdir()
+    return run
