@@ -11,8 +11,9 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from farspan.corpus.documents import PART_CHARS, numbered, open_zst, parts
 from farspan.domain.codec import missing_path
@@ -165,9 +166,9 @@ def _html(file: Path) -> Iterator[Document]:
 
 def _jsonl(file: Path) -> Iterator[Document]:
     """An object a line; its text is in the field `text`, `content` or `body`."""
-    openers: dict[str, Callable[[Path], IO[bytes]]] = {".gz": gzip.open, ".zst": open_zst}  # type: ignore[dict-item]
+    openers: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".zst": open_zst, ".jsonl": partial(open, mode="rb")}
     offset = 0
-    with openers.get(file.suffix.lower(), lambda path: path.open("rb"))(file) as lines:
+    with openers[file.suffix.lower()](file) as lines:
         for number, line in enumerate(lines, 1):
             try:
                 row = json.loads(line.decode()) if line.strip() else None

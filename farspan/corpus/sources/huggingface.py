@@ -63,5 +63,5 @@ class HuggingFace:
                 what="the dataset cannot be read",
                 where=f"hf:{self.name}",
                 fact=" ".join(str(error).split())[:300],
-                remedy=f"fetch it where the hub can be reached: hf download --repo-type dataset {self.name} --local-dir DIR",
+                remedy=f"where the hub can be reached: hf download --repo-type dataset {self.name} --local-dir DIR",
             ) from None

@@ -111,7 +111,7 @@ def _definitions(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _assigned(statement: ast.Expr | ast.Assign, module: str) -> Iterator[tuple[str, str]]:
-    """`f.__doc__ = text`, and torch's `add_docstr(torch.abs, text)`, `add_docstr_all("abs", text)`, `f = _add_docstr(…)`."""
+    """`f.__doc__ = text`; torch's `add_docstr(torch.abs, text)`, `add_docstr_all("abs", text)`, `f = _add_docstr(g, t)`."""
     value = statement.value
     target = ast.unparse(statement.targets[0]) if isinstance(statement, ast.Assign) else ""
     if isinstance(value, ast.Call) and "add_docstr" in ast.unparse(value.func) and len(value.args) > 1:
