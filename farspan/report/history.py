@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from farspan.domain.codec import load, missing_path, read_bytes
+from farspan.domain.codec import load, read_bytes
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
@@ -21,7 +21,8 @@ from farspan.domain.results import (
     Validated,
     Warned,
     read_events,
-)  # fmt: skip
+)  # fmt: skipfrom farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.run import RunFolder, RunRecord
 
 #: Steps at each start that are slower than the rest (caches, compilation, connections) and left out of medians.
 WARMUP_STEPS = 5
@@ -33,7 +34,7 @@ class Timed(msgspec.Struct, frozen=True):
     step: Step
     time_s: float
     tokens: int
-    world: int
+    start: Started
     warm: bool
 
 
@@ -58,33 +59,34 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """All that reports are made from. `config` is run.yaml as written."""
+    """All that reports are made from. `config` is run.yaml as written, `warnings` are those given before training."""
 
     folder: Path
     plan: Plan
     corpus: CorpusManifest
     config: str
+    warnings: tuple[str, ...]
     history: History
 
 
-def open_run(folder: Path) -> Run:
-    """Read a run directory; refuses a folder that is none."""
-    if not folder.is_dir():
-        raise missing_path(folder)
-    if missing := [name for name in ("events.jsonl", "plan.json", "run.yaml") if not (folder / name).is_file()]:
+def open_run(path: Path) -> Run:
+    """Read a run directory; refuses a folder that is none, and a run that no worker has started."""
+    folder = RunFolder.existing(path)
+    if not folder.events.exists():
         raise Refusal(
             "not-a-run",
-            what="the folder is not a run",
-            where=folder,
-            fact=f"it has no {missing[0]}",
-            remedy="give the folder that farspan train wrote: farspan report RUN",
+            what="the run has nothing to report yet",
+            where=folder.events,
+            fact="no worker has written an event",
+            remedy=f"farspan resume {path}",
         )
     return Run(
-        folder=folder,
-        plan=load(folder / "plan.json", Plan),
-        corpus=load(folder / "corpus.json", CorpusManifest),
-        config=read_bytes(folder / "run.yaml").decode(),
-        history=trace(read_events(folder / "events.jsonl")),
+        folder=path,
+        plan=folder.load_plan(),
+        corpus=load(folder.corpus, CorpusManifest),
+        config=read_bytes(folder.config).decode(),
+        warnings=load(folder.record, RunRecord).warnings,
+        history=trace(read_events(folder.events)),
     )
 
 
@@ -142,5 +144,5 @@ def _steps_of(part: list[Event], started: Started, before_s: float, tokens: int)
     for index, step in enumerate(found):
         tokens += step.tokens
         time_s = before_s + step.at - started.at
-        timed[step.step] = Timed(step, time_s, tokens, started.world, index >= skipped)
+        timed[step.step] = Timed(step, time_s, tokens, started, index >= skipped)
     return timed

@@ -41,15 +41,17 @@ def measurement_of(run: Run) -> Measurement | None:
     if not history.steps:
         return None
     warm = [timed for timed in history.steps if timed.warm] or list(history.steps)
-    per_device = median(timed.step.tokens / timed.step.step_s / timed.world for timed in warm)
-    flops = train_flops_per_token(run.plan.model, run.plan.train.seq_len) * per_device
-    started = history.starts[-1][0]
+    flops = train_flops_per_token(run.plan.model, run.plan.train.seq_len)
+    rates = [timed.step.tokens / timed.step.step_s for timed in warm]
+    tflops = [flops * rate / timed.start.world / 1e12 for rate, timed in zip(rates, warm, strict=True)]
+    peaks = [timed.start.peak_flops for timed in warm]
+    used = [flops * rate / peak for rate, peak in zip(rates, peaks, strict=True) if peak]
     estimate = history.starts[0][0].estimate
     last = history.validations[-1] if history.validations else None
     return Measurement(
         step_s=median(timed.step.step_s for timed in warm),
         run_s=history.run_s,
-        tokens_per_s=median(timed.step.tokens / timed.step.step_s for timed in warm),
+        tokens_per_s=median(rates),
         memory_bytes=history.memory_bytes,
         usd=estimate.usd / estimate.run_s * history.run_s if estimate and estimate.usd is not None else None,
         steps=len(history.steps),
@@ -59,7 +61,7 @@ def measurement_of(run: Run) -> Measurement | None:
         best_val_loss=min((validated.loss for validated in history.validations), default=None),
         perplexity=math.exp(last.loss) if last and last.loss < 700 else None,
         bits_per_byte=last.bits_per_byte if last else None,
-        mfu=flops / started.peak_flops if started.peak_flops else None,
-        tflops_per_device=flops / 1e12,
+        mfu=median(used) if len(used) == len(warm) else None,
+        tflops_per_device=median(tflops),
         reason=history.finished.reason if history.finished else "unfinished",
     )

@@ -7,18 +7,30 @@ from pathlib import Path
 
 from farspan.domain.codec import content_hash, write_atomically
 from farspan.domain.results import Environment, Measurement
+from farspan.domain.run import RunFolder
 from farspan.domain.units import format_bytes, format_count, format_seconds
 from farspan.report.figures import charts, figure
 from farspan.report.history import Run, open_run
 from farspan.report.measure import measurement_of
-from farspan.report.text import ENDINGS, comparison, gap, maybe, model_line, money, percent, references, short_time
+from farspan.report.text import (
+    ENDINGS,
+    comparison,
+    gap,
+    maybe,
+    model_line,
+    money,
+    percent,
+    references,
+    short_time,
+    warnings,
+)
 
 _TEMPLATES = Path(__file__).parent / "template"
 
 
 def write_page(folder: Path, to: Path | None = None) -> Path:
     """Write the page of the run in `folder` as `report.html` there (or `to`), and return its path."""
-    path = to or folder / "report.html"
+    path = to or RunFolder(folder).report
     write_atomically(path, page(open_run(folder)).encode())
     return path
 
@@ -51,7 +63,7 @@ def page(run: Run) -> str:
         comparison=comparison(run, measured),
         interval=_interval(run),
         references=references(run, measured),
-        warnings=history.warnings,
+        warnings=warnings(run),
         samples=history.samples[::-1],
         timeline=timeline(run),
         environments=_environments(run),

@@ -79,12 +79,17 @@ def _summary(run: Run, measured: Measurement | None) -> list[str]:
             f"{measured.tflops_per_device:.3g} TFLOP/s a device · MFU {percent(measured.mfu)} · "
             f"{format_bytes(measured.memory_bytes)} · {money(measured.usd)}"
         )
-    lines += [f"warning: {warned.message}" for warned in history.warnings]
+    lines += [f"warning: {message}" for message in warnings(run)]
     if history.finished and history.finished.problem:
         lines.append(str(history.finished.problem))
     if reason not in ("done", "early-stop", "deadline"):
         lines.append(f"go on with it: farspan resume {run.folder}")
     return lines
+
+
+def warnings(run: Run) -> list[str]:
+    """What was warned of, before training and during it, each once."""
+    return list(dict.fromkeys([*run.warnings, *(warned.message for warned in run.history.warnings)]))
 
 
 def _resumed(run: Run) -> str:

@@ -26,6 +26,7 @@ from farspan.domain.results import (
     Validated,
     Warned,
 )  # fmt: skip
+from farspan.domain.run import RunRecord
 from farspan.domain.train import TrainSpec
 
 MODEL = ModelSpec(
@@ -125,6 +126,10 @@ def write_run(folder: Path, events: Iterable[Event], plan: Plan) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     save(plan, folder / "plan.json")
     save(CORPUS, folder / "corpus.json")
+    record = RunRecord(
+        corpus="prepared/pydocs", command=("farspan", "train", "run.yaml"), created="2026-09-21T14:13:20Z"
+    )
+    save(record, folder / "run.json")
     (folder / "run.yaml").write_text("data: pydocs   # the <built-in> corpus & nothing else\nbudget: {time: 2m}\n")
     with open(folder / "events.jsonl", "wb") as file:
         file.writelines(msgspec.json.encode(event) + b"\n" for event in events)
