@@ -8,35 +8,45 @@ from farspan.domain.train import TrainSpec
 #: Resident bytes of a worker before it holds any tensor: interpreter, torch and its thread pools (measured on Linux:
 #: 0.35 GB on CPU; a CUDA context with its libraries takes about as much of the device).
 FRAMEWORK_BYTES = 400_000_000
+#: The head's loss is computed over chunks of logits of this size.
+LOGITS_CHUNK_BYTES = 64 * 2**20
+#: Up to so many positions attention on CPUs keeps its probabilities: there that is faster than making them again.
+CPU_SCORES_POSITIONS = 1024
 
 _WORKING_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def state_bytes(model: ModelSpec, train: TrainSpec) -> int:
-    """Weights, gradients and AdamW's two fp32 moments; below fp32 also the fp32 master weights."""
-    working = _WORKING_BYTES[train.precision]
-    master = 0 if train.precision == "fp32" else 4
-    return parameters(model) * (working + working + master + 8)
+    """fp32 weights, gradients and AdamW's two moments; below fp32 also the working copy of the weights."""
+    working = 0 if train.precision == "fp32" else _WORKING_BYTES[train.precision]
+    return parameters(model) * (4 + 4 + 8 + working)
 
 
-def activation_bytes_per_row(model: ModelSpec, train: TrainSpec) -> int:
-    """What the backward pass keeps of one sequence, logits included.
+def activation_bytes_per_row(model: ModelSpec, train: TrainSpec, backend: str) -> int:
+    """What the backward pass keeps of one sequence in all layers.
 
-    Counted as in Korthikanti et al. (arXiv 2205.05198), without dropout: a layer keeps its two inputs, two norms, q,
-    k and v, the attention's output, and in the MLP each matrix's result and what feeds `down`. Vanilla attention adds
-    its score matrix before and after the softmax. With recompute only each layer's input stays, and one whole layer.
+    Counted as in Korthikanti et al. (arXiv 2205.05198), without dropout: a layer keeps its two inputs, two norms
+    (RMSNorm both before and after its gain), q, k and v, the attention's output, and in the MLP each matrix's result
+    and what feeds `down`; vanilla attention, and any short one on CPUs, also the probabilities. With recompute only
+    the layers' inputs stay, and one whole layer.
     """
-    working, S = _WORKING_BYTES[train.precision], train.seq_len
+    working, S, D = _WORKING_BYTES[train.precision], train.seq_len, model.d_model
     kv = model.kv_heads * model.head_dim
+    inputs = 6 if model.norm == "layernorm" else 8
     mlp = model.d_ff * (4 if model.activation == "swiglu" else 2)
-    layer = S * working * (6 * model.d_model + 2 * kv + mlp)
-    if train.attention == "vanilla":
-        layer += model.heads * S * S * (4 + working)
-    layers = model.layers * S * working * model.d_model + layer if train.recompute else model.layers * layer
-    logits = S * model.vocab_size * (4 + working)
-    return layers + logits
+    keeps_scores = train.attention == "vanilla" or (backend == "cpu" and S <= CPU_SCORES_POSITIONS)
+    scores = model.heads * S if keeps_scores else 0
+    layer = S * working * (inputs * D + 2 * kv + mlp + scores)
+    return model.layers * S * working * D + layer if train.recompute else model.layers * layer
 
 
-def memory_bytes(model: ModelSpec, train: TrainSpec, micro_rows: int) -> int:
+def head_bytes(model: ModelSpec, train: TrainSpec) -> int:
+    """The loss: one chunk of logits with its fp32 softmax, and the head's gradient beside its running sum, in fp32."""
+    chunk = LOGITS_CHUNK_BYTES * (1 + 4 // _WORKING_BYTES[train.precision])
+    return chunk + 2 * 4 * model.vocab_size * model.d_model
+
+
+def memory_bytes(model: ModelSpec, train: TrainSpec, micro_rows: int, backend: str) -> int:
     """Peak bytes of a worker that trains `micro_rows` sequences at a time."""
-    return FRAMEWORK_BYTES + state_bytes(model, train) + micro_rows * activation_bytes_per_row(model, train)
+    fixed = FRAMEWORK_BYTES + state_bytes(model, train) + head_bytes(model, train)
+    return fixed + micro_rows * activation_bytes_per_row(model, train, backend)

@@ -56,11 +56,13 @@ def _only_stage(plan: Plan) -> Stage:
 
 def _memory(plan: Plan, stage: Stage, probe: ProbeResult, speed: Speed) -> int:
     """The probe's peak, moved to the plan's microbatch; the formula alone where the probe used other lengths."""
+    backend = plan.devices[0].backend
     bucket = stage.grad_sync.bucket_bytes if len(stage.mesh.ranks) > 1 else 0
     if probe.seq_len != plan.train.seq_len:
-        return memory_bytes(plan.model, plan.train, stage.micro_rows) + bucket
-    rows = stage.micro_rows - probe.rows
-    return max(0, speed.memory_bytes + rows * activation_bytes_per_row(plan.model, plan.train)) + bucket
+        return memory_bytes(plan.model, plan.train, stage.micro_rows, backend) + bucket
+    more_rows = stage.micro_rows - probe.rows
+    per_row = activation_bytes_per_row(plan.model, plan.train, backend)
+    return max(0, speed.memory_bytes + more_rows * per_row) + bucket
 
 
 def _assumptions(plan: Plan, stage: Stage, probe: ProbeResult) -> tuple[str, ...]:

@@ -28,6 +28,8 @@ FAR_TOO_FEW = 5
 MOST_EPOCHS = 16
 #: Tokens of a step that even the shortest run reads: fewer leave a device idle between updates. A choice, not a fit.
 FEWEST_BATCH_TOKENS = 2048
+#: Tokens of a probe's step at most: enough to fill a device, few enough to be quick.
+MOST_PROBE_TOKENS = 8192
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,9 +63,15 @@ def batch_tokens(run_tokens: float) -> float:
     return max(FEWEST_BATCH_TOKENS, 0.58 * float(run_tokens**0.571))
 
 
-def draft(config: RunConfig, chosen: ChosenModel) -> TrainSpec:
-    """What the probe trains to measure this model: the settings that decide speed, one sequence a step."""
-    return _spec(config, chosen, steps=1, batch=1, precision="fp32", lr=1e-4, warmup=0)
+def draft(config: RunConfig, chosen: ChosenModel, workers: int) -> TrainSpec:
+    """What the probe trains to measure this model on one device: the settings that decide speed, and as `batch` the
+    sequences that the device is likely to get at a time."""
+    asked, seq_len = config.train.batch, chosen.seq_len
+    rows = asked.per_device or FEWEST_BATCH_TOKENS // seq_len
+    if asked.global_ is not None:
+        rows = asked_rows(asked.global_, seq_len) // workers
+    batch = max(1, min(rows, MOST_PROBE_TOKENS // seq_len))
+    return _spec(config, chosen, steps=1, batch=batch, precision="fp32", lr=1e-4, warmup=0)
 
 
 def choose_train(

@@ -35,17 +35,18 @@ def resolve(
     corpus: CorpusManifest,
     cluster: Cluster,
     *,
-    machine_flops: Callable[[], float],
+    matmul_flops: Callable[[], float],
     measure: Measure,
 ) -> Resolved:
     """The model and the training that `config` asks for on this corpus and these devices.
 
-    `machine_flops` is called only for `size: auto`, `measure` once. Raises Refusal (out-of-range with the key,
-    corpus-too-small, tokenizer-mismatch, model-unsupported).
+    `matmul_flops` (FLOP/s of bare matrix products, all devices together) is called only for `size: auto`; `measure` is
+    called once, with a draft whose `batch` is the sequences that one device should be tried with. Raises Refusal
+    (out-of-range with the key, corpus-too-small, tokenizer-mismatch, model-unsupported).
     """
     check(config)
-    chosen = choose_model(config, corpus, cluster, machine_flops)
-    probe = measure(chosen.model, draft(config, chosen))
+    chosen = choose_model(config, corpus, cluster, matmul_flops)
+    probe = measure(chosen.model, draft(config, chosen, len(cluster.devices)))
     trained = choose_train(config, chosen, corpus, cluster, probe)
     return Resolved(
         model=chosen.model,

@@ -52,8 +52,8 @@ def plan(model: ModelSpec, cluster: Cluster, train: TrainSpec, *, corpus: str) -
 
 
 def _rows_that_fit(model: ModelSpec, train: TrainSpec, device: Device) -> int:
-    free = FILL * device.memory - memory_bytes(model, train, 0)
-    return int(free // activation_bytes_per_row(model, train))
+    free = FILL * device.memory - memory_bytes(model, train, 0, device.backend)
+    return int(free // activation_bytes_per_row(model, train, device.backend))
 
 
 def _too_large(model: ModelSpec, train: TrainSpec, device: Device) -> Problem:
@@ -61,7 +61,7 @@ def _too_large(model: ModelSpec, train: TrainSpec, device: Device) -> Problem:
         code="out-of-memory",
         what="the model does not fit one device, one sequence at a time",
         where=f"device {device.kind}",
-        fact=f"predicted {format_bytes(memory_bytes(model, train, 1))}, "
+        fact=f"predicted {format_bytes(memory_bytes(model, train, 1, device.backend))}, "
         f"usable {format_bytes(FILL * device.memory)} of {format_bytes(device.memory)}",
         remedy="lower model.context or the size" if train.recompute else "set train.recompute: true, or lower the size",
     )
