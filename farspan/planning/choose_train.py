@@ -33,11 +33,11 @@ MOST_PROBE_TOKENS = 8192
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
-    """One bound on the run's tokens. A hard one (time, money) is never exceeded by rounding."""
+    """One bound on the run's tokens. One of time or money is `seconds` of training, which steps never exceed."""
 
     tokens: float
     why: str
-    hard: bool = False
+    seconds: float | None = None
 
 
 class ChosenTrain(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,9 +158,9 @@ def _limits(
     if asked.epochs is not None:
         limits.append(Limit(tokens=asked.epochs * corpus.train.tokens, why="run.yaml: train.epochs"))
     if deadline_s is not None:
-        tokens = (1 - RESERVE) * deadline_s * tokens_per_s
+        seconds = (1 - RESERVE) * deadline_s
         why = f"run.yaml and machine: budget, {format_seconds(deadline_s)} at {format_count(tokens_per_s)} tokens/s"
-        limits.append(Limit(tokens=tokens, why=why, hard=True))
+        limits.append(Limit(tokens=seconds * tokens_per_s, why=why, seconds=seconds))
         if len(limits) == 1 and asked.steps is None:
             why = f"default: {MOST_EPOCHS} epochs, before the budget ends"
             limits.append(Limit(tokens=MOST_EPOCHS * corpus.train.tokens, why=why))
@@ -206,7 +206,7 @@ def _auto_batch(chosen: ChosenModel, windows: int, workers: int, run_tokens: flo
 
 
 def _steps(config: RunConfig, limits: list[Limit], step_tokens: int, step_s: float) -> tuple[int, str]:
-    found = [(_whole_steps(limit, step_tokens), limit.why) for limit in limits]
+    found = [(_whole_steps(limit, step_tokens, step_s), limit.why) for limit in limits]
     if config.train.steps is not None:
         only_default = limits[0].why.startswith("default")
         found = [*([] if only_default else found), (config.train.steps, "run.yaml: train.steps")]
@@ -219,9 +219,9 @@ def _steps(config: RunConfig, limits: list[Limit], step_tokens: int, step_s: flo
     return steps, why
 
 
-def _whole_steps(limit: Limit, step_tokens: int) -> int:
-    """Steps that stay within the limit; at least one, unless the limit is a hard one."""
-    return max(0 if limit.hard else 1, int(limit.tokens // step_tokens))
+def _whole_steps(limit: Limit, step_tokens: int, step_s: float) -> int:
+    """Steps that stay within the limit; at least one, unless it is one of time."""
+    return max(1, int(limit.tokens // step_tokens)) if limit.seconds is None else int(limit.seconds // step_s)
 
 
 def _warmup(config: RunConfig, steps: int) -> int:
