@@ -77,13 +77,12 @@ class Progress:
             case Warned():
                 self._print(f"warning: {event.message}", "yellow")
             case Finished():
-                self._print(
-                    f"step {event.step:,} · {ENDINGS.get(event.reason, event.reason)} after {format_seconds(event.seconds)}"
-                )
+                ending = ENDINGS.get(event.reason, event.reason)
+                self._print(f"step {event.step:,} · {ending} after {format_seconds(event.seconds)}")
 
     def _print(self, line: str, style: str = "") -> None:
-        # Soft wrap: a piped line stays one line. Text, not markup: messages may hold square brackets.
-        self._console.print(Text(line, style=style), soft_wrap=True)
+        # A piped line stays one line. Text, not markup: messages may hold square brackets.
+        self._console.print(Text(line, style=style), soft_wrap=not self._console.is_terminal)
 
     def _place(self) -> str:
         done = self._recent[-1].step if self._recent else self._started.step if self._started else 0

@@ -44,7 +44,7 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", forbi
     at: float
 
 
-class Started(_Event, tag="started"):
+class Started(_Event, frozen=True, kw_only=True, tag="started"):
     """A worker group began to train: at step 0, or after a checkpoint."""
 
     step: int
@@ -52,11 +52,11 @@ class Started(_Event, tag="started"):
     world: int
     environment: Environment
     estimate: Estimate | None
-    #: Of one device, at the run's precision; None where it is not known.
+    #: Of all devices together, at the run's precision; None where it is not known.
     peak_flops: float | None
 
 
-class Step(_Event, tag="step"):
+class Step(_Event, frozen=True, kw_only=True, tag="step"):
     """One optimizer step over all ranks. `loss` is the mean over the step's valid tokens."""
 
     step: int
@@ -68,7 +68,7 @@ class Step(_Event, tag="step"):
     memory_bytes: int
 
 
-class Validated(_Event, tag="validated"):
+class Validated(_Event, frozen=True, kw_only=True, tag="validated"):
     step: int
     loss: float
     bits_per_byte: float
@@ -77,14 +77,14 @@ class Validated(_Event, tag="validated"):
     best: bool
 
 
-class Saved(_Event, tag="saved"):
+class Saved(_Event, frozen=True, kw_only=True, tag="saved"):
     step: int
     path: str
     size_bytes: int
     seconds: float
 
 
-class Sampled(_Event, tag="sampled"):
+class Sampled(_Event, frozen=True, kw_only=True, tag="sampled"):
     """Text that the model wrote after a prompt."""
 
     step: int
@@ -92,13 +92,13 @@ class Sampled(_Event, tag="sampled"):
     text: str
 
 
-class Warned(_Event, tag="warned"):
+class Warned(_Event, frozen=True, kw_only=True, tag="warned"):
     """Something a person should know though the run went on."""
 
     message: str
 
 
-class Finished(_Event, tag="finished"):
+class Finished(_Event, frozen=True, kw_only=True, tag="finished"):
     """The end of a worker group: `reason` is done, deadline, early-stop, interrupted or failed."""
 
     step: int

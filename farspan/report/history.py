@@ -43,7 +43,8 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 
     A start after a checkpoint undoes every step beyond it: those are dropped here, whether or not they were repeated.
     `run_s` counts all the time that workers ran, dropped steps included, and no time between two starts.
-    `starts` holds each start with the `run_s` before it. `finished` is None while the last start has no end.
+    `starts` holds each start with the `run_s` before it, `ends` every end told; `finished` is the last
+    start's, None while it has none.
     """
 
     steps: tuple[Timed, ...]
@@ -52,6 +53,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     saves: tuple[Saved, ...]
     warnings: tuple[Warned, ...]
     starts: tuple[tuple[Started, float], ...]
+    ends: tuple[Finished, ...]
     finished: Finished | None
     run_s: float
     lost_steps: int
@@ -108,7 +110,7 @@ def trace(events: Iterable[Event]) -> History:
         steps.update(_steps_of(part, started, run_s, steps[max(steps)].tokens if steps else 0))
         kept += part
         memory_bytes = max([memory_bytes, *(event.memory_bytes for event in part if isinstance(event, Step))])
-        run_s += part[-1].at - started.at
+        run_s += max(event.at for event in part) - started.at
     return History(
         steps=tuple(steps[number] for number in sorted(steps)),
         validations=tuple(event for event in kept if isinstance(event, Validated)),
@@ -116,6 +118,7 @@ def trace(events: Iterable[Event]) -> History:
         saves=tuple(event for event in kept if isinstance(event, Saved)),
         warnings=tuple(event for event in kept if isinstance(event, Warned)),
         starts=tuple(starts),
+        ends=tuple(event for event in kept if isinstance(event, Finished)),
         finished=kept[-1] if kept and isinstance(kept[-1], Finished) else None,
         run_s=run_s,
         lost_steps=lost_steps,

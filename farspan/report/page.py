@@ -94,10 +94,14 @@ def tiles(run: Run, measured: Measurement | None) -> list[tuple[str, str, str]]:
     return [
         *found,
         ("Tokens a second", f"{measured.tokens_per_s:,.0f}", speed),
-        ("Time", format_seconds(measured.run_s), f"{measured.steps:,} steps · {format_count(measured.tokens)} tokens"),
+        ("Time", format_seconds(measured.run_s), f"{_steps(measured.steps)} · {format_count(measured.tokens)} tokens"),
         ("Peak memory", format_bytes(measured.memory_bytes), "of the largest worker"),
         ("Money", "n/a" if measured.usd is None else money(measured.usd), "at the price planned with"),
     ]
+
+
+def _steps(number: int) -> str:
+    return f"{number:,} step{'s' * (number != 1)}"
 
 
 def _interval(run: Run) -> str:
@@ -105,7 +109,8 @@ def _interval(run: Run) -> str:
     if estimate is None:
         return ""
     low, high = (short_time(estimate.step_s * factor) for factor in estimate.interval)
-    return f"A step was expected to take between {low} and {high}. {'; '.join(estimate.assumptions).capitalize()}."
+    assumed = f" Assumed: {'; '.join(estimate.assumptions)}." if estimate.assumptions else ""
+    return f"A step was expected to take between {low} and {high}.{assumed}"
 
 
 def clock(at: float) -> str:
@@ -113,20 +118,19 @@ def clock(at: float) -> str:
 
 
 def timeline(run: Run) -> list[tuple[str, str, str]]:
-    """(when, what, more) of starts, saves and the end, oldest first."""
+    """(when, what, more) of starts, saves and ends, oldest first."""
     rows = []
-    for index, (started, before_s) in enumerate(run.history.starts):
-        what = "started" if index == 0 else "resumed"
+    for started, before_s in run.history.starts:
         workers = f"{started.world} worker{'s' * (started.world > 1)}"
-        rows.append((started.at, what, f"after step {started.step:,} · {workers} · {format_seconds(before_s)} before"))
+        after = f" · after step {started.step:,}, {format_seconds(before_s)} of work" if before_s else ""
+        rows.append((started.at, "resumed" if before_s else "started", f"{workers}{after}"))
     for saved in run.history.saves:
-        more = (
-            f"step {saved.step:,} · {format_bytes(saved.size_bytes)} in {format_seconds(saved.seconds)} · {saved.path}"
-        )
-        rows.append((saved.at, "saved", more))
-    if run.history.finished:
-        rows.append((run.history.finished.at, "ended", f"step {run.history.finished.step:,}"))
-    return [(clock(at), what, more) for at, what, more in sorted(rows)]
+        size = f"{format_bytes(saved.size_bytes)} in {format_seconds(saved.seconds)}"
+        rows.append((saved.at, "saved", f"step {saved.step:,} · {size} · {saved.path}"))
+    rows += [
+        (end.at, "ended", f"step {end.step:,} · {ENDINGS.get(end.reason, end.reason)}") for end in run.history.ends
+    ]
+    return [(clock(at), what, more) for at, what, more in sorted(rows, key=lambda row: row[0])]
 
 
 def _environments(run: Run) -> list[tuple[str, list[str]]]:

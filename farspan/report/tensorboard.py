@@ -6,6 +6,7 @@ protobuf's wire format; field numbers are those of tensorboard/compat/proto/{eve
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import IO
 from farspan.domain.results import Event, Sampled, Started, Step, Validated
 
 _CASTAGNOLI = 0x82F63B78
+#: The largest float32: scalars hold no more.
+_LARGEST = 3.4028234663852886e38
 
 
 def _table() -> tuple[int, ...]:
@@ -69,15 +72,15 @@ def _message(at: float, step: int, content: bytes) -> bytes:
 
 
 def _scalar(tag: str, value: float) -> bytes:
+    value = value if abs(value) <= _LARGEST else math.copysign(math.inf, value)
     return _bytes(1, _bytes(1, tag.encode()) + _varint(2 << 3 | 5) + struct.pack("<f", value))
 
 
 def _text(tag: str, text: str) -> bytes:
     metadata = _bytes(9, _bytes(1, _bytes(1, b"text")))
     dtype_string, one_value = _number(1, 7), _bytes(2, _bytes(2, _number(1, 1)))
-    return _bytes(
-        1, _bytes(1, tag.encode()) + metadata + _bytes(8, dtype_string + one_value + _bytes(8, text.encode()))
-    )
+    tensor = dtype_string + one_value + _bytes(8, text.encode())
+    return _bytes(1, _bytes(1, tag.encode()) + metadata + _bytes(8, tensor))
 
 
 class TensorBoard:
