@@ -114,7 +114,8 @@ def _interval(run: Run) -> str:
 
 
 def clock(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    """Date and time of day, UTC."""
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def timeline(run: Run) -> list[tuple[str, str, str]]:
