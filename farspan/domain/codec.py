@@ -64,17 +64,26 @@ def parse_json(content: bytes, kind: type[T], where: object) -> T:
 
 def load_yaml(path: Path, kind: type[T]) -> T:
     """Load a YAML file that a user wrote; refusals name file and line."""
-    import yaml
-
     content = read_bytes(path)
     try:
-        value = yaml.safe_load(content)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        text = content.decode()
+    except UnicodeDecodeError as error:
         raise _malformed(path, error) from None
+    return convert_yaml(text, kind, str(path))
+
+
+def convert_yaml(text: str, kind: type[T], where: str) -> T:
+    """Strictly convert YAML text to `kind`; refusals name `where` and the line."""
+    import yaml
+
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise _malformed(where, error) from None
     try:
         return msgspec.convert({} if value is None else value, type=kind)
     except msgspec.ValidationError as error:
-        raise _refusal(error, kind, str(path), content.decode()) from None
+        raise _refusal(error, kind, where, text) from None
 
 
 def read_bytes(path: Path) -> bytes:

@@ -46,13 +46,13 @@ class LocalProbe:
         return self._ask({"type": "matmul", "device": device, "precisions": precisions}, dict[str, float])
 
     def measure(
-        self, device: PlannedDevice, model: ModelSpec, train: TrainSpec, *, rows: int,
+        self, device: PlannedDevice, model: ModelSpec, train: TrainSpec, *,
         precisions: tuple[Precision, ...], seconds: float,
     ) -> ProbeResult:  # fmt: skip
-        """Time of a real training step of `rows` sequences on one worker, about `seconds` for each precision."""
+        """Time of real steps of `train.batch` sequences on one worker, about `seconds` for each precision."""
         question = {
-            "type": "measure", "device": device, "model": model, "train": train, "rows": rows,
-            "precisions": precisions, "seconds": seconds,
+            "type": "measure", "device": device, "model": model, "train": train, "precisions": precisions,
+            "seconds": seconds,
         }  # fmt: skip
         return self._ask(question, ProbeResult)
 

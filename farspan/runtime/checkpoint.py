@@ -159,6 +159,12 @@ def verify(path: Path, files: tuple[str, ...]) -> Progress:
     return saved.progress
 
 
+def progress_of(path: Path) -> tuple[Progress, str]:
+    """The progress that a checkpoint's weights are from, and their SHA-256."""
+    saved = load(path / _STATE, Saved)
+    return saved.progress, saved.sha256[_MODEL]
+
+
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
     """The fp32 weights of a checkpoint or of `best`, by parameter name."""
     verify(path, (_MODEL,))

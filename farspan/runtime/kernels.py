@@ -61,7 +61,7 @@ class MatrixAttention(torch.autograd.Function):
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q (B, H, S, E), k and v (B, K, S, E) -> (B, H, S, E), by the fastest exact path for the device and length."""
     if q.device.type == "cpu" and q.shape[2] <= MATRIX_ATTENTION_POSITIONS:
-        return MatrixAttention.apply(q, k, v)  # type: ignore[no-any-return, no-untyped-call]
+        return MatrixAttention.apply(q, k, v)
     return torch.nn.functional.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
     )
@@ -80,8 +80,8 @@ class HeadLoss(torch.autograd.Function):
         rows = max(1, min(N, LOGITS_CHUNK_BYTES // (V * x_ND.element_size())))
         loss = torch.zeros((), dtype=torch.float32, device=x_ND.device)
         needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        dx_ND = torch.empty_like(x_ND) if needs_grad else None
-        dw_VD: Tensor | None = None
+        dx_ND = torch.empty_like(x_ND) if needs_grad else x_ND
+        dw_VD = weight_VD
         logits = torch.empty(rows, V, dtype=x_ND.dtype, device=x_ND.device)
         for start in range(0, N, rows):
             x, target = x_ND[start : start + rows], targets_N[start : start + rows]
@@ -90,7 +90,7 @@ class HeadLoss(torch.autograd.Function):
             if needs_grad:
                 torch.mm(chunk, weight_VD, out=dx_ND[start : start + rows])
                 part = torch.mm(chunk.t(), x)
-                dw_VD = part if rows >= N else (part.float() if dw_VD is None else dw_VD.add_(part))
+                dw_VD = part if rows >= N else part.float() if start == 0 else dw_VD.add_(part)
         if needs_grad:
             ctx.save_for_backward(dx_ND, dw_VD.to(weight_VD.dtype))
         return loss
@@ -120,4 +120,4 @@ def _loss_and_gradient_(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
 
 def head_loss(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Tensor:
     """Summed cross-entropy in nats (fp32 scalar) of `x @ weight.T` against targets; -1 marks targets to skip."""
-    return HeadLoss.apply(x_ND, weight_VD, targets_N)  # type: ignore[no-any-return, no-untyped-call]
+    return HeadLoss.apply(x_ND, weight_VD, targets_N)

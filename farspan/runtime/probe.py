@@ -10,6 +10,7 @@ import gc
 import statistics
 import sys
 import time
+from collections.abc import Callable
 
 import msgspec
 import torch
@@ -43,12 +44,11 @@ class MatmulRate(msgspec.Struct, frozen=True, tag="matmul"):
 
 
 class Measure(msgspec.Struct, frozen=True, tag="measure"):
-    """Time real training steps of `rows` sequences in each precision, for about `seconds` each. Answered by ProbeResult."""
+    """Time real steps of `train.batch` sequences, `seconds` in each precision. Answered by ProbeResult."""
 
     device: PlannedDevice
     model: ModelSpec
     train: TrainSpec
-    rows: int
     precisions: tuple[Precision, ...]
     seconds: float
 
@@ -68,7 +68,7 @@ def matmul_rate(request: MatmulRate) -> dict[str, float]:
     return rates
 
 
-def _timed(work, device: torch.device) -> float:  # type: ignore[no-untyped-def]
+def _timed(work: Callable[[], object], device: torch.device) -> float:
     began = time.perf_counter()
     work()
     if device.type == "cuda":
@@ -82,12 +82,12 @@ def measure(request: Measure) -> ProbeResult:
     """Real steps of the real model on random tokens: forward, backward, update."""
     device = open_device(request.device)
     speeds: dict[Precision, Speed] = {}
-    tokens = request.rows * request.train.seq_len
+    tokens = request.train.batch * request.train.seq_len
     for precision in request.precisions:
         step_s = statistics.median(_step_times(request, precision, device))
         speeds[precision] = Speed(step_s=step_s, tokens_per_s=tokens / step_s, memory_bytes=peak_memory(device))
         gc.collect()
-    return ProbeResult(rows=request.rows, seq_len=request.train.seq_len, speeds=speeds)
+    return ProbeResult(rows=request.train.batch, seq_len=request.train.seq_len, speeds=speeds)
 
 
 def _step_times(request: Measure, precision: Precision, device: torch.device) -> list[float]:
@@ -97,11 +97,11 @@ def _step_times(request: Measure, precision: Precision, device: torch.device) ->
     model.to(device)
     state = TrainState(model, precision)
     generator = torch.Generator().manual_seed(train.seed)
-    shape = (request.rows, train.seq_len + 1)
+    shape = (request.train.batch, train.seq_len + 1)
     tokens = torch.randint(request.model.vocab_size, shape, generator=generator).to(device)
 
     def step() -> None:
-        model.loss(tokens[:, :-1], tokens[:, 1:]).div(request.rows * train.seq_len).backward()
+        model.loss(tokens[:, :-1], tokens[:, 1:]).div(request.train.batch * train.seq_len).backward()
         lr = learning_rate(train.schedule, train.optimizer.lr, 0, train.steps)
         state.update(train.optimizer, lr, 1, max(1.0, state.grad_norm()))
 

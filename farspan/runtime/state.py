@@ -59,6 +59,7 @@ class TrainState:
         target = self.view(self.grad, index)
 
         def collect(parameter: Tensor) -> None:
+            assert parameter.grad is not None
             target.add_(parameter.grad)
             parameter.grad = None
             if self.on_grad is not None:
@@ -86,9 +87,8 @@ class TrainState:
         divisor = torch.tensor(grad_divisor, dtype=torch.float32, device=self.grad.device)
         counted = torch.tensor(float(step), device=self.grad.device)
         for decay, part in ((optimizer.weight_decay, slice(0, self.decayed)), (0.0, slice(self.decayed, None))):
-            buffers = [[b[part]] for b in (self.master, self.grad, self.exp_avg, self.exp_avg_sq)]
             torch._fused_adamw_(
-                *buffers, [], [counted], amsgrad=False, lr=lr, beta1=optimizer.beta1, beta2=optimizer.beta2,
+                [self.master[part]], [self.grad[part]], [self.exp_avg[part]], [self.exp_avg_sq[part]], [], [counted], amsgrad=False, lr=lr, beta1=optimizer.beta1, beta2=optimizer.beta2,
                 weight_decay=decay, eps=optimizer.eps, maximize=False, grad_scale=divisor, found_inf=None,
             )  # fmt: skip
         self.grad.zero_()

@@ -120,7 +120,7 @@ class Trainer:
                 self.reducer.arm()
             inputs, targets = self._to_device(self.w.train.read(mine[start : start + stage.micro_rows]))
             loss = self.w.model.loss(inputs, targets)
-            (loss * (self.loss_scale / valid_tokens)).backward()  # type: ignore[no-untyped-call]
+            (loss * (self.loss_scale / valid_tokens)).backward()
             total += loss.detach()
         if self.reducer:
             self.reducer.finish()

@@ -1,0 +1,44 @@
+# Everything from a fresh clone: Python 3.11-3.13 with venv, and make. Nothing else is needed beforehand.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+RUN ?= runs/demo
+
+.PHONY: demo test check bench unit clean
+
+demo: $(VENV)/.demo
+	$(BIN)/farspan demo --run $(RUN)
+
+test: $(VENV)/.test
+	tools/system-packages.sh
+	$(BIN)/python -m pytest
+
+# Style, types and layers.
+check: $(VENV)/.test
+	$(BIN)/ruff check farspan tests benchmarks tools
+	$(BIN)/ruff format --check farspan tests benchmarks tools
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# The figures of docs/benchmarks.md; half an hour on two cores with nothing else running.
+bench: $(VENV)/.test
+	$(BIN)/python benchmarks/run.py
+
+$(VENV)/.demo: constraints.txt pyproject.toml | $(VENV)/.made
+	$(BIN)/python tools/download_size.py '.[train]'
+	$(PIP) install -c constraints.txt -e '.[train]'
+	touch $@
+
+$(VENV)/.test: constraints.txt pyproject.toml | $(VENV)/.demo
+	$(BIN)/python tools/download_size.py '.[all,test]'
+	$(PIP) install -c constraints.txt -e '.[all,test]'
+	touch $@
+
+$(VENV)/.made:
+	$(PYTHON) tools/check_python.py
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

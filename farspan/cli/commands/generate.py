@@ -1,0 +1,48 @@
+"""Let a trained model write after a prompt."""
+
+from __future__ import annotations
+
+import argparse
+
+from farspan.cli import job
+from farspan.cli.console import Console
+from farspan.cli.runs import find_run
+
+HELP = "let the model write"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", default="")
+    parser.add_argument("--run", metavar="RUN", help="run directory (default: the newest under runs/)")
+    parser.add_argument("--tokens", type=_positive, default=100)
+    parser.add_argument(
+        "--temperature", type=_not_negative, default=0.8, help="0: the likeliest token (default: 0.8)"
+    )
+    parser.add_argument("--top-k", type=_positive, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+def _not_negative(text: str) -> float:
+    if not (value := float(text)) >= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 0")
+    return value
+
+
+def run(given: argparse.Namespace, console: Console) -> None:
+    job.require_torch()
+    from farspan.runtime.generate import generate
+    from farspan.runtime.inference import load
+
+    trained = load(find_run(given.run, console))
+    text = generate(
+        trained.model, trained.tokenizer, given.prompt, tokens=given.tokens, temperature=given.temperature,
+        top_k=given.top_k, seed=given.seed,
+    )  # fmt: skip
+    console.say(given.prompt + text)
+    console.answer({"prompt": given.prompt, "text": text, "step": trained.step})

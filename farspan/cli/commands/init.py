@@ -1,0 +1,56 @@
+"""Write a run.yaml for a folder of text, a file, `pydocs` or `hf:NAME`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from farspan.cli.console import Console
+from farspan.domain.codec import missing_path, write_atomically
+from farspan.domain.problems import Refusal
+
+HELP = "write a run.yaml for a folder of text"
+
+TEMPLATE = """\
+# farspan run file. Only `data` is needed; every other line is optional and shows a choice.
+data: {source}
+size: auto              # auto, tiny, small, medium, large, xl, or a number of parameters such as 30M
+budget: {{time: {time}}}      # the model and the number of steps are chosen so that training fits
+
+# model: {{family: llama, context: 512}}
+# tokenizer: {{vocab: 8192}}            # or a tokenizer file, folder or hub id
+# train: {{epochs: 2, batch: {{global: 16k tokens}}, precision: auto, schedule: cosine, seed: 0}}
+# parallel: {{workers: 2}}              # processes on this machine
+# checkpoint: {{every: 5m, keep: 3}}
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SOURCE", help="a folder or file of text, pydocs, or hf:NAME[:CONFIG]")
+    parser.add_argument("--out", default="run.yaml", help="file to write (default: run.yaml)")
+    parser.add_argument("--time", default="10m", help="time budget to write (default: 10m)")
+
+
+def run(given: argparse.Namespace, console: Console) -> None:
+    from farspan.corpus.sources import open_source
+
+    out = Path(given.out)
+    if out.exists():
+        raise Refusal(
+            "run-exists", what="this file exists already", where=out, fact="it is not written over",
+            remedy=f"farspan train {out}, or: farspan init {given.source} --out OTHER.yaml",
+        )  # fmt: skip
+    if not out.absolute().parent.is_dir():
+        raise missing_path(out.absolute().parent)
+    source = open_source(given.source)
+    source.fingerprint()
+    name = given.source if given.source.startswith(("hf:", "pydocs")) else str(Path(given.source).expanduser())
+    write_atomically(out, TEMPLATE.format(source=_quoted(name), time=given.time).encode())
+    console.say(f"wrote {out}; next: farspan train {out}")
+    console.answer({"path": str(out), "source": name})
+
+
+def _quoted(text: str) -> str:
+    import yaml
+
+    return str(yaml.safe_dump(text, default_style=None).splitlines()[0])

@@ -1,0 +1,218 @@
+"""The main job, step by step: corpus, plan, training, report. Commands string these together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from farspan.cli.console import Console
+from farspan.cli.runs import as_yaml, cache
+from farspan.domain.cluster import Cluster
+from farspan.domain.codec import save, to_json, write_atomically
+from farspan.domain.config import RunConfig
+from farspan.domain.corpus import CorpusManifest
+from farspan.domain.model import ModelSpec
+from farspan.domain.plan import Plan, PlannedDevice
+from farspan.domain.probe import ProbeResult
+from farspan.domain.problems import Problem, Refusal
+from farspan.domain.results import Estimate, Finished, Measurement
+from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.train import TrainSpec
+from farspan.domain.units import format_bytes
+
+if TYPE_CHECKING:
+    import rich.console
+
+#: Seconds of trial steps in each precision.
+PROBE_S = 3.0
+
+
+class Planned(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan and all that it was made from."""
+
+    plan: Plan
+    estimate: Estimate
+    cluster: Cluster
+    corpus: CorpusManifest
+    corpus_folder: Path
+    warnings: tuple[str, ...]
+    origin: dict[str, str]
+
+
+def prepare(config: RunConfig, console: Console) -> tuple[Path, CorpusManifest]:
+    """Tokenizer and token files of the run's text, made or found."""
+    from farspan.corpus.prepare import prepare as prepare_corpus
+
+    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    folder, manifest = prepare_corpus(
+        config.data_config, config.tokenizer_config, cache() / "corpora", workers=workers, say=console.say
+    )
+    for skipped in manifest.skipped:
+        console.say(f"skipped {skipped}")
+    return folder, manifest
+
+
+def plan(config: RunConfig, console: Console) -> Planned:
+    """Prepare the text, look at the machine, try the model on it, and plan."""
+    from farspan.estimate.price import estimate
+    from farspan.launch.probe import LocalProbe
+    from farspan.planning.resolve import resolve
+    from farspan.techniques import data
+
+    require_torch()
+    folder, manifest = prepare(config, console)
+    workers = config.parallel.workers
+    with LocalProbe(threads=1) as scout:
+        cluster = scout.describe(config.parallel.device, None if workers == "auto" else workers)
+    device = first_device(cluster)
+    precisions = cluster.devices[0].dtypes if config.train.precision == "auto" else (config.train.precision,)
+    with LocalProbe(threads=device.threads) as probe:
+
+        def matmul_flops() -> float:
+            return len(cluster.devices) * max(probe.matmul_flops(device, precisions).values())
+
+        def measure(model: ModelSpec, train: TrainSpec) -> ProbeResult:
+            console.say(f"trying the model on {cluster.devices[0].kind}: {', '.join(precisions)}")
+            return probe.measure(device, model, train, precisions=precisions, seconds=PROBE_S)
+
+        resolved = resolve(config, manifest, cluster, matmul_flops=matmul_flops, measure=measure)
+    made = data.plan(resolved.model, cluster, resolved.train, corpus=manifest.hash)
+    if isinstance(made, Problem):
+        raise Refusal.of(made)
+    return Planned(
+        plan=made, estimate=estimate(made, cluster, resolved.probe), cluster=cluster, corpus=manifest,
+        corpus_folder=folder, warnings=resolved.warnings, origin=resolved.origin,
+    )  # fmt: skip
+
+
+def require_torch() -> None:
+    """Refuse where training is not installed."""
+    from importlib.util import find_spec
+
+    if find_spec("torch") is None:
+        raise Refusal(
+            "extra-missing", what="training needs PyTorch", where=sys.executable, fact="torch is not installed there",
+            remedy="pip install 'farspan[train]'",
+        )  # fmt: skip
+
+
+def first_device(cluster: Cluster) -> PlannedDevice:
+    host = cluster.sites[0].hosts[0]
+    device = host.devices[0]
+    return PlannedDevice(host=host.name, backend=device.backend, index=0, threads=device.threads)
+
+
+def open_run(path: Path, config: RunConfig, planned: Planned) -> RunFolder:
+    """Make the run directory; refuses one that exists, and a disk without room for the checkpoints."""
+    refuse_existing(path)
+    run = RunFolder(path)
+    path.mkdir(parents=True, exist_ok=True)
+    run.logs.mkdir(exist_ok=True)
+    record = RunRecord(
+        corpus=str(planned.corpus_folder.resolve()), command=tuple(sys.argv),
+        created=datetime.now(UTC).isoformat(timespec="seconds"), warnings=planned.warnings,
+    )  # fmt: skip
+    write_atomically(run.config, as_yaml(config))
+    write_atomically(run.corpus, to_json(planned.corpus))
+    write_atomically(run.tokenizer, (planned.corpus_folder / "tokenizer.json").read_bytes())
+    save(planned.estimate, run.estimate)
+    save(record, run.record)
+    save(planned.plan, run.plan)
+    return run
+
+
+def refuse_existing(path: Path) -> None:
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise Refusal(
+            "run-exists", what="this run directory exists already", where=path,
+            fact="a run is never written over", remedy=f"farspan resume {path}, or: farspan train run.yaml --run NEW",
+        )  # fmt: skip
+
+
+def train(run: RunFolder, console: Console) -> Measurement:
+    """Train the run's plan from where it stands, showing progress; then write its report."""
+    from farspan.cli.progress import Progress
+    from farspan.launch.local import LocalWorkers
+    from farspan.report.measure import measure
+    from farspan.report.page import write_page
+    from farspan.report.tensorboard import TensorBoard
+
+    plan = run.load_plan()
+    ended: Finished | None = None
+    try:
+        with (
+            LocalWorkers(plan, run) as workers,
+            passing_signals(workers.interrupt, console),
+            TensorBoard(run.tensorboard) as board,
+            Progress(plan, terminal(console), time.time) as progress,
+        ):
+            for event in workers:
+                progress.show(event)
+                board.show(event)
+                ended = event if isinstance(event, Finished) else ended
+    finally:
+        if run.events.exists():
+            write_page(run.path)
+    if ended is not None and ended.reason == "interrupted":
+        raise Refusal(
+            "interrupted", what=f"stopped as asked; step {ended.step} is saved", where=run.path,
+            fact=f"{plan.train.steps - ended.step} steps are left", remedy=f"farspan resume {run.path}",
+        )  # fmt: skip
+    return measure(run.path)
+
+
+@contextmanager
+def passing_signals(interrupt: object, console: Console) -> Iterator[None]:
+    """While workers run, Ctrl-C and SIGTERM ask them to save; a second one ends them at once."""
+    assert callable(interrupt)
+
+    def handle(number: int, frame: object) -> None:
+        console.say("saving; once more to stop at once")
+        interrupt()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def say_plan(planned: Planned, console: Console) -> None:
+    """The plan line, and what there is to be warned about, before training."""
+    from farspan.report.text import plan_line
+
+    console.say(plan_line(planned.plan, planned.estimate, planned.corpus))
+    for warning in planned.warnings:
+        console.say(f"warning: {warning}")
+    usable = min(device.memory for device in planned.cluster.devices)
+    if planned.estimate.memory_bytes > usable:
+        raise Refusal(
+            "out-of-memory", what="the plan needs more memory than a device has", where="plan",
+            fact=f"predicted {format_bytes(planned.estimate.memory_bytes)}, there is {format_bytes(usable)}",
+            remedy="set train.recompute: true, or a smaller size, in run.yaml",
+        )  # fmt: skip
+
+
+def terminal(console: Console) -> rich.console.Console:
+    """Where progress is drawn: beside the `--json` answer, never in it."""
+    import rich.console
+
+    return rich.console.Console(stderr=console.json)
+
+
+def say_result(run: RunFolder, console: Console) -> None:
+    """The summary after training, and where to look next."""
+    from farspan.report.text import summary
+
+    console.say(summary(run.path))
+    console.say(f"report: {run.report}")
