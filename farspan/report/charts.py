@@ -153,8 +153,8 @@ def to_svg(chart: Chart, style: str | None = None) -> str:
         f'<desc id="{chart.name}-d">{escape(chart.text)}</desc>',
         f"<style>{style}</style>" if style is not None else "",
         *_axes(chart, x, y),
-        *_levels(chart, y),
         *(_series(series, chart.x, x, y) for series in chart.series),
+        *_levels(chart, y),
         f'<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}" style="display:none"/></svg>',
     ]
     return "".join(parts)

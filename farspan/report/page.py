@@ -96,7 +96,14 @@ def tiles(run: Run, measured: Measurement | None) -> list[tuple[str, str, str]]:
         ("Tokens a second", f"{measured.tokens_per_s:,.0f}", speed),
         ("Time", format_seconds(measured.run_s), f"{_steps(measured.steps)} · {format_count(measured.tokens)} tokens"),
         ("Peak memory", format_bytes(measured.memory_bytes), "of the largest worker"),
-        ("Money", "n/a" if measured.usd is None else money(measured.usd), "at the price planned with"),
+        (
+            "Money",
+            *(
+                ("n/a", "no price is known")
+                if measured.usd is None
+                else (money(measured.usd), "at the price planned with")
+            ),
+        ),
     ]
 
 
