@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 _SILENT = {"script", "style", "noscript", "template", "svg", "nav", "title"}
 _INLINE = {"a", "abbr", "b", "bdi", "bdo", "cite", "code", "dfn", "em", "font", "i", "kbd", "mark", "q", "s", "samp",
            "small", "span", "strong", "sub", "sup", "time", "tt", "u", "var", "wbr"}  # fmt: skip
+_LINES = {"br", "dd", "div", "dt", "li", "option", "td", "th", "tr"}
 
 
 def read_html(page: str) -> tuple[str, str]:
@@ -30,14 +31,16 @@ class _Parser(HTMLParser):
     def handle_starttag(self, tag: str, attrs: object) -> None:
         if tag in _SILENT or tag in ("pre", "h1"):
             self._open.append(tag)
-        if tag not in _INLINE:
-            self.text.append("\n")
+        self._break(tag)
 
     def handle_endtag(self, tag: str) -> None:
         if tag in self._open:  # whatever was left open inside it ends with it
             del self._open[len(self._open) - 1 - self._open[::-1].index(tag) :]
+        self._break(tag)
+
+    def _break(self, tag: str) -> None:
         if tag not in _INLINE:
-            self.text.append("\n")
+            self.text.append("\n" if tag in _LINES else "\n\n")
 
     def handle_data(self, data: str) -> None:
         if "title" in self._open:

@@ -38,8 +38,10 @@ def byte_characters() -> dict[str, int]:
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
-def as_tiktoken(inner: tokenizers.Tokenizer) -> tuple[tiktoken.Encoding, npt.NDArray[np.uint32]] | None:
-    """tiktoken's encoding and the id of each of its ranks; None where equal ids are not proven."""
+def as_tiktoken(
+    inner: tokenizers.Tokenizer, end_of_text: int
+) -> tuple[tiktoken.Encoding, npt.NDArray[np.uint32]] | None:
+    """tiktoken's encoding and the id of each of its ranks, last that of `end_of_text`; None without a proof."""
     content = json.loads(inner.to_str())
     if not _plain(content):
         return None
@@ -54,7 +56,7 @@ def as_tiktoken(inner: tokenizers.Tokenizer) -> tuple[tiktoken.Encoding, npt.NDA
     tokens = [*byte_of, *products]
     ranks = {bytes(byte_of[character] for character in token): rank for rank, token in enumerate(tokens)}
     encoding = tiktoken.Encoding("farspan", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
-    return encoding, np.array([vocab[token] for token in tokens], np.uint32)
+    return encoding, np.array([*(vocab[token] for token in tokens), end_of_text], np.uint32)
 
 
 def _plain(content: dict[str, Any]) -> bool:

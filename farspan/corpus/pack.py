@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -26,6 +27,8 @@ from farspan.domain.corpus import Document, Split
 from farspan.domain.problems import Refusal
 
 SHARD_BYTES = 4 << 20
+#: Documents encoded at a time.
+_BATCH = 32
 #: What becomes of a document.
 DROPPED, TRAIN, VAL = 0, 1, 2
 
@@ -75,12 +78,17 @@ def each_shard(function: Callable[..., None], jobs: list[tuple[Path, ...]], work
         for job in jobs:
             run(*job)
         return
-    with ProcessPoolExecutor(min(workers, len(jobs)), mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(min(workers, len(jobs)), mp_context=get_context("spawn"), initializer=_one_thread) as pool:
         try:
             list(pool.map(run, *zip(*jobs, strict=True)))
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+
+
+def _one_thread() -> None:
+    """In a worker: the processes are the parallelism, so `tokenizers` starts no threads of its own."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 def _once(function: Callable[..., None], stem: Path, *rest: Path) -> None:
@@ -91,26 +99,24 @@ def _once(function: Callable[..., None], stem: Path, *rest: Path) -> None:
 
 
 def encode_shard(stem: Path, tokenizer_file: Path) -> None:
-    """Encode the kept documents: STEM.train.bin, .train.ends.npy and .train.zst, .counts; the same for val."""
+    """Encode the kept documents: STEM.train.bin, .train.lengths.npy, .train.zst; the same for val; STEM.counts."""
     tokenizer = load_cached(tokenizer_file)
     fates = np.load(stem.with_suffix(".fates.npy"))
-    dtype = token_dtype(tokenizer.vocab_size)
     counts = {}
     for split, fate in (("train", TRAIN), ("val", VAL)):
         documents = [d for d, f in zip(read_lines(stem.with_suffix(".docs")), fates, strict=True) if f == fate]
-        lengths = np.zeros(len(documents), np.int64)
+        lengths: list[int] = []
         with stem.with_suffix(f".{split}.bin").open("wb") as file:
-            for start in range(0, len(documents), 256):
-                arrays = tokenizer.encode_array([document.text for document in documents[start : start + 256]])
-                for place, ids in enumerate(arrays, start):
-                    tokens = np.append(ids, np.uint32(tokenizer.end_of_text)).astype(dtype)
-                    lengths[place] = len(tokens)
-                    file.write(tokens.tobytes())
-        np.save(stem.with_suffix(f".{split}.lengths.npy"), lengths)
+            for start in range(0, len(documents), _BATCH):
+                texts = [document.text for document in documents[start : start + _BATCH]]
+                tokens, more = tokenizer.encode_joined(texts)
+                file.write(tokens.astype(token_dtype(tokenizer.vocab_size)).tobytes())
+                lengths += more
+        np.save(stem.with_suffix(f".{split}.lengths.npy"), np.array(lengths, np.int64))
         with stem.with_suffix(f".{split}.zst").open("wb") as file:
             write_documents(file, documents)
         text_bytes = sum(len(document.text.encode()) for document in documents)
-        counts[split] = Split(tokens=int(lengths.sum()), documents=len(documents), text_bytes=text_bytes)
+        counts[split] = Split(tokens=sum(lengths), documents=len(documents), text_bytes=text_bytes)
     save(counts, stem.with_suffix(".counts"))
 
 

@@ -34,7 +34,7 @@ class Tokenizer:
         self.end_of_text = end_of_text
         self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values()) + 1
         self._inner = inner
-        self._fast: tuple[tiktoken.Encoding, npt.NDArray[np.uint32]] | None = as_tiktoken(inner)
+        self._fast: tuple[tiktoken.Encoding, npt.NDArray[np.uint32]] | None = as_tiktoken(inner, end_of_text)
 
     @property
     def engine(self) -> Literal["tiktoken", "tokenizers"]:
@@ -42,20 +42,31 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without an end-of-text token."""
-        ids: list[int] = self.encode_array([text])[0].tolist()
-        return ids
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [ids.tolist() for ids in self.encode_array(texts)]
+        """Ids of each text, without end-of-text tokens."""
+        tokens, lengths = self.encode_joined(texts)
+        ends = np.cumsum(lengths)
+        return [tokens[end - length : end - 1].tolist() for end, length in zip(ends, lengths, strict=True)]
 
-    def encode_array(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
-        """Ids of each text as an array of uint32."""
+    def encode_joined(self, texts: Sequence[str]) -> tuple[npt.NDArray[np.uint32], list[int]]:
+        """All texts' ids in one array, an end-of-text token after each, and the length of each with that token."""
         texts = [text if text.isascii() else _without_surrogates(text) for text in texts]
+        ranks: list[int] = []
+        lengths: list[int] = []
         if self._fast is None:
-            encodings = self._inner.encode_batch_fast(texts, add_special_tokens=False)
-            return [np.array(encoding.ids, np.uint32) for encoding in encodings]
-        encoding, id_of_rank = self._fast
-        return [id_of_rank[encoding.encode_to_numpy(text, disallowed_special=())] for text in texts]
+            for encoding in self._inner.encode_batch_fast(texts, add_special_tokens=False):
+                ranks += [*encoding.ids, self.end_of_text]
+                lengths.append(len(encoding) + 1)
+            return np.array(ranks, np.uint32), lengths
+        fast, id_of_rank = self._fast
+        for text in texts:
+            piece = fast.encode_ordinary(text)
+            ranks += piece
+            ranks.append(len(id_of_rank) - 1)
+            lengths.append(len(piece) + 1)
+        return id_of_rank[np.array(ranks, np.intp)], lengths
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; bytes that are not UTF-8 become U+FFFD."""

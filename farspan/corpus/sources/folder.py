@@ -189,7 +189,7 @@ def _malformed_line(file: Path, number: int, fact: str) -> Refusal:
         what="the line is not a JSON object",
         where=f"{file}:{number}",
         fact=fact,
-        remedy=f"mend that line, or drop it: sed -i '{number}d' '{file}'",
+        remedy=f"sed -i.bak '{number}d' '{file}'",
     )
 
 

@@ -49,7 +49,8 @@ class PyDocs:
         for topic, text in sorted(topics.items()):
             yield Document(title=topic, text=text, origin=f"pydoc_data.topics:{topic}")
         for title, text in sorted(_docstrings().items()):
-            yield Document(title=title, text=inspect.cleandoc(text), origin=title)
+            if title not in topics:
+                yield Document(title=title, text=inspect.cleandoc(text), origin=title)
 
 
 def open_source(location: str) -> PyDocs:
@@ -87,8 +88,7 @@ def _files() -> Iterator[tuple[str, str]]:
 
 def _parse(path: str, module: str) -> tuple[_Docs, _Exports]:
     """(qualified name, docstring) of all definitions in a file, and what its top level imports: alias -> target."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         try:
             tree = ast.parse(Path(path).read_bytes())
         except SyntaxError:  # a template, or written for another Python
@@ -111,7 +111,7 @@ def _definitions(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _assigned(statement: ast.Expr | ast.Assign, module: str) -> Iterator[tuple[str, str]]:
-    """`f.__doc__ = text`; torch's `add_docstr(torch.abs, text)`, `add_docstr_all("abs", text)`, `f = _add_docstr(g, t)`."""
+    """`f.__doc__ = x`; torch's `add_docstr(torch.abs, x)`, `add_docstr_all("abs", x)`, `f = _add_docstr(…)`."""
     value = statement.value
     target = ast.unparse(statement.targets[0]) if isinstance(statement, ast.Assign) else ""
     if isinstance(value, ast.Call) and "add_docstr" in ast.unparse(value.func) and len(value.args) > 1:
@@ -177,7 +177,8 @@ def _imported() -> _Docs:
         if spec is None or (spec.origin or "").endswith(".py"):
             continue
         try:
-            module = importlib.import_module(name)
+            with warnings.catch_warnings(action="ignore"):
+                module = importlib.import_module(name)
         except ImportError:  # built without, say, Tk
             continue
         docs.append((name, module.__doc__))

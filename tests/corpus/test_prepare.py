@@ -1,0 +1,293 @@
+"""The whole way from files to token files, against plain recomputation; interrupted, repeated, and refused."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farspan.corpus import pack
+from farspan.corpus import prepare as module
+from farspan.corpus import tokenizer as tokenizers
+from farspan.corpus.documents import read_documents
+from farspan.corpus.entropy import entropies
+from farspan.corpus.prepare import auto_vocab, prepare
+from farspan.corpus.tokens import TokenFile
+from farspan.domain.config import DataConfig, TokenizerConfig
+from farspan.domain.corpus import CorpusManifest
+from farspan.domain.problems import Problem, Refusal
+from tests.corpus.test_dedup import planted, true_jaccard
+
+SMALL = TokenizerConfig(vocab=600)
+
+
+def silent(line: str) -> None:
+    """A say that nobody hears."""
+
+
+def write(folder: Path, texts: list[str]) -> Path:
+    folder.mkdir(exist_ok=True)
+    for number, text in enumerate(texts):
+        (folder / f"{number:04}.txt").write_text(text)
+    return folder
+
+
+def made(
+    source: Path, root: Path, *, workers: int = 1, tokenizer: TokenizerConfig = SMALL, **data: Any
+) -> tuple[Path, CorpusManifest]:
+    config = DataConfig(source=str(source), **{"val": "20%", **data})
+    return prepare(config, tokenizer, root, workers=workers, say=silent)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    return planted(7, 240)
+
+
+@pytest.fixture
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pack, "SHARD_BYTES", 8_000)
+
+
+def test_token_files_hold_every_kept_document_once(texts: list[str], tmp_path: Path, small_shards: None) -> None:
+    folder, manifest = made(write(tmp_path / "text", texts), tmp_path / "root")
+    assert folder == tmp_path / "root" / manifest.hash
+    words = tokenizers.load(folder)
+    kept = [document.text for document in read_documents(folder)]
+    place = 0
+    for split, counts in (("train", manifest.train), ("val", manifest.val)):
+        file = TokenFile.open(folder, split, manifest)  # type: ignore[arg-type]
+        documents = list(read_documents(folder, split))  # type: ignore[arg-type]
+        assert len(documents) == counts.documents == len(file.offsets) - 1 > 0
+        assert counts.text_bytes == sum(len(document.text.encode()) for document in documents)
+        for number, document in enumerate(documents):
+            assert file.document(number).tolist() == [*words.encode(document.text), manifest.end_of_text]
+            assert document.text == kept[place]
+            assert document.title == Path(document.origin).stem
+            place += 1
+        assert len(file.tokens) == counts.tokens == file.offsets[-1]
+    assert place == len(kept)
+    assert len(kept) == len(texts) - manifest.exact_duplicates - manifest.near_duplicates
+    assert len(set(kept)) == len(kept) and set(kept) <= set(texts)
+    assert manifest.exact_duplicates == len(texts) - len(set(texts)) > 0
+
+
+@pytest.mark.parametrize("dedup", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_near_duplicates_across_the_split(seed: int, dedup: bool, tmp_path: Path) -> None:
+    texts = planted(seed, 120)
+    folder, manifest = made(write(tmp_path / "text", texts), tmp_path / "root", dedup=dedup)
+    train, val = ([d.text for d in read_documents(folder, split)] for split in ("train", "val"))
+    assert not [pair for pair in itertools.product(train, val) if true_jaccard(*pair) >= 0.8]
+    if dedup:
+        assert not [pair for pair in itertools.combinations(train, 2) if true_jaccard(*pair) >= 0.8]
+    else:
+        assert sorted(train + val) == sorted(texts)
+        assert manifest.exact_duplicates == manifest.near_duplicates == 0
+
+
+def test_the_split_is_by_content_not_by_order(texts: list[str], tmp_path: Path) -> None:
+    shuffled = random.Random(0).sample(texts, len(texts))
+    one, _ = made(write(tmp_path / "a", texts), tmp_path / "root", dedup=False)
+    two, _ = made(write(tmp_path / "b", shuffled), tmp_path / "root", dedup=False)
+    assert one != two
+    for split in ("train", "val"):
+        assert sorted(d.text for d in read_documents(one, split)) == sorted(d.text for d in read_documents(two, split))
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3])
+def test_the_validation_share_is_what_was_asked_for(share: float, tmp_path: Path) -> None:
+    rng, count = random.Random(3), 3000
+    lines = [" ".join(str(rng.randrange(10**9)) for _ in range(5)) for _ in range(count)]
+    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in lines))
+    _, manifest = made(tmp_path / "text.jsonl", tmp_path / "root", val=share)
+    assert abs(manifest.val.documents - share * count) < 4 * math.sqrt(count * share * (1 - share))
+    assert manifest.train.documents + manifest.val.documents == count
+
+
+def test_workers_change_nothing_and_a_second_run_does_nothing(
+    texts: list[str], tmp_path: Path, small_shards: None
+) -> None:
+    source = write(tmp_path / "text", texts)
+    one, _ = made(source, tmp_path / "one", workers=1)
+    two, manifest = made(source, tmp_path / "two", workers=2)
+    assert one.name == two.name and digests(one) == digests(two)
+    assert sorted(p.name for p in one.iterdir()) == [
+        "corpus.json", "documents.jsonl.zst", "tokenizer.json", "tokenizer_config.json", "train.bin", "train.idx",
+        "val.bin", "val.idx",
+    ]  # fmt: skip
+    before = {path: path.stat().st_mtime_ns for path in two.iterdir()}
+    said: list[str] = []
+    again = prepare(DataConfig(source=str(source), val="20%"), SMALL, tmp_path / "two", workers=2, say=said.append)
+    assert again == (two, manifest) and said == []
+    assert {path: path.stat().st_mtime_ns for path in two.iterdir()} == before
+    os.utime(source / "0000.txt")  # another time, the same content
+    assert made(source, tmp_path / "two")[0] == two
+    (source / "0000.txt").write_text("another text altogether, of several words")
+    assert made(source, tmp_path / "two")[0] != two
+    assert made(source, tmp_path / "two", val="30%")[0] != two
+    assert sum(p.is_dir() for p in (tmp_path / "two").iterdir()) == 3
+
+
+@pytest.mark.parametrize("victim", ["encode_shard", "sign", "join_shards", "_write_shard"])
+def test_interrupted_work_goes_on_where_it_was(
+    victim: str, texts: list[str], tmp_path: Path, small_shards: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(tmp_path / "text", texts)
+    expected, _ = made(source, tmp_path / "whole")
+    owner = module.dedup if victim == "sign" else pack
+    original, calls = getattr(owner, victim), Counter[str]()
+
+    def counted(*arguments: object) -> object:
+        calls["all"] += 1
+        if calls["all"] == 3 or (victim == "join_shards" and calls["all"] == 1):
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    counted.__name__ = victim
+    monkeypatch.setattr(owner, victim, counted)
+    with pytest.raises(KeyboardInterrupt):
+        made(source, tmp_path / "root")
+    assert not [path for path in (tmp_path / "root").iterdir() if not path.name.startswith(".")]
+    folder, manifest = made(source, tmp_path / "root")
+    assert digests(folder) == digests(expected)
+    shards = len(list((tmp_path / "text").iterdir())) and calls["all"] - 1
+    assert manifest.hash == expected.name
+    if victim != "join_shards":
+        assert shards == pytest.approx(number_of_shards(texts), abs=0), "finished shards are not done twice"
+    assert sorted(path.name for path in (tmp_path / "root").iterdir() if path.name.startswith(".work")) == []
+
+
+def number_of_shards(texts: list[str]) -> int:
+    count = size = 0
+    for text in texts:
+        if size == 0:
+            count += 1
+        size += len(text.encode())
+        size = 0 if size >= 8_000 else size
+    return count
+
+
+def test_killed_in_the_middle_leaves_nothing_that_looks_whole(texts: list[str], tmp_path: Path) -> None:
+    source = write(tmp_path / "text", texts)
+    expected, _ = made(source, tmp_path / "whole")
+    code = f"""
+import os, farspan.corpus.prepare as p
+from farspan.domain.config import DataConfig, TokenizerConfig
+p.entropies = lambda *a: os._exit(9)
+root = p.Path({str(tmp_path / "root")!r})
+p.prepare(DataConfig(source={str(source)!r}, val="20%"), TokenizerConfig(vocab=600), root, workers=1, say=print)
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 9
+    assert not [path for path in (tmp_path / "root").iterdir() if not path.name.startswith(".")]
+    folder, _ = made(source, tmp_path / "root")
+    assert digests(folder) == digests(expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 6), min_size=2, max_size=60), st.lists(st.integers(0, 6), min_size=2, max_size=60))
+def test_entropies_are_those_counted_by_hand(train: list[int], val: list[int]) -> None:
+    vocab = 7
+    singles, pairs = Counter(train), Counter(itertools.pairwise(train))
+    p1 = {t: (singles[t] + 1) / (len(train) + vocab) for t in range(vocab)}
+    unigram = -sum(math.log(p1[t]) for t in val) / len(val)
+    bigram = min(
+        -sum(math.log((pairs[a, b] + w * p1[b]) / (singles[a] + w)) for a, b in itertools.pairwise(val))
+        / (len(val) - 1)
+        for w in (3, 10, 30, 100, 300, 1000, 3000)
+    )
+    found = entropies(np.array(train, np.uint16), np.array(val, np.uint16), vocab)
+    assert found == pytest.approx((unigram, bigram), rel=1e-9)
+
+
+def test_a_given_tokenizer_is_used_and_kept(texts: list[str], tmp_path: Path) -> None:
+    source = write(tmp_path / "text", texts)
+    words = tokenizers.train(texts, 400)
+    words.save(tmp_path / "words.json")
+    used = TokenizerConfig(use=str(tmp_path / "words.json"))
+    folder, manifest = made(source, tmp_path / "root", tokenizer=used)
+    assert manifest.vocab_size == 400
+    assert (folder / "tokenizer.json").read_bytes() == (tmp_path / "words.json").read_bytes()
+    padded = TokenizerConfig(use=used.use, vocab=70_000)
+    assert made(source, tmp_path / "root", tokenizer=padded)[1].vocab_size == 70_000
+    small = TokenizerConfig(use=used.use, vocab=300)
+    assert problem(source, tmp_path, tokenizer=small).code == "tokenizer-mismatch"
+
+
+def test_large_vocabularies_are_stored_in_four_bytes(texts: list[str], tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = sorted({word for text in texts for word in text.split()})
+    inner = Tokenizer(
+        models.WordLevel({"</s>": 0} | {word: 70_000 + i for i, word in enumerate(words)}, unk_token="</s>")
+    )
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.save(str(tmp_path / "big.json"))
+    use = TokenizerConfig(use=str(tmp_path / "big.json"))
+    folder, manifest = made(write(tmp_path / "text", texts), tmp_path / "root", tokenizer=use)
+    assert (manifest.dtype, manifest.vocab_size) == ("uint32", 70_000 + len(words))
+    first = next(read_documents(folder, "train"))
+    expected = [70_000 + words.index(word) for word in first.text.split()]
+    assert TokenFile.open(folder, "train", manifest).document(0).tolist() == [*expected, 0]
+
+
+def test_auto_vocab_grows_with_the_corpus() -> None:
+    assert [auto_vocab(size) for size in (10**5, 7_600_000, 10**8, 10**9, 10**10)] == [4096, 8192, 16384, 32768, 65536]
+
+
+def problem(source: object, tmp_path: Path, **settings: object) -> Problem:
+    with pytest.raises(Refusal) as caught:
+        made(Path(str(source)), tmp_path / "refused", **settings)  # type: ignore[arg-type]
+    assert caught.value.problem.remedy
+    assert not list((tmp_path / "refused").glob("[!.]*")) if (tmp_path / "refused").exists() else True
+    return caught.value.problem
+
+
+def test_what_cannot_become_a_corpus_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = write(tmp_path / "empty", ["", "  \n"])
+    assert problem(empty, tmp_path).code == "no-documents"
+    one = write(tmp_path / "one", ["a single document of a few words"])
+    found = problem(one, tmp_path)
+    assert (found.code, "validation" in found.what, "split " in found.remedy) == ("no-documents", True, True)
+    few = write(tmp_path / "few", [f"document {word} says {word * 3}" for word in ("a", "b", "c", "d")])
+    found = problem(few, tmp_path, val="0.001%")
+    share = found.remedy.rpartition("val: ")[2].rstrip("}")
+    assert made(few, tmp_path / "mended", val=share)[1].val.documents == 1
+    for val in ("0%", "100%", "lots", 1.5):
+        assert problem(few, tmp_path, val=val).code == "out-of-range"
+    free = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free._replace(free=100))
+    found = problem(few, tmp_path)
+    assert (found.code, "100 B free" in found.fact) == ("disk-full", True)
+
+
+def test_a_damaged_corpus_is_noticed(texts: list[str], tmp_path: Path) -> None:
+    source = write(tmp_path / "text", texts)
+    folder, manifest = made(source, tmp_path / "root")
+    with (folder / "train.bin").open("r+b") as file:
+        file.truncate(10)
+    with pytest.raises(Refusal) as caught:
+        TokenFile.open(folder, "train", manifest)
+    assert caught.value.problem.code == "source-unreadable"
+    with pytest.raises(Refusal):
+        made(source, tmp_path / "root")
+    assert subprocess.run(caught.value.problem.remedy.partition(": ")[2], shell=True).returncode == 0
+    assert made(source, tmp_path / "root")[0] == folder
+    TokenFile.open(folder, "train", manifest)

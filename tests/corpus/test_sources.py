@@ -1,0 +1,204 @@
+"""Sources: each kind of file as its own library writes it, and what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import pydoc
+import random
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from farspan.corpus.documents import PART_CHARS, clean, cut
+from farspan.corpus.sources import available, open_source
+from farspan.domain.corpus import Document
+from farspan.domain.problems import Problem, Refusal
+
+
+def read(spec: object) -> list[Document]:
+    return list(open_source(str(spec)).documents())
+
+
+def refused(spec: object) -> Problem:
+    with pytest.raises(Refusal) as caught:
+        read(spec)
+    assert caught.value.problem.remedy
+    return caught.value.problem
+
+
+def test_plugins_are_listed_by_file_name_without_being_imported() -> None:
+    code = (
+        "import sys; from farspan.corpus.sources import available; print(available());"
+        "assert not [m for m in sys.modules if m.startswith('farspan.corpus.sources.')]"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(available()) == "['folder', 'huggingface', 'pydocs']"
+
+
+@pytest.fixture(scope="module")
+def pydocs() -> list[Document]:
+    return read("pydocs")
+
+
+def test_pydocs_is_the_documentation_of_python_and_torch_by_its_real_names(pydocs: list[Document]) -> None:
+    by_title = {document.title: document.text for document in pydocs}
+    assert len(by_title) == len(pydocs)
+    assert 7e6 < sum(len(text.encode()) for text in by_title.values()) < 8.5e6
+    import torch  # only now: reading must not need it
+
+    assert by_title["json.JSONDecoder.decode"].startswith("Return the Python representation")
+    assert by_title["math.sin"] == pydoc.getdoc(__import__("math").sin)
+    for name, thing in {"torch.nn.Linear": torch.nn.Linear, "torch.optim.AdamW": torch.optim.AdamW}.items():
+        assert by_title[name][:60] == pydoc.getdoc(thing)[:60]
+    assert "Computes the absolute value" in by_title["torch.abs"]
+    assert "torch.Tensor.abs" in by_title and "torch.nn.functional.conv1d" in by_title and "with" in by_title
+    public = [title for title in sorted(by_title) if title.startswith(("torch.", "json.", "asyncio."))]
+    sample = random.Random(0).sample([title for title in public if "._" not in title], 500)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        unknown = [title for title in sample if pydoc.locate(title) is None]
+    assert len(unknown) < 0.05 * len(sample)  # modules of other systems, and what `__all__` keeps from a star
+
+
+def test_reading_pydocs_imports_no_torch_and_runs_no_jokes() -> None:
+    code = (
+        "import sys\nfrom farspan.corpus.sources import open_source\n"
+        "if __name__ == '__main__':\n"
+        "    source = open_source('pydocs'); source.fingerprint(); next(source.documents())\n"
+        "    from farspan.corpus.sources.pydocs import _imported; assert len(_imported()) > 1000\n"
+        "    assert not {'torch', 'this', 'antigravity', 'turtle', 'idlelib'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_every_kind_of_text_file_is_read(tmp_path: Path) -> None:
+    rows = [{"text": f"row {i} é", "title": f"T{i}", "n": i, "tags": ["x"]} for i in range(3)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    (tmp_path / "sub").mkdir()
+    (tmp_path / ".hidden.txt").write_text("no")
+    (tmp_path / "a.TXT").write_bytes("\ufefffirst\r\nline\n".encode())
+    (tmp_path / "b.md").write_text("intro\n\n# The heading #\n\nbody")
+    (tmp_path / "c.rst").write_text("Title of it\n===========\n\nbody")
+    (tmp_path / "d.html").write_text(
+        "<html><head><title>Page &amp; one</title><style>p{}</style></head><body><h1>Head</h1><p>One <b>bold</b>\n"
+        "word.<p>Two<br>lines &lt;x&gt;<script>no()</script><pre>  keep\n    this</pre></body>"
+    )
+    (tmp_path / "sub" / "e.jsonl").write_bytes(lines + b"\n")
+    (tmp_path / "sub" / "f.jsonl.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / "sub" / "g.jsonl.zst").write_bytes(zstandard.compress(lines[:40]) + zstandard.compress(lines[40:]))
+    (tmp_path / "sub" / "h.bin").write_bytes(b"\0\1")
+    source = open_source(str(tmp_path))
+    documents = [part for document in source.documents() for part in cut(document)]
+    assert [d.title for d in documents] == ["a", "The heading", "Title of it", "Page & one", *["T0", "T1", "T2"] * 3]
+    assert documents[0].text == "first\nline"
+    assert documents[3].text == "Head\n\nOne bold word.\n\nTwo\nlines <x>\n\n  keep\n    this"
+    assert [d.text for d in documents[4:7]] == ["row 0 é", "row 1 é", "row 2 é"]
+    assert documents[5].metadata == {"n": "1"}
+    assert documents[5].origin == f"{tmp_path}/sub/e.jsonl:2"
+    assert source.skipped == [f"{tmp_path}/sub/h.bin: not a kind of file that can be read"]
+    assert [d.text for d in read(tmp_path / "b.md")] == ["intro\n\n# The heading #\n\nbody"]
+
+
+def test_parquet_and_pdf(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pypdf = pytest.importorskip("pypdf")
+    table = pyarrow.table({"content": [f"row {i}" for i in range(1000)], "year": list(range(1000))})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    writer = pypdf.PdfWriter()
+    writer.add_blank_page(100, 100)
+    writer.write(tmp_path / "b.pdf")
+    (tmp_path / "c.pdf").write_bytes(b"no pdf at all")
+    (tmp_path / "d.pdf").write_bytes(pdf_with_text("Hello from a page"))
+    source = open_source(str(tmp_path))
+    documents = list(source.documents())
+    assert [d.text for d in documents if d.text and "row" in d.text] == [f"row {i}" for i in range(1000)]
+    assert documents[7].metadata == {"year": "7"}
+    assert documents[-1].text.strip() == "Hello from a page"
+    assert source.skipped[0] == f"{tmp_path}/b.pdf: no text in it (a scan?)"
+    assert source.skipped[1].startswith(f"{tmp_path}/c.pdf: not a PDF that can be read")
+
+
+def pdf_with_text(text: str) -> bytes:
+    content = f"BT /F1 12 Tf 20 50 Td ({text}) Tj ET".encode()
+    objects = [
+        b"<</Type/Catalog/Pages 2 0 R>>", b"<</Type/Pages/Kids[3 0 R]/Count 1>>",
+        b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 300 100]/Contents 4 0 R/Resources<</Font<</F1 5 0 R>>>>>>",
+        b"<</Length %d>>stream\n%s\nendstream" % (len(content), content),
+        b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
+    ]  # fmt: skip
+    file, offsets = b"%PDF-1.4\n", []
+    for number, body in enumerate(objects, 1):
+        offsets.append(len(file))
+        file += b"%d 0 obj%s endobj\n" % (number, body)
+    table = b"".join(b"%010d 00000 n \n" % offset for offset in offsets)
+    trailer = b"trailer<</Size 6/Root 1 0 R>>\nstartxref\n%d\n%%%%EOF" % len(file)
+    return file + b"xref\n0 6\n0000000000 65535 f \n" + table + trailer
+
+
+def test_local_datasets_are_streamed(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"text": f"row {i}", "title": f"T{i}", "id": i} for i in range(30)]
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("saved", "files"):
+        documents = read(f"hf:{tmp_path}/{name}")
+        found = [(d.title, d.text, d.metadata) for d in documents]
+        assert found == [(row["title"], row["text"], {"id": str(row["id"])}) for row in rows]
+    assert refused(f"hf:{tmp_path}/savd").code == "path-missing"
+
+
+def test_bad_input_is_refused_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "papers").mkdir()
+    problem = refused(tmp_path / "paper")
+    assert (problem.code, f"{tmp_path}/papers" in problem.remedy) == ("path-missing", True)
+    (tmp_path / "papers" / "x.docx").write_bytes(b"x")
+    (tmp_path / "papers" / "y.docx").write_bytes(b"x")
+    problem = refused(tmp_path / "papers")
+    assert (problem.code, "2 .docx" in problem.fact) == ("no-documents", True)
+
+    (tmp_path / "latin.txt").write_bytes(b"x" * (PART_CHARS + 7) + "é".encode() + b"caf\xe9 and more")
+    problem = refused(tmp_path / "latin.txt")
+    assert (problem.code, problem.where) == ("not-utf8", f"{tmp_path}/latin.txt, byte {PART_CHARS + 7 + 2 + 3}")
+    assert subprocess.run(problem.remedy, shell=True).returncode == 0
+    assert read(tmp_path / "latin.txt")[-1].text.endswith("café and more")
+
+    (tmp_path / "cut.txt").write_bytes("é".encode()[:1])
+    assert refused(tmp_path / "cut.txt").where.endswith("byte 0")
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n{"text": "b"}\n')
+    problem = refused(tmp_path / "bad.jsonl")
+    assert (problem.code, problem.where) == ("source-unreadable", f"{tmp_path}/bad.jsonl:2")
+    assert subprocess.run(problem.remedy, shell=True).returncode == 0
+    assert [d.text for d in read(tmp_path / "bad.jsonl")] == ["a", "b"]
+
+    (tmp_path / "list.jsonl").write_text("[1]\n")
+    assert refused(tmp_path / "list.jsonl").where == f"{tmp_path}/list.jsonl:1"
+    (tmp_path / "other.jsonl").write_text('{"abstract": "a", "id": 1}\n')
+    problem = refused(tmp_path / "other.jsonl")
+    assert "abstract, id" in problem.fact
+    (tmp_path / "latin.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xe9"}\n')
+    assert refused(tmp_path / "latin.jsonl").where == f"{tmp_path}/latin.jsonl, byte 24"
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 1000)[:-20])
+    assert refused(tmp_path / "cut.jsonl.gz").code == "source-unreadable"
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
+    assert refused(tmp_path / "bad.parquet").code == "source-unreadable"
+
+
+def test_long_texts_are_cut_in_parts_that_lose_nothing_but_blank_lines() -> None:
+    rng = random.Random(0)
+    text = "".join(rng.choice(["word ", "other ", "line\n", "par\n\n"]) for _ in range(150_000))
+    found = list(cut(Document(title="Book", text=text, origin="x")))
+    assert [d.title for d in found] == ["Book", "Book (part 2)", "Book (part 3)", "Book (part 4)"]
+    assert all(0 < len(d.text) <= PART_CHARS for d in found)
+    assert "\n".join(d.text for d in found).split() == clean(text).split()
+    assert len(list(cut(Document(title="x", text="é" * (2 * PART_CHARS), origin="")))) == 2
+
+
+def test_cleaning_leaves_text_that_can_be_written() -> None:
+    assert clean("\ufeff a\r\nb\rc\0 \ud800 \U0001f600 \ud83d\ude00 ") == "a\nb\nc \ufffd 😀 😀"
