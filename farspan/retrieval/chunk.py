@@ -21,6 +21,7 @@ _BATCH = 1024
 #: Where a sentence or line ends: after closing punctuation and before white space, or before the line break.
 _SENTENCE_END = re.compile(r"(?<=\S)(?=\n)|(?<=[.!?:;])(?=\s)")
 _WORD_END = re.compile(r"(?<=\S)(?=\s)")
+_LINE = re.compile(r"[^\n]+")
 _PARAGRAPH = re.compile(r"\s*\n\s*\n")
 
 
@@ -49,6 +50,8 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     #: Position of the document in the corpus, and of the chunk in its document.
     document: int
     ordinal: int
+    #: Whether the chunk is of the document's head, which the evaluation leaves out of what can be found.
+    head: bool
     title: str
     origin: str
     text: str
@@ -56,19 +59,48 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     start: int
     stop: int
 
+    @property
+    def indexed(self) -> str:
+        """What is embedded: a head goes with its title."""
+        return f"{self.title}\n{self.text}" if self.head else self.text
+
+
+def head_length(document: Document) -> int:
+    """Characters of the first line; where that only repeats the title, also the line after it."""
+    lines = [match for match in _LINE.finditer(document.text) if any(map(str.isalnum, match[0]))][:2]
+    if not lines:
+        return len(document.text)
+    repeats = _bare(lines[0][0]) == _bare(document.title)
+    end = lines[min(repeats, len(lines) - 1)].end()
+    return end if document.text[end:].strip() else len(document.text)
+
+
+def _bare(line: str) -> str:
+    return "".join(filter(str.isalnum, line)).lower()
+
 
 def chunk_documents(documents: Iterable[Document], tokenizer: Encoder, chunking: Chunking) -> Iterator[Chunk]:
-    """Every chunk of every document, in order; ids count from 0. A document without text gives none."""
+    """Every chunk of every document, in order; ids count from 0. A document without text gives none.
+
+    Head and body are cut apart first, so that no chunk holds some of both.
+    """
     numbered = iter(enumerate(documents))
     next_id = 0
     while batch := list(islice(numbered, _BATCH)):
-        lengths = [len(ids) for ids in tokenizer.encode_batch([document.text for _, document in batch])]
-        for (number, document), length in zip(batch, lengths, strict=True):
-            windows = _windows(document.text, length, tokenizer, chunking)
-            for ordinal, (start_char, stop_char, start, stop) in enumerate(islice(windows, chunking.per_document)):
+        cuts = [head_length(document) for _, document in batch]
+        parts = [part for (_, d), cut in zip(batch, cuts, strict=True) for part in (d.text[:cut], d.text[cut:])]
+        lengths = [len(ids) for ids in tokenizer.encode_batch(parts)]
+        for place, (number, document) in enumerate(batch):
+            head = list(_windows(parts[2 * place], lengths[2 * place], tokenizer, chunking))
+            body = _windows(parts[2 * place + 1], lengths[2 * place + 1], tokenizer, chunking)
+            head_tokens = head[-1][3] if head else 0
+            windows = chain(((True, 0, 0, w) for w in head), ((False, cuts[place], head_tokens, w) for w in body))
+            for ordinal, (is_head, char, token, window) in enumerate(islice(windows, chunking.per_document)):
+                start_char, stop_char, start, stop = window
                 yield Chunk(
-                    id=next_id, document=number, ordinal=ordinal, title=document.title, origin=document.origin,
-                    text=document.text[start_char:stop_char], start_char=start_char, start=start, stop=stop,
+                    id=next_id, document=number, ordinal=ordinal, head=is_head, title=document.title,
+                    origin=document.origin, text=document.text[char + start_char : char + stop_char],
+                    start_char=char + start_char, start=token + start, stop=token + stop,
                 )  # fmt: skip
                 next_id += 1
 

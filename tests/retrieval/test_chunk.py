@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import ByteLevelBPETokenizer
 
 from farspan.domain.corpus import Document
-from farspan.retrieval.chunk import Chunking, chunk_documents
+from farspan.retrieval.chunk import Chunking, chunk_documents, head_length
 
 SAMPLE = (
     "Return the sum.\n\nArgs:\n    x: the first number.\n    y: the second. Both may be floats!\n\n"
@@ -83,3 +83,26 @@ def test_ids_count_over_documents_and_a_limit_keeps_the_first_chunks():
 def test_an_overlap_of_more_than_half_is_refused():
     with pytest.raises(ValueError, match="overlap 9 is more than half"):
         Chunking(size=16, overlap=9)
+
+
+@pytest.mark.parametrize(
+    ("title", "text", "head"),
+    [
+        ("a.b", "Return b.\n\nMore.", "Return b."),
+        ("Assignments", "Assignments\n***********\n\nFirst line.\nSecond.", "Assignments\n***********\n\nFirst line."),
+        ("Notes on X", "# Notes, on X\nOnly line.\n\n", "# Notes, on X\nOnly line.\n\n"),
+        ("t", "one line", "one line"),
+        ("t", "---\n***", "---\n***"),
+        ("t", "", ""),
+    ],
+)
+def test_the_head_is_the_first_line_and_a_repeated_title(title, text, head):
+    assert text[: head_length(document(text, title))] == head
+
+
+def test_head_and_body_are_cut_apart_and_the_head_goes_with_its_title():
+    chunks = list(chunk_documents([document("First line.\nThe rest.", "name")], BPE, Chunking(size=60)))
+    assert [(c.head, c.text, c.indexed) for c in chunks] == [
+        (True, "First line.", "name\nFirst line."),
+        (False, "\nThe rest.", "\nThe rest."),
+    ]

@@ -1,0 +1,42 @@
+"""Ranks of relevant documents, hit rate, nDCG, and paired bootstrap intervals (Efron, Tibshirani 1993, ch. 13)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+def ranks(scores_N: npt.NDArray[np.floating], relevant: Sequence[int]) -> Ints:
+    """Ranks from 1 of the relevant ones among N scored documents, best first.
+
+    A document that ties with a relevant one counts as ranked before it, so that ties never help.
+    """
+    own = np.sort(scores_N[list(relevant)])[::-1]
+    others = np.sort(np.delete(scores_N, list(relevant)))
+    above = len(others) - np.searchsorted(others, own, side="left")
+    return np.asarray(above + 1 + np.arange(len(own)), np.int64)
+
+
+def hit(found: Ints, k: int) -> float:
+    """1 where any relevant document is among the first k."""
+    return float(found[0] <= k)
+
+
+def ndcg(found: Ints, k: int) -> float:
+    """Discounted gain of the relevant documents among the first k over the best possible; gains are 0 and 1."""
+    gain = (1 / np.log2(1 + found[found <= k])).sum()
+    return float(gain / (1 / np.log2(1 + np.arange(1, min(len(found), k) + 1))).sum())
+
+
+def bootstrap(differences_Q: Floats, *, seed: int, resamples: int = 10_000) -> tuple[float, float]:
+    """95 % percentile interval of the mean of paired differences over Q queries drawn with replacement."""
+    generator = np.random.default_rng(seed)
+    Q = len(differences_Q)
+    means = [differences_Q[generator.integers(0, Q, Q)].mean() for _ in range(resamples)]
+    low, high = np.quantile(means, (0.025, 0.975))
+    return float(low), float(high)
