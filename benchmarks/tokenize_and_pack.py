@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -24,10 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
-import tiktoken
-import tokenizers
 
 from farspan.corpus import pack, tokenizer
 from farspan.corpus.documents import read_lines
@@ -84,12 +82,16 @@ def encode_rows(rows: dict[str, list[str]], tokenizer_file: str) -> dict[str, li
 
 
 @functools.lru_cache(maxsize=1)
-def plain_tokenizer(file: str) -> tokenizers.Tokenizer:
-    return tokenizers.Tokenizer.from_file(file)
+def plain_tokenizer(file: str) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(file)
 
 
 def datasets_route(arrow: Path, tokenizer_file: Path, workers: int) -> int:
     """`datasets.map` over processes, then every row into one memory-mapped file, as nanoGPT's preparation does."""
+    import datasets  # here: what this file imports, every spawned worker imports too
+
     rows = datasets.load_from_disk(str(arrow))
     mapped = rows.map(
         encode_rows, batched=True, num_proc=workers, remove_columns=rows.column_names, load_from_cache_file=False,
@@ -103,6 +105,8 @@ def datasets_route(arrow: Path, tokenizer_file: Path, workers: int) -> int:
 
 def compare(size_bytes: int, repetitions: int, workers: int, folder: Path, documents: list[Document]) -> Row:
     """Interleaved repetitions of both routes over the same text."""
+    import datasets
+
     datasets.disable_progress_bars()
     text_bytes = make_text(folder / "text.jsonl", size_bytes, documents)
     (folder / "work").mkdir()
@@ -191,8 +195,9 @@ def report(rows: list[Row]) -> None:
         print(f"{'peak memory':>14}: {row['peak_bytes'] / 1e6:.0f} MB for {row['text_bytes'] / 1e6:.0f} MB of text")
     environment = {
         "date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "machine": platform.machine(),
-        "cores": os.cpu_count(), "datasets": datasets.__version__, "tokenizers": tokenizers.__version__,
-        "tiktoken": tiktoken.__version__, "start": multiprocessing.get_start_method(),
+        "cores": os.cpu_count(),
+        **{name: importlib.metadata.version(name) for name in ("datasets", "tokenizers", "tiktoken")},
+        "start": multiprocessing.get_start_method(),
         "commit": subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip(),
     }  # fmt: skip
     RESULTS.mkdir(exist_ok=True)

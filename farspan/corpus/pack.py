@@ -25,6 +25,7 @@ from farspan.corpus.tokenizer import load_cached
 from farspan.domain.codec import load, save
 from farspan.domain.corpus import Document, Split
 from farspan.domain.problems import Refusal
+from farspan.domain.units import format_bytes
 
 SHARD_BYTES = 4 << 20
 #: Documents encoded at a time.
@@ -155,15 +156,16 @@ def _append(path: Path, target: object) -> None:
 
 def require_space(folder: Path, need_bytes: int) -> None:
     """Refuse when the disk that `folder` will lie on has less than `need_bytes` free."""
-    from farspan.domain.units import format_bytes
-
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
-    if free < need_bytes:
-        raise Refusal(
-            "disk-full",
-            what="the disk has too little room to prepare this corpus",
-            where=there,
-            fact=f"{format_bytes(free)} free, about {format_bytes(need_bytes)} needed",
-            remedy=f"free some space, largest folders last: du -xd1 {there} | sort -n",
-        )
+    if shutil.disk_usage(there).free < need_bytes:
+        raise disk_full(there, f"about {format_bytes(need_bytes)} needed")
+
+
+def disk_full(there: Path, fact: str) -> Refusal:
+    return Refusal(
+        "disk-full",
+        what="the disk has too little room to prepare this corpus",
+        where=there,
+        fact=f"{format_bytes(shutil.disk_usage(there).free)} free, {fact}",
+        remedy=f"free some space, largest folders last: du -xd1 {there} | sort -n",
+    )

@@ -66,7 +66,7 @@ def prepare(
             result = _build(source, data, val_share, tokenizer, work, workers, say)
         except OSError as error:
             if error.errno == errno.ENOSPC:
-                pack.require_space(work, _DISK_FACTOR * source.size_bytes)
+                raise pack.disk_full(work, "and a write failed; what is finished is kept") from error
             raise
         write_atomically(root / f".key-{key}", result[1].hash.encode())
     shutil.rmtree(work, ignore_errors=True)

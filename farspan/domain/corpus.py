@@ -34,7 +34,8 @@ class CorpusManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     dtype: Literal["uint16", "uint32"]
     train: Split
     val: Split
-    #: Entropy of the validation tokens under train-set unigram and bigram counts, nats a token (add-one smoothed).
+    #: Entropy of the validation tokens under train-set counts, nats a token: unigram (add-one smoothed), and bigram
+    #: (smoothed towards the unigram, see `farspan.corpus.entropy`).
     unigram_nats: float
     bigram_nats: float
     #: Documents left out as exact or near duplicates, and files skipped with the reason.

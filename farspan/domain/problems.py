@@ -63,6 +63,10 @@ class Refusal(Exception):
         self.problem = Problem(code=code, what=what, where=str(where), fact=fact, remedy=remedy)
         super().__init__(str(self.problem))
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """A refusal in a worker process reaches its parent whole."""
+        return Refusal.of, (self.problem,)
+
     @classmethod
     def of(cls, problem: Problem) -> Refusal:
         """The exception for a Problem that another process wrote down."""
