@@ -120,6 +120,7 @@ def open_run(path: Path, config: RunConfig, planned: Planned) -> RunFolder:
     record = RunRecord(
         corpus=str(planned.corpus_folder.resolve()), command=tuple(sys.argv),
         created=datetime.now(UTC).isoformat(timespec="seconds"), warnings=planned.warnings,
+        initial=str(Path(config.model.path).expanduser().resolve()) if config.model.path else None,
     )  # fmt: skip
     write_atomically(run.config, as_yaml(config))
     write_atomically(run.corpus, to_json(planned.corpus))

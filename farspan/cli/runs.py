@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from farspan.cli.console import Console
-from farspan.domain.codec import convert_yaml, load_yaml, missing_path
+from farspan.domain.codec import convert, load_yaml, missing_path, parse_yaml
 from farspan.domain.config import RunConfig
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
@@ -29,18 +29,14 @@ def load_config(path: Path, overrides: list[str]) -> RunConfig:
         raise missing_path(path)
     if not overrides:
         return load_yaml(path, RunConfig)
-    import yaml
-
     load_yaml(path, RunConfig)
-    content: dict[str, Any] = yaml.safe_load(path.read_bytes()) or {}
+    content: dict[str, Any] = parse_yaml(path.read_text(), path) or {}
     for override in overrides:
         _set(content, override)
-    return convert_yaml(yaml.safe_dump(content), RunConfig, f"{path} with --set {' '.join(overrides)}")
+    return convert(content, RunConfig, f"{path} with --set")
 
 
 def _set(content: dict[str, Any], override: str) -> None:
-    import yaml
-
     keys, separator, value = override.partition("=")
     if not separator or not keys:
         raise Refusal(
@@ -54,7 +50,7 @@ def _set(content: dict[str, Any], override: str) -> None:
             inner = {"source": inner}
         content[key] = inner = dict(inner) if isinstance(inner, dict) else {}
         content = inner
-    content[last] = yaml.safe_load(value)
+    content[last] = parse_yaml(value, f"--set {override}")
 
 
 def find_run(given: str | None, console: Console) -> RunFolder:

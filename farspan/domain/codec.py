@@ -69,21 +69,31 @@ def load_yaml(path: Path, kind: type[T]) -> T:
         text = content.decode()
     except UnicodeDecodeError as error:
         raise _malformed(path, error) from None
-    return convert_yaml(text, kind, str(path))
+    return convert(parse_yaml(text, path), kind, str(path), text)
 
 
-def convert_yaml(text: str, kind: type[T], where: str) -> T:
-    """Strictly convert YAML text to `kind`; refusals name `where` and the line."""
-    import yaml
-
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise _malformed(where, error) from None
+def convert(value: Any, kind: type[T], where: str, text: str = "") -> T:
+    """Strictly convert plain values to `kind`; refusals name `where`, and the line in `text` that they came from."""
     try:
         return msgspec.convert({} if value is None else value, type=kind)
     except msgspec.ValidationError as error:
         raise _refusal(error, kind, where, text) from None
+
+
+def parse_yaml(text: str, where: object) -> Any:
+    """YAML text as plain values. Numbers such as 6e-4 are numbers, as YAML 1.2 has it and people mean it."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """PyYAML reads YAML 1.1, in which 6e-4 is a string."""
+
+    Loader.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    )
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise _malformed(where, error) from None
 
 
 def read_bytes(path: Path) -> bytes:

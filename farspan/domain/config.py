@@ -120,4 +120,9 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def tokenizer_config(self) -> TokenizerConfig:
-        return TokenizerConfig(use=self.tokenizer) if isinstance(self.tokenizer, str) else self.tokenizer
+        """The tokenizer asked for; a model that is read from a folder brings its own, unless told otherwise."""
+        if isinstance(self.tokenizer, str):
+            return TokenizerConfig(use=self.tokenizer)
+        if self.model.path is not None and self.tokenizer == TokenizerConfig():
+            return TokenizerConfig(use=self.model.path)
+        return self.tokenizer

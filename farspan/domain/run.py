@@ -18,6 +18,8 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     command: tuple[str, ...]
     created: str
     warnings: tuple[str, ...] = ()
+    #: A Hugging Face folder whose weights the run starts from; None starts from random ones.
+    initial: str | None = None
 
 
 class RunFolder:

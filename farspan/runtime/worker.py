@@ -26,7 +26,7 @@ from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import Estimate, Event, Finished, Sampled, Started
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.units import format_bytes
-from farspan.runtime import checkpoint
+from farspan.runtime import checkpoint, huggingface
 from farspan.runtime.collective import Group
 from farspan.runtime.data import Windows
 from farspan.runtime.device import environment, open_device
@@ -48,12 +48,16 @@ def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
             "plan-mismatch", what="the corpus is not the one that was planned for", where=run.corpus,
             fact=f"planned for {plan.inputs.corpus}, found {manifest.hash}", remedy="farspan train run.yaml",
         )  # fmt: skip
-    folder = Path(load(run.record, RunRecord).corpus)
+    record = load(run.record, RunRecord)
+    folder = Path(record.corpus)
     train, val = (
         Windows(TokenFile.open(folder, split, manifest).tokens, plan.train.seq_len) for split in ("train", "val")
     )
     model = Decoder(plan.model, attention=plan.train.attention, recompute=plan.train.recompute)
-    initialise(model, plan.train.seed)
+    if record.initial is None:
+        initialise(model, plan.train.seed)
+    else:
+        model.load_state_dict(huggingface.read(Path(record.initial))[1])
     model.to(group.device)
     state = TrainState(model, plan.train.precision)
     if plan.train.compile:
@@ -92,7 +96,7 @@ def train(plan: Plan, run: RunFolder, rank: int, world: int) -> None:
         try:
             reason = trainer.run()
             if rank == 0 and reason != "interrupted":
-                sample(worker)
+                sample(worker, trainer.step)
         except BaseException as error:
             problem = as_problem(error, plan, run, rank)
             raise Refusal.of(problem) from error
@@ -102,12 +106,12 @@ def train(plan: Plan, run: RunFolder, rank: int, world: int) -> None:
     group.close()
 
 
-def sample(worker: Worker) -> None:
+def sample(worker: Worker, step: int) -> None:
     """Let the trained model write, for the report."""
     tokenizer = tokenizers.load(worker.run.tokenizer)
     for prompt in ("", "Return the "):
         text = generate(worker.model, tokenizer, prompt, tokens=SAMPLE_TOKENS, temperature=0.8, top_k=50, seed=0)
-        worker.emit(Sampled(at=time.time(), step=worker.plan.train.steps, prompt=prompt, text=text))
+        worker.emit(Sampled(at=time.time(), step=step, prompt=prompt, text=text))
 
 
 def as_problem(error: BaseException, plan: Plan, run: RunFolder, rank: int) -> Problem:
