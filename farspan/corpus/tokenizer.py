@@ -116,40 +116,45 @@ def load(where: Path | str) -> Tokenizer:
     that cannot be fetched.
     """
     path = Path(where).expanduser()
-    file = path / "tokenizer.json" if path.is_dir() else path
     try:
-        inner = _read(file, str(where))
+        if path.exists():
+            inner = _read(path)
+            end_of_text = _end_of_text(inner, path if path.is_dir() else path.parent)
+        elif str(where).startswith((".", "/", "~")) or str(where).count("/") > 1 or path.suffix == ".json":
+            raise missing_path(path)
+        else:
+            inner = _from_hub(str(where))
+            end_of_text = _end_of_text(inner, None)
     except Refusal:
         raise
     except Exception as error:  # the Rust library raises bare Exception for everything
         raise Refusal(
             "tokenizer-unreadable",
-            what="this is not a tokenizer that can be read",
+            what="this is not a tokenizer that can be used",
             where=where,
             fact=" ".join(str(error).split())[:300],
             remedy="leave `tokenizer.use` out of run.yaml to train one on the corpus",
         ) from None
-    return Tokenizer(inner, _end_of_text(inner, file, where))
+    return Tokenizer(inner, end_of_text)
 
 
-def _read(file: Path, where: str) -> tokenizers.Tokenizer:
+def _read(path: Path) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer as Inner
     from tokenizers import decoders, models, pre_tokenizers
 
-    vocab, merges = file.with_name("vocab.json"), file.with_name("merges.txt")
-    if file.is_file() and file != vocab:
-        return Inner.from_file(str(file))
-    if vocab.is_file() and merges.is_file():
-        inner = Inner(models.BPE.from_file(str(vocab), str(merges)))
-        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        inner.decoder = decoders.ByteLevel()
-        inner.add_special_tokens([END_OF_TEXT])
-        return inner
-    if file.parent.is_dir() and file.name == "tokenizer.json" and file.parent.name == Path(where).name:
-        raise ValueError("the folder has neither tokenizer.json nor vocab.json with merges.txt")
-    if where.startswith((".", "/", "~")) or where.count("/") > 1 or where.endswith(".json"):
-        raise missing_path(Path(where))
-    return _from_hub(where)
+    folder = path if path.is_dir() else path.parent
+    if path.is_file() and path.name not in ("vocab.json", "merges.txt"):
+        return Inner.from_file(str(path))
+    if path.is_dir() and (path / "tokenizer.json").is_file():
+        return Inner.from_file(str(path / "tokenizer.json"))
+    vocab, merges = folder / "vocab.json", folder / "merges.txt"
+    if not (vocab.is_file() and merges.is_file()):
+        raise ValueError("the folder has neither tokenizer.json nor both vocab.json and merges.txt")
+    inner = Inner(models.BPE.from_file(str(vocab), str(merges)))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens([END_OF_TEXT])
+    return inner
 
 
 def _from_hub(name: str) -> tokenizers.Tokenizer:
@@ -167,18 +172,12 @@ def _from_hub(name: str) -> tokenizers.Tokenizer:
         ) from None
 
 
-def _end_of_text(inner: tokenizers.Tokenizer, file: Path, where: object) -> int:
+def _end_of_text(inner: tokenizers.Tokenizer, folder: Path | None) -> int:
     """Id of the token that ends a document: what tokenizer_config.json says, else the first well-known one."""
-    config = file.with_name("tokenizer_config.json")
-    named: Any = msgspec.json.decode(config.read_bytes()).get("eos_token") if config.is_file() else None
+    config = folder / "tokenizer_config.json" if folder else None
+    named: Any = msgspec.json.decode(config.read_bytes()).get("eos_token") if config and config.is_file() else None
     named = named.get("content") if isinstance(named, dict) else named
     for token in (named, *_KNOWN_ENDS):
         if token is not None and (found := inner.token_to_id(token)) is not None:
             return int(found)
-    raise Refusal(
-        "tokenizer-unreadable",
-        what="the tokenizer has no token that ends a document",
-        where=where,
-        fact=f"no tokenizer_config.json names an eos_token it has, and none of {', '.join(_KNOWN_ENDS)} is in it",
-        remedy=f'name one of its tokens: echo \'{{"eos_token": "TOKEN"}}\' > {config}',
-    )
+    raise ValueError(f"no token ends a document: no eos_token in tokenizer_config.json, none of {_KNOWN_ENDS} in it")
