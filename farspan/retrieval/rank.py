@@ -1,0 +1,39 @@
+"""How documents are ranked for a query: BM25, vectors, and both. Search and its evaluation share every line of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from farspan.retrieval.lexical import parts
+
+System = Literal["bm25", "model", "fused"]
+#: Documents that vectors propose for a query; others get nothing from them.
+DEPTH = 100
+
+Scores = npt.NDArray[np.float32]
+
+
+def query_form(text: str) -> str:
+    """A query as it is embedded: names split as BM25 splits them, one space before each word as inside a text."""
+    return "".join(f" {part}" for word in text.split() for part in parts(word))
+
+
+def by_document(documents: Sequence[int], similarities: npt.NDArray[np.floating], count: int) -> Scores:
+    """Scores of `count` documents from the similarities of chunks: a document's best, kept for the DEPTH best only.
+
+    `documents[i]` is the document of chunk i. Documents without a chunk, beyond DEPTH or unlike the query get 0.
+    """
+    scores_N = np.zeros(count, np.float32)
+    np.maximum.at(scores_N, np.asarray(documents, np.int64), similarities.astype(np.float32))
+    if count > DEPTH:
+        scores_N[scores_N < np.partition(scores_N, -DEPTH)[-DEPTH]] = 0
+    return scores_N
+
+
+def fuse(lexical_N: Scores, vectors_N: Scores, weight: float) -> Scores:
+    """BM25 as a share of the query's best, plus `weight` times the cosine."""
+    return lexical_N / max(float(lexical_N.max(initial=0)), 1e-9) + weight * vectors_N

@@ -1,0 +1,86 @@
+"""Answer a query from an index: documents with title, score, the passage that fits best, and where they come from."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+import numpy as np
+
+from farspan.retrieval.index import Index
+from farspan.retrieval.lexical import words
+from farspan.retrieval.rank import DEPTH, Scores, System, by_document, fuse, query_form
+
+SNIPPET_CHARS = 300
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    title: str
+    score: float
+    text: str
+    origin: str
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """Best first. `system` ranked them, and `why` says what made it the one to ask."""
+
+    query: str
+    system: System
+    why: str
+    results: tuple[Result, ...]
+
+
+def search(index: Index, query: str, k: int = 10, system: System | None = None) -> Answer:
+    """The k best documents by `system`, or by what the index's evaluation found better; fewer if fewer match."""
+    chosen, why = (system, "asked for") if system else _better(index)
+    lexical_N = index.lexical.scores(query)
+    if system is None and not lexical_N.any():
+        chosen, why = "model", "no word of the query is in the index"
+    scores_N = lexical_N if chosen == "bm25" else _vector_scores(index, query)
+    if chosen == "fused":
+        scores_N = fuse(lexical_N, scores_N, _fusion_weight(index))
+    best = [int(n) for n in np.argsort(-scores_N, kind="stable")[:k] if scores_N[n] > 0]
+    return Answer(query=query, system=chosen, why=why, results=tuple(_result(index, query, n, scores_N) for n in best))
+
+
+def _better(index: Index) -> tuple[System, str]:
+    evaluation = index.manifest.evaluation
+    if evaluation is None:
+        return "bm25", "the corpus had nothing to evaluate on"
+    bm25, fused = (evaluation.systems[name].ndcg_at_10 for name in ("bm25", "fused"))
+    return evaluation.better, f"nDCG@10 when the index was made: bm25 {bm25:.3f}, fused {fused:.3f}"
+
+
+def _vector_scores(index: Index, query: str) -> Scores:
+    """Cosines by document, from the chunks that the store finds nearest."""
+    # A document may hold several of the nearest chunks; four times the depth leaves enough documents.
+    hits = index.store.search(index.embedder.embed([query_form(query)])[0], 4 * DEPTH)
+    documents = [int(hit.payload["document"]) for hit in hits]
+    return by_document(documents, np.array([hit.score for hit in hits], np.float32), index.manifest.documents)
+
+
+def _fusion_weight(index: Index) -> float:
+    evaluation = index.manifest.evaluation
+    return evaluation.fusion_weight if evaluation else 1.0
+
+
+def _result(index: Index, query: str, document: int, scores_N: Scores) -> Result:
+    chunk = max(index.chunks_of(document), key=lambda chunk: _shared(chunk.indexed, query))
+    return Result(
+        title=chunk.title, score=float(scores_N[document]), text=snippet(chunk.text, query), origin=chunk.origin
+    )  # fmt: skip
+
+
+def _shared(text: str, query: str) -> int:
+    return len({*words(text)} & {*words(query)})
+
+
+def snippet(text: str, query: str) -> str:
+    """At most SNIPPET_CHARS of the text in one line, from the word before the first one of the query's."""
+    asked = {*words(query)}
+    line = " ".join(text.split())
+    first = next((match.start() for match in re.finditer(r"\S+", line) if asked & {*words(match[0])}), 0)
+    start = 0 if first < SNIPPET_CHARS // 2 else line.rfind(" ", 0, first - 1) + 1
+    cut = line[start : start + SNIPPET_CHARS]
+    shortened = cut if start + SNIPPET_CHARS >= len(line) else cut.rpartition(" ")[0] + " …"
+    return f"… {shortened}" if start else shortened
