@@ -114,7 +114,7 @@ def _inverse_frequency(ids: list[list[int]], vocab_size: int) -> Tensor:
     """log(N / n) of each token, n being the texts that have it; tokens that no text has weigh as if one had."""
     counts = np.zeros(vocab_size)
     for text in ids:
-        counts[np.unique(text)] += 1 if text else 0
+        counts[np.unique(np.asarray(text, np.int64))] += 1
     return torch.from_numpy(np.log(max(len(ids), 1) / np.clip(counts, 1, None))).float()
 
 

@@ -1,0 +1,56 @@
+"""A small real model, tokenizer and corpus; nothing is mocked."""
+
+import pytest
+
+from farspan.corpus.tokenizer import train
+from farspan.domain.corpus import Document
+from farspan.domain.model import ModelSpec
+from farspan.runtime.model import Decoder, initialise
+
+TOPICS = {
+    "socket": "network connection server address port listen accept packet",
+    "matrix": "tensor product row column multiply transpose inverse",
+    "string": "letters upper lower replace join split prefix suffix",
+    "thread": "lock wait queue daemon worker signal release acquire",
+    "number": "integer float round divide remainder decimal digit",
+}
+
+
+def make_documents(count: int) -> list[Document]:
+    """Titles such as `socket.listen_port7.ListenPort`; the first line names the title, the body its words."""
+    documents = []
+    for number in range(count):
+        topic, words = list(TOPICS.items())[number % len(TOPICS)]
+        first, second, third = (words.split()[(number // 5 + step) % 7] for step in (0, 2, 3))
+        documents.append(
+            Document(
+                title=f"{topic}.{first}_{second}{number}.{third.title()}Base",
+                text=f"{topic} {first} summary {number}.\n\nThe {topic} will {first} and {second} its {third}"
+                f" (see {words}). Case {number} of many.\n\nMore about how {topic} objects {third}, and when.",
+                origin=f"docs/{number}.txt",
+            )
+        )
+    return documents
+
+
+@pytest.fixture(scope="session")
+def documents() -> list[Document]:
+    return make_documents(60)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(documents):
+    return train((document.text for document in documents), 512)
+
+
+@pytest.fixture(scope="session", params=["gpt2", "llama"])
+def model(request, tokenizer) -> Decoder:
+    gpt2 = request.param == "gpt2"
+    spec = ModelSpec(
+        family=request.param, layers=2, d_model=32, heads=2, kv_heads=2, d_ff=64, vocab_size=tokenizer.vocab_size,
+        context=64, norm="layernorm" if gpt2 else "rmsnorm", activation="gelu_tanh" if gpt2 else "swiglu",
+        positions="learned" if gpt2 else "rope", bias=gpt2, tied=True,
+    )  # fmt: skip
+    model = Decoder(spec).eval()
+    initialise(model, 5)
+    return model
