@@ -1,0 +1,125 @@
+"""Queries are chosen honestly, and the four systems are measured as a plain loop would."""
+
+import math
+
+import numpy as np
+
+from farspan.domain.corpus import Document
+from farspan.retrieval.evaluate import BODY_WORDS, Queries, Query, Side, body_of, choose_queries, evaluate, table
+from farspan.retrieval.lexical import Lexical
+from farspan.retrieval.rank import DEPTH, by_document, fuse, query_form
+
+
+def make(number: int, body: str | None = None) -> Document:
+    text = f"First line {number}.\n" + (f"Body {number} has five words or more." if body is None else body)
+    return Document(title=f"pkg.name{number}", text=text, origin=str(number))
+
+
+def chosen(documents: list[Document], train: int, seed: int = 0) -> Queries:
+    return choose_queries(documents, [body_of(document) for document in documents], train, seed)
+
+
+def test_a_query_is_the_title_with_its_separators_split():
+    assert query_form("torch.nn.functional.cross_entropy") == " torch nn functional cross entropy"
+    assert query_form("CrossEntropyLoss of  HTTPServer") == " cross entropy loss of http server"
+
+
+def test_validation_documents_come_first_and_tuning_is_apart():
+    queries = chosen([make(n) for n in range(2000)], train=1900)
+    reported = [query.relevant[0] for query in queries.reported]
+    tuning = [query.relevant[0] for query in queries.tuning]
+    assert len(reported) == 500 and queries.filling == 400
+    assert set(range(1900, 2000)) <= set(reported)
+    assert len(tuning) == 300 and max(tuning) < 1900 and not set(reported) & set(tuning)
+    assert queries == chosen([make(n) for n in range(2000)], train=1900)
+    enough = chosen([make(n) for n in range(2000)], train=1000)
+    assert enough.filling == 0 and len(enough.reported) == 1000
+
+
+def test_documents_without_a_body_are_not_asked_for():
+    documents = [make(0, ""), make(1, " word " * (BODY_WORDS - 1)), make(2, " word " * BODY_WORDS), make(3)]
+    assert [query.relevant for query in sorted(chosen(documents, train=0).reported, key=lambda q: q.text)] == [
+        (2,),
+        (3,),
+    ]
+
+
+def test_same_titles_and_same_bodies_answer_one_another():
+    documents = [make(n) for n in range(40)]
+    documents[10] = make(10, body_of(documents[3])[1:])
+    documents[11] = Document(title="pkg.Name5", text=documents[11].text, origin="")
+    relevant = {query.text: query.relevant for query in chosen(documents, train=0).reported}
+    assert relevant[" pkg name3"] == relevant[" pkg name10"] == (3, 10)
+    assert relevant[" pkg name5"] == (5, 11)
+
+
+def test_chunks_give_documents_their_best_and_only_the_nearest_count():
+    scores = by_document([0, 0, 2, 3], np.array([0.1, 0.5, -0.2, 0.3]), 5)
+    np.testing.assert_allclose(scores, [0.5, 0, 0, 0.3, 0])
+    many = by_document(range(DEPTH * 3), np.arange(DEPTH * 3) + 1.0, DEPTH * 3)
+    assert (many > 0).sum() == DEPTH and many[-1] == DEPTH * 3
+
+
+def test_fusion_by_hand():
+    fused = fuse(np.array([4, 2, 0], np.float32), np.array([0, 0.5, 0.9], np.float32), 0.5)
+    np.testing.assert_allclose(fused, [1, 0.75, 0.45])
+    np.testing.assert_allclose(fuse(np.zeros(2, np.float32), np.array([0.2, 0.4], np.float32), 1.0), [0.2, 0.4])
+
+
+def test_systems_are_measured_as_a_plain_loop_does():
+    generator = np.random.default_rng(0)
+    words = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
+    bodies = [" ".join(generator.choice(words, 6)) for _ in range(40)]
+    owners = [n for n in range(40) for _ in range(1 + n % 2)]
+    draw = lambda rows: generator.normal(size=(rows, 8)).astype(np.float32)  # noqa: E731
+    asked = [Query(" ".join(generator.choice(words, 2)), (n, n + 1)) for n in range(0, 20, 2)]
+    queries = Queries(asked, [Query("alpha beta", (30,)), Query("zeta", (31,))], 4)
+    trained, untrained = (Side(draw(len(owners)), draw(10), draw(2)) for _ in range(2))
+    result = evaluate(bodies, owners, queries, trained, untrained, seed=1)
+
+    def metrics(scores_of):
+        hits1, hits10, gains = [], [], []
+        for row, query in enumerate(asked):
+            scores = scores_of(row, query)
+            places = [
+                1 + i for i, n in enumerate(sorted(range(40), key=lambda n: (-scores[n], n in query.relevant)))
+                if n in query.relevant
+            ]  # fmt: skip
+            hits1.append(places[0] <= 1)
+            hits10.append(places[0] <= 10)
+            best = 1 + 1 / math.log2(3)
+            gains.append(sum(1 / math.log2(1 + place) for place in places if place <= 10) / best)
+        return np.mean(hits1), np.mean(hits10), np.mean(gains)
+
+    def by_vectors(side):
+        def best(row, document):
+            return max(side.chunks[i] @ side.reported[row] for i, owner in enumerate(owners) if owner == document)
+
+        return lambda row, query: [max(0, best(row, n)) for n in range(40)]
+
+    lexical = Lexical.build(bodies)
+    expected = {
+        "bm25": metrics(lambda row, query: lexical.scores(query.text)),
+        "model": metrics(by_vectors(trained)),
+        "untrained": metrics(by_vectors(untrained)),
+    }
+    for system, (hit1, hit10, gain) in expected.items():
+        quality = result.systems[system]
+        np.testing.assert_allclose([quality.hit_at_1, quality.hit_at_10, quality.ndcg_at_10], [hit1, hit10, gain])
+    for difference in result.differences:
+        a, b = (getattr(result.systems[name], difference.metric) for name in (difference.a, difference.b))
+        assert abs(difference.mean - (a - b)) < 1e-12
+        assert difference.interval[0] <= difference.mean <= difference.interval[1]
+    assert (result.val_queries, result.train_queries, result.tuning_queries) == (6, 4, 2)
+    assert "6 validation documents" in table(result) and "4 training documents" in table(result)
+    fused, bm25 = result.systems["fused"].ndcg_at_10, result.systems["bm25"].ndcg_at_10
+    assert result.better == ("fused" if fused > bm25 else "bm25")
+
+
+def test_the_fusion_weight_is_the_best_on_tuning_queries_alone():
+    bodies = ["same words", "same words", "same words"]
+    side = Side(np.eye(3, dtype=np.float32), np.eye(3, dtype=np.float32)[[0]], np.eye(3, dtype=np.float32)[[1]])
+    queries = Queries([Query("same", (2,))], [Query("same", (1,))], 0)
+    result = evaluate(bodies, range(3), queries, side, side, seed=0)
+    assert result.fusion_weight == 0.05, "every weight finds it: the smallest is taken"
+    assert result.systems["fused"].hit_at_1 == 0

@@ -1,0 +1,148 @@
+"""An index is built once, whole or not at all, refused where it does not belong, and answers as it says."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from farspan.domain.corpus import Document
+from farspan.domain.problems import Refusal
+from farspan.retrieval.evaluate import Evaluation
+from farspan.retrieval.index import Index, Manifest, Origin, Recipe, build
+from farspan.retrieval.rank import query_form
+from farspan.retrieval.search import SNIPPET_CHARS, search, snippet
+
+ORIGIN = Origin(model="m1", corpus="c1")
+TRAIN = 50
+
+
+def make(path, model, tokenizer, documents, **changes) -> tuple[Manifest, list[str]]:
+    said: list[str] = []
+    options = {"train": TRAIN, "origin": ORIGIN, "recipe": Recipe()} | changes
+    return build(path, model, tokenizer, documents, say=said.append, **options), said
+
+
+@pytest.fixture
+def index(tmp_path, model, tokenizer, documents):
+    make(tmp_path / "index", model, tokenizer, documents)
+    index = Index.open(tmp_path / "index", model, tokenizer, origin=ORIGIN, command="farspan embed RUN")
+    yield index
+    index.close()
+
+
+def with_evaluation(index: Index, **changes) -> None:
+    """Put an evaluation into an open index."""
+    evaluation = index.manifest.evaluation
+    assert isinstance(evaluation, Evaluation)
+    index.manifest = msgspec.structs.replace(index.manifest, evaluation=msgspec.structs.replace(evaluation, **changes))
+
+
+def better(index: Index, system: str) -> None:
+    quality = index.manifest.evaluation.systems["bm25"]
+    worse = msgspec.structs.replace(quality, ndcg_at_10=-1.0)
+    systems = {name: quality if name == system else worse for name in ("bm25", "fused", "model", "untrained")}
+    with_evaluation(index, systems=systems, fusion_weight=0.3)
+
+
+def test_the_manifest_says_what_the_index_is(tmp_path, model, tokenizer, documents):
+    manifest, _ = make(tmp_path / "index", model, tokenizer, documents)
+    assert (manifest.origin, manifest.documents, manifest.recipe.store) == (ORIGIN, 60, "qdrant")
+    evaluation = manifest.evaluation
+    assert evaluation.val_queries == 10 and evaluation.train_queries + evaluation.tuning_queries <= TRAIN
+    assert set(evaluation.systems) == {"bm25", "model", "untrained", "fused"}
+    assert msgspec.json.decode((tmp_path / "index/index.json").read_bytes(), type=Manifest) == manifest
+
+
+def test_the_same_again_does_nothing_and_anything_else_builds_anew(tmp_path, model, tokenizer, documents):
+    path = tmp_path / "index"
+    first, _ = make(path, model, tokenizer, documents)
+    before = {file: file.stat().st_mtime_ns for file in path.rglob("*") if file.is_file()}
+    again, said = make(path, model, tokenizer, documents)
+    assert again == first and said == [f"index {path} is up to date"]
+    assert {file: file.stat().st_mtime_ns for file in path.rglob("*") if file.is_file()} == before
+    other, said = make(path, model, tokenizer, documents, origin=Origin(model="m2", corpus="c1"))
+    assert other.origin.model == "m2" and len(said) > 1
+    changed, said = make(path, model, tokenizer, documents[:-1], origin=other.origin, recipe=Recipe(seed=3))
+    assert changed.documents == 59 and len(said) > 1
+    assert [p.name for p in tmp_path.iterdir()] == ["index"]
+
+
+def test_a_build_that_fails_leaves_the_old_index(tmp_path, model, tokenizer, documents):
+    path = tmp_path / "index"
+    first, _ = make(path, model, tokenizer, documents)
+    with pytest.raises(Refusal) as refusal:
+        make(path, model, tokenizer, [Document(title="t", text=" ", origin="o")], origin=Origin(model="x", corpus="y"))
+    assert refusal.value.problem.code == "no-documents"
+    index = Index.open(path, model, tokenizer, origin=ORIGIN, command="c")
+    assert index.manifest == first
+    index.close()
+
+
+@pytest.mark.parametrize("origin", [Origin(model="other", corpus="c1"), Origin(model="m1", corpus="other")])
+def test_an_index_of_another_model_or_corpus_is_refused(tmp_path, model, tokenizer, documents, origin):
+    make(tmp_path / "index", model, tokenizer, documents)
+    with pytest.raises(Refusal) as refusal:
+        Index.open(tmp_path / "index", model, tokenizer, origin=origin, command="farspan embed RUN")
+    problem = refusal.value.problem
+    assert (problem.code, problem.remedy) == ("no-index", "farspan embed RUN") and "other" in problem.fact
+
+
+def test_a_missing_index_is_refused(tmp_path, model, tokenizer):
+    with pytest.raises(Refusal) as refusal:
+        Index.open(tmp_path, model, tokenizer, origin=ORIGIN, command="farspan embed RUN")
+    assert refusal.value.problem.code == "no-index"
+
+
+def test_every_chunk_is_in_the_store_and_found_by_its_own_vector(index):
+    assert index.store.count() == len(index.chunks) == index.manifest.chunks
+    vectors = index.embedder.embed([chunk.indexed for chunk in index.chunks])
+    for chunk, vector in zip(index.chunks, vectors, strict=True):
+        hits = index.store.search(vector, 1, {"document": chunk.document})
+        np.testing.assert_allclose(hits[0].score, 1, atol=1e-2)
+        assert hits[0].payload == {"document": chunk.document, "title": chunk.title, "origin": chunk.origin}
+
+
+@pytest.mark.parametrize("system", ["bm25", "fused"])
+def test_the_better_system_answers_and_is_named(index, documents, system):
+    better(index, system)
+    answer = search(index, "port of a socket", 7)
+    assert (answer.system, len(answer.results)) == (system, 7) and "nDCG" in answer.why
+    assert answer == msgspec.structs.replace(search(index, "port of a socket", 7, system), why=answer.why)
+    assert answer.results[0].origin.startswith("docs/") and "socket" in answer.results[0].title
+    assert [r.score for r in answer.results] == sorted((r.score for r in answer.results), reverse=True)
+
+
+@pytest.mark.parametrize("system", ["bm25", "model", "fused"])
+def test_scores_are_those_of_a_plain_loop(index, documents, system):
+    better(index, system)
+    query = "socket.listen accept"
+    lexical = index.lexical.scores(query)
+    vectors = index.embedder.embed([query_form(query), *(chunk.indexed for chunk in index.chunks)])
+    cosine = np.zeros(len(documents))
+    for chunk, vector in zip(index.chunks, vectors[1:], strict=True):
+        cosine[chunk.document] = max(cosine[chunk.document], vector @ vectors[0])
+    expected = {"bm25": lexical, "model": cosine, "fused": lexical / lexical.max() + 0.3 * cosine}[system]
+    for result in search(index, query, 10, system).results:
+        number = int(result.origin[5:-4])
+        assert result.title == documents[number].title
+        assert result.score == pytest.approx(expected[number], abs=2e-2)
+
+
+def test_words_that_are_nowhere_are_answered_by_the_model_and_said(index):
+    better(index, "bm25")
+    answer = search(index, "zzz qqq")
+    assert answer.system == "model" and answer.why == "no word of the query is in the index"
+    assert search(index, "zzz qqq", 5, "bm25").results == ()
+
+
+def test_the_full_name_of_a_document_finds_it_first(index, documents):
+    better(index, "bm25")
+    for document in documents[::7]:
+        assert search(index, document.title, 3).results[0].title == document.title
+
+
+def test_snippets_are_short_and_show_what_was_asked_for():
+    text = "word " * 200 + "the cross_entropy loss " + "tail " * 200
+    cut = snippet(text, "CrossEntropy")
+    assert len(cut) <= SNIPPET_CHARS + 4 and "cross_entropy" in cut and cut.startswith("…") and cut.endswith("…")
+    assert snippet("a short\n  text", "nothing") == "a short text"
+    assert snippet("x" * 1000, "y")
