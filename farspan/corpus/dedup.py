@@ -1,7 +1,7 @@
 """Which documents are copies of one another: MinHash signatures, locality-sensitive hashing, exact verification.
 
 Near duplicates share at least THRESHOLD of their word triples (Jaccard). Signatures and triples lie in files, one
-set a shard; in memory are about 30 bytes a document. Two documents of Jaccard 0.8 are missed with probability 2e-5.
+set a shard; in memory are about 40 bytes a document. Two documents of Jaccard 0.8 are missed with probability 2e-5.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -120,9 +121,9 @@ class Shards:
         return np.fromfile(self.stems[shard].with_suffix(".shingles"), np.uint32, size, offset=4 * (end - size))
 
 
-def clusters(shards: Shards) -> npt.NDArray[np.int64]:
+def clusters(shards: Shards) -> npt.NDArray[Any]:
     """For each document the first document of its cluster of exact and near duplicates (itself if it has none)."""
-    parent = np.arange(len(shards.sizes))
+    parent: npt.NDArray[Any] = np.arange(len(shards.sizes), dtype=np.int32 if len(shards.sizes) < 2**31 else np.int64)
     for members in _buckets(shards.hashes()):
         parent[members] = members[0]
     distinct = parent == np.arange(len(parent))
@@ -136,7 +137,7 @@ def clusters(shards: Shards) -> npt.NDArray[np.int64]:
     return parent
 
 
-def _buckets(column: U64) -> Iterator[npt.NDArray[np.int64]]:
+def _buckets(column: U64) -> Iterator[npt.NDArray[Any]]:
     """Groups of two or more documents with the same value, each in ascending order."""
     order = np.argsort(column, kind="stable")
     ordered = column[order]
@@ -147,14 +148,14 @@ def _buckets(column: U64) -> Iterator[npt.NDArray[np.int64]]:
         yield order[start:end]
 
 
-def _root(parent: npt.NDArray[np.int64], document: int) -> int:
+def _root(parent: npt.NDArray[Any], document: int) -> int:
     while (above := int(parent[document])) != document:
         parent[document] = parent[above]
         document = above
     return document
 
 
-def _merge(shards: Shards, parent: npt.NDArray[np.int64], members: npt.NDArray[np.int64]) -> None:
+def _merge(shards: Shards, parent: npt.NDArray[Any], members: npt.NDArray[Any]) -> None:
     """Join the clusters of verified near duplicates among the documents of a bucket, ascending in size."""
     roots = [_root(parent, int(member)) for member in members]
     if len(set(roots)) == 1:

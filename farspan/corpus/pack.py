@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -72,10 +73,10 @@ def _write_shard(stem: Path, documents: Iterator[Document]) -> Shard:
     return Shard(documents=counts[0], text_bytes=counts[1], digest=digest.hexdigest())
 
 
-def each_shard(function: Callable[..., None], jobs: list[tuple[Path, ...]], workers: int) -> None:
+def each_shard(function: Callable[..., None], jobs: list[tuple[Any, ...]], workers: int) -> None:
     """Call `function(stem, ...)` for every job, in `workers` spawned processes; those done before are left alone."""
     run = functools.partial(_once, function)
-    if workers == 1 or len(jobs) == 1:
+    if workers == 1:
         for job in jobs:
             run(*job)
         return
@@ -92,7 +93,7 @@ def _one_thread() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def _once(function: Callable[..., None], stem: Path, *rest: Path) -> None:
+def _once(function: Callable[..., None], stem: Path, *rest: object) -> None:
     marker = stem.with_suffix(f".{function.__name__}.done")
     if not marker.exists():
         function(stem, *rest)

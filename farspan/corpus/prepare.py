@@ -93,8 +93,13 @@ def _build(
     exact, near, fates = _decide(stems, val_share, data)
     say(f"left out: {exact} exact and {near} near duplicates")
     tokenizer_file = work / "tokenizer.json"
-    if not tokenizer_file.exists():
-        _tokenizer(stems, text_bytes, config, say).save(tokenizer_file)
+    if config.use:
+        tokenizers.load(config.use).save(tokenizer_file)
+    else:
+        vocab = auto_vocab(text_bytes) if config.vocab == "auto" else config.vocab
+        say(f"training a tokenizer of {vocab:,} tokens")
+        sample = stems[:: -(-text_bytes // _SAMPLE_BYTES)]
+        pack.each_shard(learn, [(tokenizer_file, vocab, sample)], workers)
     words = tokenizers.load(tokenizer_file)
     vocab_size = _vocab_size(words, config)
     say(f"encoding with {words.engine}, vocabulary {vocab_size:,}")
@@ -126,27 +131,25 @@ def _decide(stems: list[Path], val_share: float, data: DataConfig) -> tuple[int,
     A document's split follows from the lowest text hash in its cluster of near duplicates: the same in any order.
     """
     shards = dedup.Shards(stems)
-    first, hashes = dedup.clusters(shards), shards.hashes()
-    lowest = hashes.copy()
-    np.minimum.at(lowest, first, hashes)
-    keys = lowest[first].astype(np.float64) / 2.0**64
-    fates = np.where(keys < val_share, np.uint8(pack.VAL), np.uint8(pack.TRAIN))
+    first, keys = dedup.clusters(shards), shards.hashes()
     leaders = first == np.arange(len(first))
-    exact = near = 0
+    exact = len(keys) - len(np.unique(keys)) if data.dedup else 0
+    near = len(keys) - int(leaders.sum()) - exact if data.dedup else 0
+    np.minimum.at(keys, first, keys)
+    keys = keys[first]
+    fates = np.where(keys < np.uint64(val_share * 2.0**64), np.uint8(pack.VAL), np.uint8(pack.TRAIN))
     if data.dedup:
         fates[~leaders] = pack.DROPPED
-        exact = len(hashes) - len(np.unique(hashes))
-        near = int(np.sum(~leaders)) - exact
     _refuse_empty_split(fates, keys, data)
     for number, stem in enumerate(stems):
         np.save(stem.with_suffix(".fates.npy"), fates[shards.first[number] : shards.first[number + 1]])
     return exact, near, hashlib.sha256(fates.tobytes()).hexdigest()
 
 
-def _refuse_empty_split(fates: npt.NDArray[np.uint8], keys: npt.NDArray[np.float64], data: DataConfig) -> None:
+def _refuse_empty_split(fates: npt.NDArray[np.uint8], keys: dedup.U64, data: DataConfig) -> None:
     for fate, name in ((pack.VAL, "validation"), (pack.TRAIN, "training")):
         if not np.any(fates == fate):
-            distinct = np.unique(keys)
+            distinct = np.unique(keys) / 2.0**64
             enough = f"{100 * (distinct[0] + distinct[1]) / 2:.3g}%" if len(distinct) > 1 else ""
             raise Refusal(
                 "no-documents",
@@ -158,12 +161,9 @@ def _refuse_empty_split(fates: npt.NDArray[np.uint8], keys: npt.NDArray[np.float
             )  # fmt: skip
 
 
-def _tokenizer(stems: list[Path], text_bytes: int, config: TokenizerConfig, say: Callable[[str], None]) -> Tokenizer:
-    if config.use:
-        return tokenizers.load(config.use)
-    vocab_size = auto_vocab(text_bytes) if config.vocab == "auto" else config.vocab
-    say(f"training a tokenizer of {vocab_size:,} tokens")
-    return tokenizers.train(_sample(stems[:: -(-text_bytes // _SAMPLE_BYTES)]), vocab_size)
+def learn(tokenizer_file: Path, vocab_size: int, stems: list[Path]) -> None:
+    """Train on the training documents of these shards; in a process of its own, whose memory goes with it."""
+    tokenizers.train(_sample(stems), vocab_size).save(tokenizer_file)
 
 
 def _sample(stems: list[Path]) -> Iterator[str]:
