@@ -27,6 +27,8 @@ from farspan.runtime.state import TrainState, learning_rate
 #: Loss scaling for fp16 as in arXiv 1710.03740, section 4.2: start high, halve on overflow, double after a quiet while.
 FIRST_LOSS_SCALE = 2.0**16
 QUIET_STEPS = 2000
+#: A run that is nearly done at its deadline may take this share more, so that its learning rate still decays.
+DEADLINE_GRACE = 0.05
 
 
 @dataclass
@@ -64,7 +66,7 @@ class Trainer:
         self.loss_scale = FIRST_LOSS_SCALE if worker.plan.train.precision == "fp16" else 1.0
         self.quiet = 0
         self._started = self._saved_at = time.monotonic()
-        self._saved_step = -1
+        self._saved_step = self._validated_step = -1
 
     @property
     def elapsed_s(self) -> float:
@@ -86,6 +88,8 @@ class Trainer:
             if self.step % train.validate_every == 0 or self.step == train.steps:
                 self._validate()
             reason = self._reason_to_stop()
+            if reason == "deadline" and self._validated_step != self.step:
+                self._validate()
             if not reason and time.monotonic() - self._saved_at >= train.checkpoint_every_s:
                 self.save()
         self.save()
@@ -96,7 +100,7 @@ class Trainer:
         train, mine = self.w.plan.train, 0
         if self.w.stop:
             mine = 100
-        elif self.w.group.rank == 0 and train.deadline_s is not None and self.elapsed_s >= train.deadline_s:
+        elif self.w.group.rank == 0 and self._too_late():
             mine = 10
         elif self.w.group.rank == 0 and train.patience and self.progress.stale >= train.patience:
             mine = 1
@@ -106,6 +110,14 @@ class Trainer:
         if self.step >= train.steps:
             return "done"
         return "deadline" if total >= 10 else "early-stop" if total else ""
+
+    def _too_late(self) -> bool:
+        """Past the deadline, and what is left would not fit in the grace after it."""
+        deadline_s = self.w.plan.train.deadline_s
+        if deadline_s is None or self.elapsed_s < deadline_s:
+            return False
+        left_s = (self.w.plan.train.steps - self.step) * self.elapsed_s / self.step
+        return self.elapsed_s + left_s > deadline_s * (1 + DEADLINE_GRACE)
 
     def _step(self, step: int) -> tuple[float, float, int, float]:
         """One update. Returns the mean loss, the gradient norm before clipping, valid tokens, and the learning rate."""
@@ -171,6 +183,7 @@ class Trainer:
 
     def _validate(self) -> None:
         loss, tokens, seconds = self.validation_loss()
+        self._validated_step = self.step
         best = self.progress.best_loss is None or loss < self.progress.best_loss
         self.progress = replace(
             self.progress,

@@ -36,8 +36,8 @@ from farspan.runtime.model import Decoder, initialise
 from farspan.runtime.state import TrainState
 from farspan.runtime.trainer import Trainer, Worker
 
-#: Tokens of sample text that a finished run writes after each prompt.
-SAMPLE_TOKENS = 80
+#: Tokens of sample text that a finished run writes, and of the prompt before it.
+SAMPLE_TOKENS, PROMPT_TOKENS = 80, 8
 
 
 def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None]) -> Worker:
@@ -107,9 +107,12 @@ def train(plan: Plan, run: RunFolder, rank: int, world: int) -> None:
 
 
 def sample(worker: Worker, step: int) -> None:
-    """Let the trained model write, for the report."""
+    """Let the trained model go on after the first words of two validation documents, for the report."""
     tokenizer = tokenizers.load(worker.run.tokenizer)
-    for prompt in ("", "Return the "):
+    folder = Path(load(worker.run.record, RunRecord).corpus)
+    val = TokenFile.open(folder, "val", worker.manifest)
+    for document in (0, worker.manifest.val.documents // 2):
+        prompt = tokenizer.decode(val.document(document)[:PROMPT_TOKENS].tolist())
         text = generate(worker.model, tokenizer, prompt, tokens=SAMPLE_TOKENS, temperature=0.8, top_k=50, seed=0)
         worker.emit(Sampled(at=time.time(), step=step, prompt=prompt, text=text))
 

@@ -15,9 +15,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", default="")
     parser.add_argument("--run", metavar="RUN", help="run directory (default: the newest under runs/)")
     parser.add_argument("--tokens", type=_positive, default=100)
-    parser.add_argument(
-        "--temperature", type=_not_negative, default=0.8, help="0: the likeliest token (default: 0.8)"
-    )
+    parser.add_argument("--temperature", type=_not_negative, default=0.8, help="0: the likeliest token (default: 0.8)")
     parser.add_argument("--top-k", type=_positive, default=50)
     parser.add_argument("--seed", type=int, default=0)
 

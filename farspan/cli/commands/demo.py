@@ -1,0 +1,62 @@
+"""The main job on the built-in corpus, in a few minutes: text, tokens, plan, training, report, index, searches."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from farspan.cli import job
+from farspan.cli.console import Console
+from farspan.domain.config import BudgetConfig, RunConfig
+
+HELP = "the main job on the built-in corpus"
+
+#: About as large a model as learns the most from this corpus in two minutes on two cores.
+SIZE = "tiny"
+
+QUERIES = ("read a file line by line", "cross entropy loss of a classifier", "wait for several threads to finish")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--run", metavar="FOLDER", default="runs/demo", help="run directory (default: runs/demo)")
+    parser.add_argument("--time", default="2m", help="time to train for (default: 2m)")
+
+
+def run(given: argparse.Namespace, console: Console) -> None:
+    job.require_torch()
+    from farspan.cli.retrieve import make_index, opened, say_answer
+    from farspan.retrieval.evaluate import table
+    from farspan.retrieval.search import search
+
+    config = RunConfig(data="pydocs", name="demo", size=SIZE, budget=BudgetConfig(time=given.time))
+    path = _free(Path(given.run))
+    _head("text, tokens, plan", console)
+    planned = job.plan(config, console)
+    job.say_plan(planned, console)
+    folder = job.open_run(path, config, planned)
+    _head("training", console)
+    measured = job.train(folder, console)
+    job.say_result(folder, console)
+    _head("embeddings and vector database", console)
+    manifest = make_index(folder, console)
+    if manifest.evaluation is not None:
+        console.say(table(manifest.evaluation))
+    _head("three searches", console)
+    answers = []
+    with opened(folder) as index:
+        for query in QUERIES:
+            console.say(f"\n> {query}")
+            answers.append(search(index, query, 3))
+            say_answer(answers[-1], console)
+    console.say(f'\nyours now: farspan search "..." --run {path}   report: {folder.report}')
+    console.answer({"run": str(path), "measurement": measured, "index": manifest, "answers": answers})
+
+
+def _head(text: str, console: Console) -> None:
+    console.say(f"\n== {text}")
+
+
+def _free(path: Path) -> Path:
+    """`path`, or `path-2`, `path-3` ... where a demo was run before."""
+    candidates = (path, *(path.with_name(f"{path.name}-{number}") for number in range(2, 1000)))
+    return next(candidate for candidate in candidates if not candidate.exists())

@@ -1,0 +1,28 @@
+"""Embed a run's documents with its model into a vector database beside it, and measure how well that finds them."""
+
+from __future__ import annotations
+
+import argparse
+
+from farspan.cli import job
+from farspan.cli.console import Console
+from farspan.cli.runs import find_run
+
+HELP = "turn the model into a searchable index"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", nargs="?", help="run directory (default: the newest under runs/)")
+
+
+def run(given: argparse.Namespace, console: Console) -> None:
+    job.require_torch()
+    from farspan.cli.retrieve import make_index
+    from farspan.retrieval.evaluate import table
+
+    folder = find_run(given.run, console)
+    manifest = make_index(folder, console)
+    if manifest.evaluation is not None:
+        console.say(table(manifest.evaluation))
+    console.say(f'index: {folder.index}; next: farspan search "..." --run {folder.path}')
+    console.answer({"run": str(folder.path), "index": str(folder.index), "manifest": manifest})
