@@ -80,10 +80,9 @@ def main() -> None:
     (given.work / "run.yaml").write_text("data: pydocs\n")
     steps = -(-given.tokens // 2048)
     todo: SimpleQueue[tuple[str, int]] = SimpleQueue()
-    for seed in given.seeds:
-        for precision in ("fp32", "bf16"):
-            if not ended(given.work / f"{precision}-{seed}"):
-                todo.put((precision, seed))
+    for precision, seed in ((p, s) for s in given.seeds for p in ("fp32", "bf16")):
+        if not ended(given.work / f"{precision}-{seed}"):
+            todo.put((precision, seed))
 
     def work(core: int) -> None:
         while True:
