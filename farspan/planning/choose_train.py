@@ -17,7 +17,7 @@ from farspan.domain.units import format_count, format_seconds, parse_seconds
 from farspan.estimate.price import RESERVE
 from farspan.planning.choose_model import ChosenModel, price_per_hour
 from farspan.planning.quantities import asked_rows, asked_tokens, out_of_range, positive
-from farspan.planning.size import FRESH_EPOCHS, SMALLEST, TOKENS_PER_PARAMETER
+from farspan.planning.size import FRESH_EPOCHS, SMALLEST, TOKENS_PER_PARAMETER, TOLERANCE
 
 #: A run has about so many validations, and spends about this share of its compute on them (forward is a third).
 VALIDATIONS, VALIDATION_SHARE = 12, 0.05
@@ -243,8 +243,8 @@ def _validate_tokens(corpus: CorpusManifest, run_tokens: int, seq_len: int) -> i
 def _warnings(model: ModelSpec, corpus: CorpusManifest, train: TrainSpec) -> tuple[str, ...]:
     count, seen, found = parameters(model), train.steps * train.tokens_per_step, []
     epochs = seen / corpus.train.tokens
-    if seen / count < FAR_TOO_FEW:
-        fits = max(SMALLEST, min(FRESH_EPOCHS * corpus.train.tokens, seen) / TOKENS_PER_PARAMETER)
+    fits = max(SMALLEST, min(FRESH_EPOCHS * corpus.train.tokens, seen) / TOKENS_PER_PARAMETER)
+    if seen / count < FAR_TOO_FEW and count > fits * (1 + TOLERANCE):
         found.append(
             f"the model is too large for what it will see: {format_count(count)} parameters, {format_count(seen)} "
             f"tokens, {seen / count:.2g} a parameter where 20 is compute-optimal; {format_count(fits)} parameters fit"
