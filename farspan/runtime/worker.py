@@ -7,6 +7,7 @@ It reads the plan, builds its part, trains, and appends events to the run direct
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -61,12 +62,22 @@ def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
     model.to(group.device)
     state = TrainState(model, plan.train.precision)
     if plan.train.compile:
-        for block in model.blocks:
-            block.compile()
+        compile_blocks(model, group.device)
     return Worker(
         plan=plan, run=run, group=group, model=model, state=state, manifest=manifest, train=train, val=val,
         emit=emit, clock=time.time,
     )  # fmt: skip
+
+
+def compile_blocks(model: Decoder, device: torch.device) -> None:
+    """torch.compile each block; on a CPU that needs a C++ compiler."""
+    if device.type == "cpu" and not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++")):
+        raise Refusal(
+            "extra-missing", what="train.compile needs a C++ compiler on a CPU", where="run.yaml, key train.compile",
+            fact="neither g++ nor clang++ is on the path", remedy="apt-get install g++, or set train.compile: false",
+        )  # fmt: skip
+    for block in model.blocks:
+        block.compile()
 
 
 def train(plan: Plan, run: RunFolder, rank: int, world: int) -> None:
