@@ -208,7 +208,7 @@ def gemm(corpus: Path, precision: str, out: int) -> None:
 def main() -> None:
     name, corpus, threads, out = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     torch.set_num_threads(threads)
-    kind, precision = name.split("-")[0], (name.split("-") + [""])[1]
+    kind, precision = name.split("-")[0], ([*name.split("-"), ""])[1]
     {"farspan": farspan, "nanogpt": nanogpt, "trainer": trainer, "gemm": gemm}[kind](corpus, precision, out)
 
 

@@ -4,10 +4,10 @@
 
 Contestants: farspan (its real worker, in the environment its launcher gives), a plain nanoGPT-style loop, and Hugging
 Face `Trainer` (with bf16, and with its defaults, fp32); `nanogpt-bf16-malloc` is the plain loop given the allocator
-settings that farspan's launcher gives, to show how much of the gain they are. GPT-2-like, 6 layers x 384, context 256, batch 8, vocabulary
-8,192, all cores. Each contestant is one process that waits while the others take their turn; a round times `--steps`
-optimizer steps of each. Reported: median and best tokens/s over all rounds, and the median over rounds of farspan's
-ratio to each peer. The GEMM limit is the step's matrix products, at the rates measured in the same run.
+settings that farspan's launcher gives, to show how much of the gain they are. GPT-2-like, 6 layers x 384, context 256,
+batch 8, vocabulary 8,192, all cores. Each contestant is one process that waits while the others take their turn; a
+round times `--steps` optimizer steps of each. Reported: median and best tokens/s over all rounds, and the median over
+rounds of farspan's ratio to each peer. The GEMM limit is the step's matrix products, at the rates of the same run.
 Writes benchmarks/results/training.json.
 """
 

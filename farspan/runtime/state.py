@@ -88,8 +88,9 @@ class TrainState:
         counted = torch.tensor(float(step), device=self.grad.device)
         for decay, part in ((optimizer.weight_decay, slice(0, self.decayed)), (0.0, slice(self.decayed, None))):
             torch._fused_adamw_(
-                [self.master[part]], [self.grad[part]], [self.exp_avg[part]], [self.exp_avg_sq[part]], [], [counted], amsgrad=False, lr=lr, beta1=optimizer.beta1, beta2=optimizer.beta2,
-                weight_decay=decay, eps=optimizer.eps, maximize=False, grad_scale=divisor, found_inf=None,
+                [self.master[part]], [self.grad[part]], [self.exp_avg[part]], [self.exp_avg_sq[part]], [], [counted],
+                amsgrad=False, lr=lr, beta1=optimizer.beta1, beta2=optimizer.beta2, weight_decay=decay,
+                eps=optimizer.eps, maximize=False, grad_scale=divisor, found_inf=None,
             )  # fmt: skip
         self.grad.zero_()
         self.publish()

@@ -22,7 +22,7 @@ from farspan.launch.local import LocalWorkers
 from farspan.runtime import checkpoint
 from farspan.runtime.data import Order, Windows
 from farspan.runtime.model import Decoder, initialise
-from farspan.runtime.state import learning_rate
+from farspan.runtime.state import TrainState, learning_rate
 from tests import tiny
 
 TRAIN = TrainSpec(
@@ -204,9 +204,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(tmp_path, how, 
     assert checkpoint.read(folder / "step-00000003", _state()).step == 3
 
 
-def _state():
-    from farspan.runtime.state import TrainState
-
+def _state() -> TrainState:
     model = Decoder(tiny.SPEC)
     initialise(model, 0)
     return TrainState(model, "fp32")
@@ -248,26 +246,21 @@ def test_only_the_last_k_checkpoints_and_the_best_are_kept(tmp_path):
 
 @pytest.mark.parametrize("rows", [(6,), (3, 3)])
 def test_a_non_finite_loss_stops_before_the_update(tmp_path, rows):
-    """A learning rate far too high makes the loss overflow; the saved state is the last finite one."""
-    train = replace(TRAIN, steps=50, optimizer=Optimizer(lr=1.0, clip=0.0, weight_decay=1.0), schedule=Schedule(kind="constant"))
-    plan = tiny.plan(train, rows=rows)
-    run = tiny.run_folder(tmp_path / "run", plan)
+    run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN, rows=rows))
     poison(run)
     with pytest.raises(Refusal) as refusal:
         launch(run)
     problem = refusal.value.problem
     assert problem.code == "non-finite" and problem.exit_code == 20
     assert "rank" in problem.where and "samples" in problem.where
+    assert problem.what.endswith("at step 2; the update was not made")
+    assert not [event for event in read_events(run.events) if isinstance(event, Step)]
     assert all(torch.isfinite(tensor).all() for name, tensor in weights(run).items() if name != "tok.weight")
 
 
 def poison(run: RunFolder) -> None:
-    """A checkpoint one of whose embeddings is so large that the next forward pass overflows."""
-    from farspan.runtime.state import TrainState
-
-    model = Decoder(tiny.SPEC)
-    initialise(model, 0)
-    state = TrainState(model, "fp32")
+    """A checkpoint after step 1 some of whose embeddings are infinite, so that the next loss is not a number."""
+    state = _state()
     state.master[:100] = float("inf")
     progress = checkpoint.Progress(step=1, plan=run.load_plan().hash, elapsed_s=0.0)
     checkpoint.write(run.checkpoints, state, progress, keep=3)
