@@ -66,9 +66,11 @@ def plan(config: RunConfig, console: Console) -> Planned:
     from farspan.estimate.price import estimate
     from farspan.launch.probe import LocalProbe
     from farspan.planning.resolve import resolve
+    from farspan.retrieval.stores import resolve as resolve_store
     from farspan.techniques import data
 
     require_torch()
+    resolve_store(config.index.store)
     folder, manifest = prepare(config, console)
     workers = config.parallel.workers
     with LocalProbe(threads=1) as scout:
@@ -112,8 +114,8 @@ def first_device(cluster: Cluster) -> PlannedDevice:
 
 
 def open_run(path: Path, config: RunConfig, planned: Planned) -> RunFolder:
-    """Make the run directory; refuses one that exists, and a disk without room for the checkpoints."""
-    refuse_existing(path)
+    """Make the run directory; refuses one that exists, also one that was made while this run was planned."""
+    refuse_existing(path, f"farspan train run.yaml --run {path}-2")
     run = RunFolder(path)
     path.mkdir(parents=True, exist_ok=True)
     run.logs.mkdir(exist_ok=True)
@@ -131,11 +133,12 @@ def open_run(path: Path, config: RunConfig, planned: Planned) -> RunFolder:
     return run
 
 
-def refuse_existing(path: Path) -> None:
+def refuse_existing(path: Path, remedy: str) -> None:
+    """Refuse a path where anything lies: nothing is ever written over."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise Refusal(
-            "run-exists", what="this run directory exists already", where=path,
-            fact="a run is never written over", remedy=f"farspan resume {path}, or: farspan train run.yaml --run NEW",
+            "run-exists", what="this folder exists already", where=path, fact="nothing is ever written over",
+            remedy=remedy,
         )  # fmt: skip
 
 

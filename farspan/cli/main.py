@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise Refusal(
-            "usage", what=message, where=self.prog, fact="these words are not a command that farspan has",
+            "usage", what=message, where=self.prog, fact="the command does not take these words",
             remedy=f"{self.prog} --help",
         )  # fmt: skip
 

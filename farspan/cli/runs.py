@@ -25,6 +25,11 @@ def cache() -> Path:
 
 def load_config(path: Path, overrides: list[str]) -> RunConfig:
     """run.yaml with `--set key.key=value` on top; each override is checked like a line of the file."""
+    if path.name == "run.yaml" and not path.exists() and path.absolute().parent.is_dir():
+        raise Refusal(
+            "path-missing", what="there is no run.yaml here", where=path.absolute(), fact="it says what to train",
+            remedy=f"farspan init FOLDER --out {path}",
+        )  # fmt: skip
     if not path.exists():
         raise missing_path(path)
     if not overrides:

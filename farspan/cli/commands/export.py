@@ -25,7 +25,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
 
     folder = find_run(given.run, console)
     out = Path(given.out) if given.out else folder.path / "export"
-    job.refuse_existing(out)
+    job.refuse_existing(out, f"farspan export {folder.path} --out {out}-2")
     trained = load(folder)
     out.mkdir(parents=True, exist_ok=True)
     export(

@@ -8,6 +8,7 @@ from pathlib import Path
 from farspan.cli.console import Console
 from farspan.domain.codec import missing_path, write_atomically
 from farspan.domain.problems import Refusal
+from farspan.domain.units import parse_seconds
 
 HELP = "write a run.yaml for a folder of text"
 
@@ -33,7 +34,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace, console: Console) -> None:
     from farspan.corpus.sources import open_source
+    from farspan.planning.quantities import positive
 
+    positive(parse_seconds, given.time, "--time", "10m")
     out = Path(given.out)
     if out.exists():
         raise Refusal(

@@ -21,7 +21,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace, console: Console) -> None:
     config = load_config(Path(given.config), given.set)
     path = Path(given.run) if given.run else Path("runs") / default_name(config)
-    job.refuse_existing(path)
+    job.refuse_existing(path, f"farspan train {given.config} --run {path}-2, or to go on: farspan resume {path}")
     planned = job.plan(config, console)
     job.say_plan(planned, console)
     folder = job.open_run(path, config, planned)
