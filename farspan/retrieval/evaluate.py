@@ -124,7 +124,7 @@ class Side(msgspec.Struct, frozen=True):
 def evaluate(
     bodies: Sequence[str], owners: Sequence[int], queries: Queries, trained: Side, untrained: Side, seed: int
 ) -> Evaluation:
-    """Measure the four systems; `owners[i]` is the document of body chunk i."""
+    """Measure the four systems; `bodies` are the documents as they can be found, `owners[i]` that of body chunk i."""
     reported, tuning, filling = queries.reported, queries.tuning, queries.filling
     lexical, N = Lexical.build(bodies), len(bodies)
     weight = _best_weight(tuning, lexical, lambda row: trained.scores(trained.tuning[row], owners, N))

@@ -7,6 +7,7 @@ fitted.safetensors, store/, bm25/
 
 from __future__ import annotations
 
+import functools
 import shutil
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -20,12 +21,15 @@ from farspan.domain.problems import Refusal
 from farspan.retrieval import stores
 from farspan.retrieval.chunk import Chunk, Chunking, chunk_documents
 from farspan.retrieval.embed import Embedder, Pooling, Tokens
-from farspan.retrieval.evaluate import Evaluation, Side, body_of, choose_queries, evaluate
+from farspan.retrieval.evaluate import Evaluation, Queries, Side, body_of, choose_queries, evaluate
 from farspan.retrieval.lexical import Lexical
+from farspan.retrieval.rank import query_form
 from farspan.runtime.model import Decoder, initialise
 
 _MANIFEST, _CHUNKS, _FITTED = "index.json", "chunks.jsonl", "fitted.safetensors"
 _ADD_AT_ONCE = 1024
+#: Titles at most that the mean of queries is fitted to.
+_TITLES = 1000
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,12 +101,24 @@ def _write(
     say(f"embedding {len(chunks):,} chunks of {len(documents):,} documents")
     # Heads hold titles: what vectors are fitted to must not know them, or the evaluation would.
     bodies, heads = [c for c in chunks if not c.head], [c for c in chunks if c.head]
-    embedder, bodies_ND = Embedder.fit(model, tokenizer, [c.indexed for c in bodies or heads], recipe.pooling)
-    evaluation = _evaluate(model, tokenizer, documents, bodies, train, recipe, (embedder, bodies_ND), say)
+    fit = functools.partial(
+        Embedder.fit, tokenizer=tokenizer, texts=[chunk.indexed for chunk in bodies or heads],
+        queries=_like_queries(documents[:train] or documents), pooling=recipe.pooling,
+    )  # fmt: skip
+    embedder, bodies_ND = fit(model)
+    texts = [body_of(document) for document in documents]
+    queries = choose_queries(documents, texts, train, recipe.seed)
+    evaluation = None
+    if queries.reported:
+        say(f"embedding the same with an untrained model, to compare over {len(queries.reported)} queries")
+        blank = Decoder(model.spec).eval().to(model.tok.weight.device)
+        initialise(blank, recipe.seed)
+        sides = (_side(embedder, bodies_ND, queries), _side(*fit(blank), queries))
+        evaluation = evaluate(texts, [chunk.document for chunk in bodies], queries, *sides, recipe.seed)
     store = stores.load(recipe.store).create(work / "store", bodies_ND.shape[1])
     _add(store, bodies or heads, bodies_ND)
     if bodies:
-        _add(store, heads, embedder.embed([c.indexed for c in heads]))
+        _add(store, heads, embedder.passages([c.indexed for c in heads]))
     store.finish()
     store.close()
     Lexical.build(f"{document.title}\n{document.text}" for document in documents).save(work / "bm25")
@@ -129,26 +145,15 @@ def _add(store: stores.Store, chunks: Sequence[Chunk], vectors_ND: stores.Vector
         store.add([c.id for c in some], vectors_ND[start : start + len(some)], payloads)
 
 
-def _evaluate(
-    model: Decoder, tokenizer: Tokens, documents: Sequence[Document], chunks: Sequence[Chunk], train: int,
-    recipe: Recipe, trained: tuple[Embedder, stores.Vectors], say: Callable[[str], None],
-) -> Evaluation | None:  # fmt: skip
-    bodies = [body_of(document) for document in documents]
-    queries = choose_queries(documents, bodies, train, recipe.seed)
-    if not queries.reported:
-        say("not evaluated: no document has text after its first line")
-        return None
-    say(f"embedding the same with an untrained model, to compare over {len(queries.reported)} queries")
-    blank = Decoder(model.spec).eval().to(model.tok.weight.device)
-    initialise(blank, recipe.seed)
-    untrained = Embedder.fit(blank, tokenizer, [chunk.indexed for chunk in chunks], recipe.pooling)
+def _like_queries(documents: Sequence[Document]) -> list[str]:
+    """Titles as they would be asked, evenly over the documents: what the mean of queries is fitted to."""
+    forms = [query_form(document.title) for document in documents[:: len(documents) // _TITLES + 1]]
+    return [form for form in forms if form] or [documents[0].text]
 
-    def side(embedder: Embedder, chunks_ND: stores.Vectors) -> Side:
-        reported, tuning = ([query.text for query in some] for some in (queries.reported, queries.tuning))
-        return Side(chunks_ND, embedder.embed(reported), embedder.embed(tuning))
 
-    owners = [chunk.document for chunk in chunks]
-    return evaluate(bodies, owners, queries, side(*trained), side(*untrained), recipe.seed)
+def _side(embedder: Embedder, bodies_ND: stores.Vectors, queries: Queries) -> Side:
+    reported, tuning = ([query.text for query in some] for some in (queries.reported, queries.tuning))
+    return Side(bodies_ND, embedder.queries(reported), embedder.queries(tuning))
 
 
 class Index:

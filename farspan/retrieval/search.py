@@ -54,7 +54,7 @@ def _better(index: Index) -> tuple[System, str]:
 def _vector_scores(index: Index, query: str) -> Scores:
     """Cosines by document, from the chunks that the store finds nearest."""
     # A document may hold several of the nearest chunks; four times the depth leaves enough documents.
-    hits = index.store.search(index.embedder.embed([query_form(query)])[0], 4 * DEPTH)
+    hits = index.store.search(index.embedder.queries([query_form(query)])[0], 4 * DEPTH)
     documents = [int(hit.payload["document"]) for hit in hits]
     return by_document(documents, np.array([hit.score for hit in hits], np.float32), index.manifest.documents)
 
