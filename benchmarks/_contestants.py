@@ -55,11 +55,12 @@ def farspan(corpus: Path, precision: str, out: int) -> None:
     )  # fmt: skip
     mesh = Mesh(ranks=(0,), shape=(1,), axes=("data",))
     stage = Stage(layers=(0, L), mesh=mesh, rows=(B,), micro_rows=B, grad_sync=GradSync(bucket_bytes=2**20))
+    manifest = load(corpus / "corpus.json", CorpusManifest)
     plan = Plan(
         technique="data", model=spec, train=TrainSpec(
             steps=10**6, batch=B, seq_len=T, precision=precision, optimizer=Optimizer(lr=6e-4)  # type: ignore[arg-type]
         ),
-        replicas=(Replica(stages=(stage,)),), inputs=Inputs(cluster="", corpus=load(corpus / "corpus.json", CorpusManifest).hash),
+        replicas=(Replica(stages=(stage,)),), inputs=Inputs(cluster="", corpus=manifest.hash),
         devices=(PlannedDevice(host="here", backend="cpu", index=0, threads=torch.get_num_threads()),),
     )  # fmt: skip
     run = RunFolder(Path(tempfile.mkdtemp()))
