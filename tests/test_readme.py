@@ -1,0 +1,63 @@
+"""The README's commands for one's own text, run as they stand; only the folder and the time are replaced."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+README = Path(__file__).parent.parent / "README.md"
+FOLDER, TIME = "~/papers", "10m"
+
+
+def commands() -> list[str]:
+    """The lines of the fenced block under "Your own text" that run farspan."""
+    section = README.read_text().split("\n## Your own text\n")[1].split("\n## ")[0]
+    block = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)[0]
+    return [line for line in block.splitlines() if line.startswith("farspan ")]
+
+
+def write_papers(folder: Path) -> None:
+    """80 short papers, .md and .txt by turns, over 1,200 made-up words that follow one another unevenly."""
+    rng = random.Random(0)
+    syllables = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
+    words = ["".join(rng.choices(syllables, k=rng.randint(2, 4))) for _ in range(1200)]
+    for number in range(80):
+        topic = rng.sample(words, 150)
+        lines = [" ".join(rng.choices(topic, k=rng.randint(8, 15))).capitalize() + "." for _ in range(25)]
+        title, suffix = " ".join(topic[:4]), ("md", "txt")[number % 2]
+        (folder / f"paper-{number:02}.{suffix}").write_text(f"# {title}\n\n" + "\n".join(lines) + "\n")
+
+
+def test_the_commands_for_ones_own_text_work_as_they_stand(tmp_path: Path) -> None:
+    papers, here = tmp_path / "papers", tmp_path / "here"
+    papers.mkdir()
+    here.mkdir()
+    write_papers(papers)
+    environment = os.environ | {"FARSPAN_CACHE": str(tmp_path / "cache")}
+    lines = commands()
+    done = {}
+    for line in lines:
+        words = shlex.split(line.replace(FOLDER, str(papers)).replace(TIME, "8s"), comments=True)
+        result = subprocess.run(
+            [sys.executable, "-m", *words], cwd=here, env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert result.returncode == 0, f"{line}\n{result.stdout}\n{result.stderr}"
+        assert "Traceback" not in result.stderr
+        done[words[1]] = result.stdout
+    assert [line.split()[1] for line in lines] == [
+        "doctor", "init", "train", "report", "generate", "embed", "search", "export", "resume"
+    ]  # fmt: skip
+    run = here / "runs/papers"
+    for name in ("report.html", "plan.json", "estimate.json", "run.yaml", "run.json", "corpus.json", "tokenizer.json",
+                 "events.jsonl", "tensorboard", "logs", "checkpoints/best", "index"):  # fmt: skip
+        assert (run / name).exists(), name
+    assert json.loads((run / "export/config.json").read_text())["model_type"] in ("gpt2", "llama")
+    assert done["generate"].split("\n", 1)[1].startswith("In this paper")
+    assert "paper-" in done["search"]
+    assert any((tmp_path / "cache/corpora").iterdir()), "prepared text goes where FARSPAN_CACHE says"
