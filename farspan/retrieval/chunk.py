@@ -7,7 +7,7 @@ kind start a new token anyway, so a chunk's tokens are those that the document h
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice, repeat
 from typing import Annotated, Protocol
 
@@ -151,7 +151,8 @@ def _pieces(text: str, tokenizer: Encoder, size: int) -> list[tuple[str, int]]:
     """The text in consecutive pieces with their token counts, none longer than `size`: sentences, words, halves."""
     pieces = [text]
     counts = [size + 1]
-    for cut in chain((_SENTENCE_END.split, _WORD_END.split), repeat(_halves)):
+    cuts: Iterator[Callable[[str], list[str]]] = chain((_SENTENCE_END.split, _WORD_END.split), repeat(_halves))
+    for cut in cuts:
         pieces = [
             part for piece, n in zip(pieces, counts, strict=True) for part in (cut(piece) if n > size else [piece])
         ]

@@ -7,6 +7,7 @@ and the first line are left out. Weights of the fusion are chosen on queries tha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -57,10 +58,12 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     documents: int
     with_body: int
     fusion_weight: float
+    #: Chunks of a document that vectors were made of, its head being the first; None: all.
+    first_chunks: int | None
     seed: int
 
     @property
-    def better(self) -> str:
+    def better(self) -> Literal["bm25", "fused"]:
         """What a search answers with: "fused" where its nDCG@10 is higher, "bm25" otherwise."""
         return "fused" if self.systems["fused"].ndcg_at_10 > self.systems["bm25"].ndcg_at_10 else "bm25"
 
@@ -122,9 +125,13 @@ class Side(msgspec.Struct, frozen=True):
 
 
 def evaluate(
-    bodies: Sequence[str], owners: Sequence[int], queries: Queries, trained: Side, untrained: Side, seed: int
-) -> Evaluation:
-    """Measure the four systems; `bodies` are the documents as they can be found, `owners[i]` that of body chunk i."""
+    bodies: Sequence[str], owners: Sequence[int], queries: Queries, trained: Side, untrained: Side, seed: int,
+    first_chunks: int | None = None,
+) -> Evaluation:  # fmt: skip
+    """Measure the four systems; `bodies` are the documents as they can be found, `owners[i]` that of body chunk i.
+
+    `first_chunks` only says how many chunks of a document there are vectors of, where that is limited.
+    """
     reported, tuning, filling = queries.reported, queries.tuning, queries.filling
     lexical, N = Lexical.build(bodies), len(bodies)
     weight = _best_weight(tuning, lexical, lambda row: trained.scores(trained.tuning[row], owners, N))
@@ -149,7 +156,8 @@ def evaluate(
             for metric in ("hit_at_1", "hit_at_10", "ndcg_at_10")
         ),
         val_queries=len(reported) - filling, train_queries=filling, tuning_queries=len(tuning),
-        documents=N, with_body=sum(bool(body.strip()) for body in bodies), fusion_weight=weight, seed=seed,
+        documents=N, with_body=sum(bool(body.strip()) for body in bodies), fusion_weight=weight,
+        first_chunks=first_chunks, seed=seed,
     )  # fmt: skip
 
 
@@ -191,9 +199,12 @@ def table(evaluation: Evaluation) -> str:
     origin = f"all {evaluation.val_queries} validation documents that can be asked for"
     if evaluation.train_queries:
         origin += f" and {evaluation.train_queries} training documents"
-    lines.append(
-        f"{count} titles as queries ({origin}); candidates: {evaluation.documents} documents without title and first"
-        f" line, of which {evaluation.with_body} have text left; fusion weight {evaluation.fusion_weight:g} chosen on"
-        f" {evaluation.tuning_queries} other titles; searches answer with {evaluation.better}"
-    )
+    limit = f", vectors of the first {evaluation.first_chunks} chunks of each" if evaluation.first_chunks else ""
+    lines += [
+        f"{count} titles as queries ({origin}), split at separators; fusion weight"
+        f" {evaluation.fusion_weight:g} chosen on {evaluation.tuning_queries} others",
+        f"candidates: {evaluation.documents} documents without title and first line, of which {evaluation.with_body}"
+        f" have text left{limit}",
+        f"searches answer with {evaluation.better}",
+    ]
     return "\n".join(lines)

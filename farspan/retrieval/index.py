@@ -114,7 +114,8 @@ def _write(
         blank = Decoder(model.spec).eval().to(model.tok.weight.device)
         initialise(blank, recipe.seed)
         sides = (_side(embedder, bodies_ND, queries), _side(*fit(blank), queries))
-        evaluation = evaluate(texts, [chunk.document for chunk in bodies], queries, *sides, recipe.seed)
+        owners = [chunk.document for chunk in bodies]
+        evaluation = evaluate(texts, owners, queries, *sides, recipe.seed, recipe.chunking.per_document)
     store = stores.load(recipe.store).create(work / "store", bodies_ND.shape[1])
     _add(store, bodies or heads, bodies_ND)
     if bodies:
@@ -141,7 +142,7 @@ def _fitting(chunking: Chunking, context: int) -> Chunking:
 def _add(store: stores.Store, chunks: Sequence[Chunk], vectors_ND: stores.Vectors) -> None:
     for start in range(0, len(chunks), _ADD_AT_ONCE):
         some = chunks[start : start + _ADD_AT_ONCE]
-        payloads = [{"document": c.document, "title": c.title, "origin": c.origin} for c in some]
+        payloads: list[stores.Payload] = [{"document": c.document, "title": c.title, "origin": c.origin} for c in some]
         store.add([c.id for c in some], vectors_ND[start : start + len(some)], payloads)
 
 
@@ -166,6 +167,10 @@ class Index:
         self._first_chunk = [
             bisect_left(self.chunks, n, key=lambda c: c.document) for n in range(manifest.documents + 1)
         ]
+        self.named: dict[str, list[int]] = {}
+        for chunk in self.chunks:
+            if chunk.ordinal == 0:
+                self.named.setdefault(chunk.title.lower(), []).append(chunk.document)
         self.lexical = Lexical.load(path / "bm25", manifest.documents)
         self.embedder = Embedder.load(model, tokenizer, manifest.recipe.pooling, path / _FITTED)
         self.store = stores.load(manifest.recipe.store).open_store(path / "store")

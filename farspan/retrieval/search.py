@@ -33,7 +33,9 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 def search(index: Index, query: str, k: int = 10, system: System | None = None) -> Answer:
     """The k best documents by `system`, or by what the index's evaluation found better; fewer if fewer match."""
     chosen, why = (system, "asked for") if system else _better(index)
-    lexical_N = index.lexical.scores(query)
+    lexical_N = index.lexical.scores(query).copy()
+    # Who gives a document's whole title means that document, and not those that mention it.
+    lexical_N[index.named.get(query.strip().lower(), [])] += lexical_N.max(initial=0)
     if system is None and not lexical_N.any():
         chosen, why = "model", "no word of the query is in the index"
     scores_N = lexical_N if chosen == "bm25" else _vector_scores(index, query)

@@ -21,10 +21,16 @@ def make(path, model, tokenizer, documents, **changes) -> tuple[Manifest, list[s
     return build(path, model, tokenizer, documents, say=said.append, **options), said
 
 
+@pytest.fixture(scope="module")
+def built(tmp_path_factory, model, tokenizer, documents):
+    path = tmp_path_factory.mktemp("built") / "index"
+    make(path, model, tokenizer, documents)
+    return path
+
+
 @pytest.fixture
-def index(tmp_path, model, tokenizer, documents):
-    make(tmp_path / "index", model, tokenizer, documents)
-    index = Index.open(tmp_path / "index", model, tokenizer, origin=ORIGIN, command="farspan embed RUN")
+def index(built, model, tokenizer):
+    index = Index.open(built, model, tokenizer, origin=ORIGIN, command="farspan embed RUN")
     yield index
     index.close()
 
@@ -43,13 +49,13 @@ def better(index: Index, system: str) -> None:
     with_evaluation(index, systems=systems, fusion_weight=0.3)
 
 
-def test_the_manifest_says_what_the_index_is(tmp_path, model, tokenizer, documents):
-    manifest, _ = make(tmp_path / "index", model, tokenizer, documents)
+def test_the_manifest_says_what_the_index_is(built, model, tokenizer, documents):
+    manifest, _ = make(built, model, tokenizer, documents)
     assert (manifest.origin, manifest.documents, manifest.recipe.store) == (ORIGIN, 60, "qdrant")
     evaluation = manifest.evaluation
     assert evaluation.val_queries == 10 and evaluation.train_queries + evaluation.tuning_queries <= TRAIN
     assert set(evaluation.systems) == {"bm25", "model", "untrained", "fused"}
-    assert msgspec.json.decode((tmp_path / "index/index.json").read_bytes(), type=Manifest) == manifest
+    assert msgspec.json.decode((built / "index.json").read_bytes(), type=Manifest) == manifest
 
 
 def test_the_same_again_does_nothing_and_anything_else_builds_anew(tmp_path, model, tokenizer, documents):
@@ -78,10 +84,9 @@ def test_a_build_that_fails_leaves_the_old_index(tmp_path, model, tokenizer, doc
 
 
 @pytest.mark.parametrize("origin", [Origin(model="other", corpus="c1"), Origin(model="m1", corpus="other")])
-def test_an_index_of_another_model_or_corpus_is_refused(tmp_path, model, tokenizer, documents, origin):
-    make(tmp_path / "index", model, tokenizer, documents)
+def test_an_index_of_another_model_or_corpus_is_refused(built, model, tokenizer, origin):
     with pytest.raises(Refusal) as refusal:
-        Index.open(tmp_path / "index", model, tokenizer, origin=origin, command="farspan embed RUN")
+        Index.open(built, model, tokenizer, origin=origin, command="farspan embed RUN")
     problem = refusal.value.problem
     assert (problem.code, problem.remedy) == ("no-index", "farspan embed RUN") and "other" in problem.fact
 
@@ -94,7 +99,7 @@ def test_a_missing_index_is_refused(tmp_path, model, tokenizer):
 
 def test_every_chunk_is_in_the_store_and_found_by_its_own_vector(index):
     assert index.store.count() == len(index.chunks) == index.manifest.chunks
-    vectors = index.embedder.embed([chunk.indexed for chunk in index.chunks])
+    vectors = index.embedder.passages([chunk.indexed for chunk in index.chunks])
     for chunk, vector in zip(index.chunks, vectors, strict=True):
         hits = index.store.search(vector, 1, {"document": chunk.document})
         np.testing.assert_allclose(hits[0].score, 1, atol=1e-2)
@@ -116,10 +121,11 @@ def test_scores_are_those_of_a_plain_loop(index, documents, system):
     better(index, system)
     query = "socket.listen accept"
     lexical = index.lexical.scores(query)
-    vectors = index.embedder.embed([query_form(query), *(chunk.indexed for chunk in index.chunks)])
+    asked = index.embedder.queries([query_form(query)])[0]
+    vectors = index.embedder.passages([chunk.indexed for chunk in index.chunks])
     cosine = np.zeros(len(documents))
-    for chunk, vector in zip(index.chunks, vectors[1:], strict=True):
-        cosine[chunk.document] = max(cosine[chunk.document], vector @ vectors[0])
+    for chunk, vector in zip(index.chunks, vectors, strict=True):
+        cosine[chunk.document] = max(cosine[chunk.document], vector @ asked)
     expected = {"bm25": lexical, "model": cosine, "fused": lexical / lexical.max() + 0.3 * cosine}[system]
     for result in search(index, query, 10, system).results:
         number = int(result.origin[5:-4])
@@ -138,6 +144,19 @@ def test_the_full_name_of_a_document_finds_it_first(index, documents):
     better(index, "bm25")
     for document in documents[::7]:
         assert search(index, document.title, 3).results[0].title == document.title
+        assert search(index, document.title.upper(), 3).results[0].title == document.title
+
+
+def test_a_title_comes_before_shorter_texts_that_mention_it(tmp_path, model, tokenizer, documents):
+    alias = [Document(title=f"alias{n}", text="Same as lib.thing_one.", origin="") for n in range(9)]
+    thing = Document(
+        title="lib.thing_one", text="What it is.\n" + "Many words of all kinds, at length. " * 9, origin="x"
+    )
+    make(tmp_path / "index", model, tokenizer, [*documents, *alias, thing])
+    index = Index.open(tmp_path / "index", model, tokenizer, origin=ORIGIN, command="c")
+    for system in ("bm25", "fused"):
+        assert search(index, "lib.thing_one", 3, system).results[0].origin == "x"
+    index.close()
 
 
 def test_snippets_are_short_and_show_what_was_asked_for():
