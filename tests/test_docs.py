@@ -44,7 +44,8 @@ def written_type(kind: msgspec.inspect.Type) -> str:
         case msgspec.inspect.IntType() | msgspec.inspect.FloatType():
             word = "whole number" if isinstance(kind, msgspec.inspect.IntType) else "number"
             signs = (("≥", kind.ge), (">", kind.gt), ("≤", kind.le), ("<", kind.lt))
-            bounds = [f"{sign} {bound:,}" for sign, bound in signs if bound is not None]
+            # Upper bounds beyond a thousand million only catch slips; the page says so once.
+            bounds = [f"{sign} {bound:,}" for sign, bound in signs if bound is not None and bound < 1e9]
             return " ".join([word, ", ".join(bounds)]).strip()
         case msgspec.inspect.StructType():
             return "keys"
