@@ -51,6 +51,9 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
 def prepare(config: RunConfig, console: Console) -> tuple[Path, CorpusManifest]:
     """Tokenizer and token files of the run's text, made or found."""
     from farspan.corpus.prepare import prepare as prepare_corpus
+    from farspan.planning.quantities import check
+
+    check(config)
 
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     folder, manifest = prepare_corpus(
@@ -83,8 +86,14 @@ def plan(config: RunConfig, console: Console) -> Planned:
             return len(cluster.devices) * max(probe.matmul_flops(device, precisions).values())
 
         def measure(model: ModelSpec, train: TrainSpec) -> ProbeResult:
+            # As many rows as fit: what does not fit at all is refused before it is tried.
+            everywhere = msgspec.structs.replace(train, batch=train.batch * len(cluster.devices))
+            drafted = data.plan(model, cluster, everywhere, corpus=manifest.hash)
+            if isinstance(drafted, Problem):
+                raise Refusal.of(drafted)
+            tried = msgspec.structs.replace(train, batch=drafted.replicas[0].stages[0].micro_rows)
             console.say(f"trying the model on {cluster.devices[0].kind}: {', '.join(precisions)}")
-            return probe.measure(device, model, train, precisions=precisions, seconds=PROBE_S)
+            return probe.measure(device, model, tried, precisions=precisions, seconds=PROBE_S)
 
         resolved = resolve(config, manifest, cluster, matmul_flops=matmul_flops, measure=measure)
     made = data.plan(resolved.model, cluster, resolved.train, corpus=manifest.hash)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
+import os
 import pkgutil
+import shlex
+import signal
 import sys
 from types import ModuleType
 from typing import NoReturn
@@ -12,7 +16,7 @@ from typing import NoReturn
 import farspan
 from farspan.cli import commands
 from farspan.cli.console import Console
-from farspan.domain.problems import EXIT_CODES, Refusal, nearest
+from farspan.domain.problems import Refusal, nearest
 
 #: The order in which `farspan --help` lists commands; those not named here follow by name.
 ORDER = ("demo", "init", "prepare", "plan", "train", "resume", "report", "generate", "embed", "search", "export")
@@ -23,7 +27,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise Refusal(
-            "usage", what=message, where=self.prog, fact="the command does not take these words",
+            "usage", what=message, where=self.prog, fact=" ".join(self.format_usage().split()),
             remedy=f"{self.prog} --help",
         )  # fmt: skip
 
@@ -60,6 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the process's exit code."""
     words = sys.argv[1:] if arguments is None else arguments
     console = Console(json="--json" in words)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if not words or words[0].startswith("-"):
             overview().parse_args(words or ["--help"])
@@ -70,14 +75,41 @@ def main(arguments: list[str] | None = None) -> int:
         load(words[0]).run(given, console)
         return 0
     except Refusal as refusal:
-        print(refusal.problem, file=sys.stderr)
-        console.answer({"problem": refusal.problem})
-        return refusal.problem.exit_code
+        return refused(refusal, console)
     except KeyboardInterrupt:
-        print("interrupted; what was prepared so far is kept and reused", file=sys.stderr)
-        return EXIT_CODES["interrupted"]
+        return refused(interrupted(words), console)
     except BrokenPipeError:
+        # Whoever read has gone: what Python still holds back for them must not fail at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        return refused(unusable(error), console)
+
+
+def refused(refusal: Refusal, console: Console) -> int:
+    print(refusal.problem, file=sys.stderr)
+    console.answer({"problem": refusal.problem})
+    return refusal.problem.exit_code
+
+
+def interrupted(words: list[str]) -> Refusal:
+    return Refusal(
+        "interrupted", what="stopped as asked", where=f"farspan {words[0]}",
+        fact="what was finished so far is kept and used again", remedy=shlex.join(["farspan", *words]),
+    )  # fmt: skip
+
+
+def unusable(error: OSError) -> Refusal:
+    """What the system says of a path that cannot be read or written."""
+    where, fact = error.filename or "unknown path", error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Refusal(
+            "disk-full", what="a file could not be written", where=where, fact=fact, remedy="free some space: df -h"
+        )
+    return Refusal(
+        "path-unusable", what="the system refuses this path", where=where, fact=fact,
+        remedy=f"ls -ld {shlex.quote(str(where))}",
+    )  # fmt: skip
 
 
 def unknown(word: str) -> Refusal:

@@ -85,7 +85,15 @@ def parse_yaml(text: str, where: object) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """PyYAML reads YAML 1.1, in which 6e-4 is a string."""
+        """PyYAML reads YAML 1.1, in which 6e-4 is a string, and lets the last of equal keys win in silence."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            seen: set[str] = set()
+            for key, _ in node.value:
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is set twice", key.start_mark)
+                seen.add(str(key.value))
+            return super().construct_mapping(node, deep)
 
     Loader.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
@@ -124,7 +132,7 @@ def _malformed(where: object, error: Exception) -> Refusal:
         what="the file cannot be read as what it should be",
         where=where,
         fact=" ".join(str(error).split()),
-        remedy="mend the file there, or write a fresh one: farspan init FOLDER",
+        remedy="mend the file there, or put back a copy that is whole",
     )
 
 

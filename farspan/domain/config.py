@@ -7,13 +7,16 @@ from typing import Annotated, Literal
 import msgspec
 
 Quantity = str | int | float
-Positive = Annotated[int, msgspec.Meta(ge=1)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
+Dollars = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+Name = Annotated[str, msgspec.Meta(pattern=r"^(?!\.)[^/]{1,100}$")]
+Source = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where text comes from: `pydocs`, a folder or file, or `hf:NAME:CONFIG`."""
 
-    source: str
+    source: Source
     val: Quantity = "5%"
     dedup: bool = True
 
@@ -54,15 +57,15 @@ class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     weight_decay: Annotated[float, msgspec.Meta(ge=0, le=10)] = 0.1
     beta1: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.95
-    clip: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    clip: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 1.0
 
 
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """At most one of steps, tokens and epochs; with none of them the budget decides."""
+    """The tightest of steps, tokens, epochs and the budget ends the run."""
 
     steps: Positive | None = None
     tokens: Quantity | None = None
-    epochs: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    epochs: Annotated[float, msgspec.Meta(gt=0, le=10_000)] | None = None
     batch: BatchConfig = BatchConfig()
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     attention: Literal["auto", "sdpa", "vanilla"] = "auto"
@@ -91,8 +94,8 @@ class BudgetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Limits on the whole run; the tightest decides. `usd` needs a price: `usd_per_hour`, or the catalogue's."""
 
     time: Quantity | None = None
-    usd: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    usd_per_hour: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    usd: Dollars | None = None
+    usd_per_hour: Dollars | None = None
 
 
 class IndexConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -102,9 +105,9 @@ class IndexConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole of run.yaml. Only `data` must be given."""
 
-    data: str | DataConfig
+    data: Source | DataConfig
     version: Literal[1] = 1
-    name: str | None = None
+    name: Name | None = None
     size: str | int = "auto"
     tokenizer: str | TokenizerConfig = TokenizerConfig()
     model: ModelConfig = ModelConfig()

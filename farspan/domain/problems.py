@@ -33,6 +33,8 @@ EXIT_CODES = {
     "tokenizer-unreadable": 29,
     "model-unsupported": 30,
     "cannot-plan": 31,
+    "path-unusable": 32,
+    "run-busy": 33,
     "interrupted": 130,
 }
 

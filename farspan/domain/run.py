@@ -8,7 +8,7 @@ import msgspec
 
 from farspan.domain.codec import load
 from farspan.domain.plan import Plan
-from farspan.domain.problems import Refusal
+from farspan.domain.problems import Refusal, nearest
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,6 +37,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.best = path / "checkpoints" / "best"
         self.logs = path / "logs"
+        self.lock = path / "lock"
         self.tensorboard = path / "tensorboard"
         self.report = path / "report.html"
         self.index = path / "index"
@@ -47,12 +48,13 @@ class RunFolder:
         run = cls(path)
         if not run.plan.exists():
             runs = sorted(p.parent for p in Path("runs").glob("*/plan.json"))
+            meant = nearest(str(path), map(str, runs)) or (runs[-1] if runs else None)
             raise Refusal(
                 "not-a-run",
                 what="this is not a farspan run",
                 where=path,
                 fact="it has no plan.json" if path.is_dir() else "there is no such folder",
-                remedy=f"use {runs[-1]}" if runs else "start one: farspan train run.yaml",
+                remedy=f"use {meant}" if meant else "start one: farspan train run.yaml",
             )
         return run
 

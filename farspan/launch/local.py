@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ import msgspec
 
 from farspan.domain.codec import load
 from farspan.domain.plan import Plan
-from farspan.domain.problems import Problem, Refusal
+from farspan.domain.problems import EXIT_CODES, Problem, Refusal
 from farspan.domain.results import Event
 from farspan.domain.run import RunFolder
 
@@ -49,12 +50,14 @@ def worker_environment(threads: int) -> dict[str, str]:
 class LocalWorkers:
     """The workers of one plan on this machine. Iterating yields their events until all have ended.
 
-    Leaving the `with` block ends whatever still runs. Raises the Refusal of the first worker that failed.
+    Leaving the `with` block lets what still runs save, then ends it. Raises the Refusal of the first worker that
+    failed, and refuses a run whose workers still run.
     """
 
     def __init__(self, plan: Plan, run: RunFolder) -> None:
         self._plan, self._run = plan, run
         run.logs.mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(run)
         for stale in run.logs.glob("rank-*.problem.json"):
             stale.unlink()
         self._events_from = run.events.stat().st_size if run.events.exists() else 0
@@ -73,12 +76,15 @@ class LocalWorkers:
                 "WORLD_SIZE": str(len(self._plan.devices)),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
+                "FARSPAN_LAUNCHER": str(os.getpid()),
             }
             command = [sys.executable, "-m", "farspan.runtime.worker", str(self._run.plan), str(self._run.path)]
             # A session of its own: Ctrl-C reaches only the launcher, which passes it on once.
+            # It inherits the lock, which holds as long as any worker lives, even without its launcher.
             process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                pass_fds=[self._lock.fileno()],
+            )  # fmt: skip
             self._processes.append(process)
         return self
 
@@ -120,6 +126,11 @@ class LocalWorkers:
         # Workers that lost a peer fail too. The cause is a problem that is about something else, or a worker that was
         # killed before it could say anything.
         cause = min(problems, key=lambda rank: (problems[rank].code == "worker-lost", codes[rank] > 0))
+        if self._interrupted_at is not None and codes[cause] < 0:
+            raise Refusal(
+                "interrupted", what="stopped at once, as asked", where=self._run.path,
+                fact="steps since the last save are not kept", remedy=f"farspan resume {self._run.path}",
+            )  # fmt: skip
         raise Refusal.of(problems[cause])
 
     def _problem(self, rank: int, code: int) -> Problem:
@@ -130,8 +141,9 @@ class LocalWorkers:
         cause = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         if code == -signal.SIGKILL:
             cause += ", as the kernel does when memory runs out"
+        name = next((name for name, number in EXIT_CODES.items() if number == code), "worker-lost")
         return Problem(
-            code="worker-lost", what=f"rank {rank} on {host} was lost", where=str(log),
+            code=name, what=f"rank {rank} on {host} was lost", where=str(log),
             fact=f"{cause}; last words: {_last_line(log)}", remedy=f"farspan resume {self._run.path}",
         )  # fmt: skip
 
@@ -146,9 +158,28 @@ class LocalWorkers:
             process.wait(timeout=10)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._interrupted_at is None:
+            self._signal(signal.SIGTERM)
+            deadline = time.monotonic() + SAVE_S
+            while time.monotonic() < deadline and any(process.poll() is None for process in self._processes):
+                time.sleep(POLL_S)
         self._end()
-        for log in self._logs:
-            log.close()
+        for file in (*self._logs, self._lock):
+            file.close()
+
+
+def _locked(run: RunFolder) -> IO[bytes]:
+    """The run's lock, held; it goes with the last process that has it open, however that ends."""
+    lock = open(run.lock, "wb")  # noqa: SIM115 - closed by __exit__
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise Refusal(
+            "run-busy", what="this run is being trained already", where=run.path,
+            fact="another process holds its lock", remedy=f"fuser {run.lock}",
+        ) from None  # fmt: skip
+    return lock
 
 
 def _new_lines(path: Path, position: int) -> tuple[int, list[bytes]]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TypeVar
 
+from farspan.domain.codec import missing_path
 from farspan.domain.config import Quantity, RunConfig
 from farspan.domain.problems import Refusal, nearest
 from farspan.domain.units import parse_count, parse_fraction, parse_seconds
 
 Number = TypeVar("Number", int, float)
 
+#: No run lasts, reads or holds more than this of anything; what follows from it still fits 64 bits.
+MOST = 1e15
 #: Names of the size dial: parameters in all, embeddings included.
 SIZES = {"tiny": 3_000_000, "small": 15_000_000, "medium": 60_000_000, "large": 250_000_000, "xl": 1_000_000_000}
 
@@ -29,13 +32,14 @@ def out_of_range(key: str, value: object, fact: str, remedy: str) -> Refusal:
 
 
 def positive(parse: Callable[[Quantity], Number], value: Quantity, key: str, example: str) -> Number:
-    """`value` read by `parse`; refuses what does not parse, is not finite, or is not above 0."""
+    """`value` read by `parse`; refuses what does not parse, is not above 0, or is beyond all use."""
+    remedy = f"set {key} to something like {example}"
     try:
         number = parse(value)
     except (ValueError, OverflowError) as error:
-        raise out_of_range(key, value, str(error), f"set {key} to something like {example}") from None
-    if not (math.isfinite(number) and number > 0):
-        raise out_of_range(key, value, "it must be above 0 and finite", f"set {key} to something like {example}")
+        raise out_of_range(key, value, str(error), remedy) from None
+    if not 0 < number <= MOST:
+        raise out_of_range(key, value, f"it must be above 0 and at most {MOST:g}", remedy)
     return number
 
 
@@ -87,6 +91,8 @@ def check(config: RunConfig) -> None:
     if config.budget.time is not None:
         positive(parse_seconds, config.budget.time, "budget.time", "1h")
     positive(parse_seconds, config.checkpoint.every, "checkpoint.every", "5m")
+    if config.model.path is not None and not (folder := Path(config.model.path).expanduser()).exists():
+        raise missing_path(folder)
     _check_contradictions(config)
 
 

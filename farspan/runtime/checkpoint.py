@@ -96,8 +96,9 @@ def _named(state: TrainState, flat: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _write_folder(path: Path, files: dict[str, dict[str, torch.Tensor]], progress: Progress) -> int:
+    for unfinished in path.parent.glob(".*.tmp"):
+        shutil.rmtree(unfinished)
     temporary = path.with_name(f".{path.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     for name, tensors in files.items():
         save_file(tensors, temporary / name)

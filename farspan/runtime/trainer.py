@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -47,6 +48,8 @@ class Worker:
     clock: Callable[[], float]
     #: Set by a signal handler; looked at between steps.
     stop: list[str] = field(default_factory=list)
+    #: Process that started this one; when that is gone nobody would ever stop the run.
+    launcher: int = field(default_factory=os.getppid)
 
     @property
     def stage(self) -> Stage:
@@ -98,7 +101,7 @@ class Trainer:
     def _reason_to_stop(self) -> str:
         """Agreed by all workers: a signal anywhere stops all; rank 0's clock and validations decide the rest."""
         train, mine = self.w.plan.train, 0
-        if self.w.stop:
+        if self.w.stop or os.getppid() != self.w.launcher:
             mine = 100
         elif self.w.group.rank == 0 and self._too_late():
             mine = 10

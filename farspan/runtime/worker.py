@@ -6,6 +6,7 @@ It reads the plan, builds its part, trains, and appends events to the run direct
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -65,7 +67,7 @@ def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
         compile_blocks(model, group.device)
     return Worker(
         plan=plan, run=run, group=group, model=model, state=state, manifest=manifest, train=train, val=val,
-        emit=emit, clock=time.time,
+        emit=emit, clock=time.time, launcher=int(os.environ.get("FARSPAN_LAUNCHER", os.getppid())),
     )  # fmt: skip
 
 
@@ -143,6 +145,11 @@ def as_problem(error: BaseException, plan: Plan, run: RunFolder, rank: int) -> P
             remedy=f"lower train.batch.global (now {plan.train.batch} sequences of {plan.train.seq_len}) or set "
             "train.recompute: true in run.yaml",
         )
+    if (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in message:
+        return Problem(
+            code="disk-full", what="the disk became full while training", where=str(run.path), fact=message[:300],
+            remedy=f"free some space there, then: farspan resume {run.path}",
+        )  # fmt: skip
     return Problem(
         code="worker-lost",
         what=f"rank {rank} failed",
@@ -155,14 +162,16 @@ def as_problem(error: BaseException, plan: Plan, run: RunFolder, rank: int) -> P
 def main() -> int:
     plan_path, run_path = Path(sys.argv[1]), Path(sys.argv[2])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    run = RunFolder(run_path)
+    run, plan = RunFolder(run_path), load(plan_path, Plan)
     try:
-        train(load(plan_path, Plan), run, rank, world)
+        train(plan, run, rank, world)
         return 0
-    except Refusal as refusal:
-        save(refusal.problem, run.logs / f"rank-{rank}.problem.json")
+    except Exception as error:
         traceback.print_exc()
-        return refusal.problem.exit_code
+        problem = as_problem(error, plan, run, rank)
+        with suppress(OSError):  # Where the disk is full the exit code alone has to say it.
+            save(problem, run.logs / f"rank-{rank}.problem.json")
+        return problem.exit_code
 
 
 if __name__ == "__main__":

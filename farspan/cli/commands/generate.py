@@ -14,19 +14,19 @@ HELP = "let the model write"
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", default="")
     parser.add_argument("--run", metavar="RUN", help="run directory (default: the newest under runs/)")
-    parser.add_argument("--tokens", type=_positive, default=100)
-    parser.add_argument("--temperature", type=_not_negative, default=0.8, help="0: the likeliest token (default: 0.8)")
-    parser.add_argument("--top-k", type=_positive, default=50)
+    parser.add_argument("--tokens", type=positive, default=100)
+    parser.add_argument("--temperature", type=not_negative, default=0.8, help="0: the likeliest token (default: 0.8)")
+    parser.add_argument("--top-k", type=positive, default=50)
     parser.add_argument("--seed", type=int, default=0)
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return value
 
 
-def _not_negative(text: str) -> float:
+def not_negative(text: str) -> float:
     if not (value := float(text)) >= 0:
         raise argparse.ArgumentTypeError(f"{text} is not at least 0")
     return value
