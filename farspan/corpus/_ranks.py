@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 #: GPT-2's pre-tokenization, as in tokenizers' ByteLevel.
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 
+#: Stands between texts that are encoded in one call; its rank is the last.
+SEPARATOR = "<|endoftext|>"
+
 
 def byte_characters() -> dict[str, int]:
     """GPT-2's printable stand-in for each byte: character -> byte."""
@@ -55,7 +58,9 @@ def as_tiktoken(
     byte_of = byte_characters()
     tokens = [*byte_of, *products]
     ranks = {bytes(byte_of[character] for character in token): rank for rank, token in enumerate(tokens)}
-    encoding = tiktoken.Encoding("farspan", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
+    encoding = tiktoken.Encoding(
+        "farspan", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={SEPARATOR: len(ranks)}
+    )
     return encoding, np.array([*(vocab[token] for token in tokens), end_of_text], np.uint32)
 
 

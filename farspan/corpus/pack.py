@@ -30,7 +30,7 @@ from farspan.domain.units import format_bytes
 
 SHARD_BYTES = 4 << 20
 #: Documents encoded at a time.
-_BATCH = 32
+_BATCH = 64
 #: What becomes of a document.
 DROPPED, TRAIN, VAL = 0, 1, 2
 
@@ -116,7 +116,7 @@ def encode_shard(stem: Path, tokenizer_file: Path) -> None:
                 lengths += more
         np.save(stem.with_suffix(f".{split}.lengths.npy"), np.array(lengths, np.int64))
         with stem.with_suffix(f".{split}.zst").open("wb") as file:
-            write_documents(file, documents)
+            write_documents(file, documents, level=1)
         text_bytes = sum(len(document.text.encode()) for document in documents)
         counts[split] = Split(tokens=sum(lengths), documents=len(documents), text_bytes=text_bytes)
     save(counts, stem.with_suffix(".counts"))

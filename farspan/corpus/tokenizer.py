@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from farspan.corpus._ranks import SEPARATOR, as_tiktoken
 from farspan.domain.codec import missing_path, write_atomically
 from farspan.domain.problems import Refusal
 
@@ -26,8 +27,6 @@ class Tokenizer:
     """Text to ids and back. Special tokens written in a text are ordinary text: only code puts real ones there."""
 
     def __init__(self, inner: tokenizers.Tokenizer, end_of_text: int) -> None:
-        from farspan.corpus._ranks import as_tiktoken
-
         inner.encode_special_tokens = True
         inner.no_truncation()
         inner.no_padding()
@@ -53,20 +52,19 @@ class Tokenizer:
     def encode_joined(self, texts: Sequence[str]) -> tuple[npt.NDArray[np.uint32], list[int]]:
         """All texts' ids in one array, an end-of-text token after each, and the length of each with that token."""
         texts = [text if text.isascii() else _without_surrogates(text) for text in texts]
-        ranks: list[int] = []
-        lengths: list[int] = []
         if self._fast is None:
-            for encoding in self._inner.encode_batch_fast(texts, add_special_tokens=False):
-                ranks += [*encoding.ids, self.end_of_text]
-                lengths.append(len(encoding) + 1)
-            return np.array(ranks, np.uint32), lengths
+            encodings = self._inner.encode_batch_fast(texts, add_special_tokens=False)
+            ids = [part for encoding in encodings for part in (*encoding.ids, self.end_of_text)]
+            return np.array(ids, np.uint32), [len(encoding) + 1 for encoding in encodings]
         fast, id_of_rank = self._fast
-        for text in texts:
-            piece = fast.encode_ordinary(text)
-            ranks += piece
-            ranks.append(len(id_of_rank) - 1)
-            lengths.append(len(piece) + 1)
-        return id_of_rank[np.array(ranks, np.intp)], lengths
+        if any(SEPARATOR in text for text in texts):
+            pieces = [[*fast.encode_ordinary(text), len(id_of_rank) - 1] for text in texts]
+            return id_of_rank[np.concatenate(pieces).astype(np.intp)], [len(piece) for piece in pieces]
+        # One call for all texts, whose ids never become Python objects: half as long again as a call for each.
+        whole = SEPARATOR.join([*texts, ""])
+        ranks = fast.encode_to_numpy(whole, allowed_special={SEPARATOR})
+        ends = np.flatnonzero(ranks == len(id_of_rank) - 1) + 1
+        return id_of_rank[ranks], np.diff(ends, prepend=0).tolist()
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; bytes that are not UTF-8 become U+FFFD."""
