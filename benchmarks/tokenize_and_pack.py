@@ -175,7 +175,7 @@ def main() -> None:
         prepare(data, TokenizerConfig(vocab=8192), options.prepare / "root", workers=options.workers, say=print)
         return
     documents = list(open_source("pydocs").documents())
-    size, repetitions, memory_sizes = (8, 2, (10, 40)) if options.quick else (40, 5, (10, 200))
+    size, repetitions, memory_sizes = (8, 2, (10, 40)) if options.quick else (100, 4, (10, 200))
     folder = Path(tempfile.mkdtemp(prefix="farspan-tokenize-"))
     try:
         rows = [compare(size * 10**6, repetitions, options.workers, folder, documents)]

@@ -27,6 +27,8 @@ from farspan.runtime.state import TrainState, learning_rate
 
 #: Steps before the timed ones: allocators and kernels settle.
 WARMUP_STEPS = 2
+#: Steps so slow that these many times the asked seconds are gone are not waited for; two are always made.
+SLOW = 4
 
 
 class Describe(msgspec.Struct, frozen=True, tag="describe"):
@@ -83,8 +85,10 @@ def measure(request: Measure) -> ProbeResult:
     device = open_device(request.device)
     speeds: dict[Precision, Speed] = {}
     tokens = request.train.batch * request.train.seq_len
-    for precision in request.precisions:
-        step_s = statistics.median(_step_times(request, precision, device))
+    # fp32 last: a process's peak memory only grows, and the leaner precisions must not be given fp32's.
+    for precision in sorted(request.precisions, key=lambda name: name == "fp32"):
+        # The lower quartile: what others do on the machine during so few steps only ever adds time.
+        step_s = statistics.quantiles(_step_times(request, precision, device), n=4)[0]
         speeds[precision] = Speed(step_s=step_s, tokens_per_s=tokens / step_s, memory_bytes=peak_memory(device))
         gc.collect()
     return ProbeResult(rows=request.train.batch, seq_len=request.train.seq_len, speeds=speeds)
@@ -106,10 +110,12 @@ def _step_times(request: Measure, precision: Precision, device: torch.device) ->
         state.update(train.optimizer, lr, 1, max(1.0, state.grad_norm()))
 
     times: list[float] = []
-    deadline = time.monotonic() + request.seconds
-    while len(times) < WARMUP_STEPS + 3 or time.monotonic() < deadline:
+    began = time.monotonic()
+    while (spent := time.monotonic() - began) < request.seconds or len(times) < WARMUP_STEPS + 2:
+        if spent > SLOW * request.seconds and len(times) >= 2:
+            break
         times.append(_timed(step, device))
-    return times[WARMUP_STEPS:]
+    return times[WARMUP_STEPS:] if len(times) >= WARMUP_STEPS + 2 else times
 
 
 def answer(request: Request) -> Cluster | ProbeResult | dict[str, float]:
