@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        return refused(unusable(error), console)
+        return refused(unusable(error, f"farspan {words[0]}"), console)
 
 
 def refused(refusal: Refusal, console: Console) -> int:
@@ -99,9 +99,9 @@ def interrupted(words: list[str]) -> Refusal:
     )  # fmt: skip
 
 
-def unusable(error: OSError) -> Refusal:
+def unusable(error: OSError, command: str) -> Refusal:
     """What the system says of a path that cannot be read or written."""
-    where, fact = error.filename or "unknown path", error.strerror or str(error)
+    where, fact = error.filename or command, error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return Refusal(
             "disk-full", what="a file could not be written", where=where, fact=fact, remedy="free some space: df -h"

@@ -11,9 +11,10 @@ import hashlib
 import itertools
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,8 @@ def each_shard(function: Callable[..., None], jobs: list[tuple[Any, ...]], worke
         for job in jobs:
             run(*job)
         return
-    with ProcessPoolExecutor(min(workers, len(jobs)), mp_context=get_context("spawn"), initializer=_one_thread) as pool:
+    processes = min(workers, len(jobs))
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_start_helper) as pool:
         try:
             list(pool.map(run, *zip(*jobs, strict=True)))
         except BaseException:
@@ -88,9 +90,18 @@ def each_shard(function: Callable[..., None], jobs: list[tuple[Any, ...]], worke
             raise
 
 
-def _one_thread() -> None:
-    """In a worker: the processes are the parallelism, so `tokenizers` starts no threads of its own."""
+def _start_helper() -> None:
+    """In a worker: the processes are the parallelism, so `tokenizers` starts no threads of its own; and it ends with
+    its parent, however that ends."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _once(function: Callable[..., None], stem: Path, *rest: object) -> None:

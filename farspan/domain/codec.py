@@ -35,11 +35,16 @@ def to_json(value: object, *, indent: int = 2) -> bytes:
 def write_atomically(path: Path, content: bytes) -> None:
     """Write beside `path`, flush to disk, rename into place: a reader sees the old file or the new one, whole."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        error.filename = str(path)
+        raise
 
 
 def save(value: object, path: Path) -> None:

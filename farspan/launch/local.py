@@ -125,7 +125,7 @@ class LocalWorkers:
         problems = {rank: self._problem(rank, code) for rank, code in enumerate(codes) if code}
         # Workers that lost a peer fail too. The cause is a problem that is about something else, or a worker that was
         # killed before it could say anything.
-        cause = min(problems, key=lambda rank: (problems[rank].code == "worker-lost", codes[rank] > 0))
+        cause = min(problems, key=lambda rank: (problems[rank].code == "worker-lost", self._words(rank).exists()))
         if self._interrupted_at is not None and codes[cause] < 0:
             raise Refusal(
                 "interrupted", what="stopped at once, as asked", where=self._run.path,
@@ -133,10 +133,13 @@ class LocalWorkers:
             )  # fmt: skip
         raise Refusal.of(problems[cause])
 
+    def _words(self, rank: int) -> Path:
+        """Where a worker writes the problem that ends it."""
+        return self._run.logs / f"rank-{rank}.problem.json"
+
     def _problem(self, rank: int, code: int) -> Problem:
-        path = self._run.logs / f"rank-{rank}.problem.json"
-        if path.exists():
-            return load(path, Problem)
+        if self._words(rank).exists():
+            return load(self._words(rank), Problem)
         host, log = self._plan.devices[rank].host, self._run.logs / f"rank-{rank}.log"
         cause = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         if code == -signal.SIGKILL:

@@ -17,10 +17,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace, console: Console) -> None:
     job.require_torch()
+    folder = find_run(given.run, console)
     from farspan.cli.retrieve import make_index
     from farspan.retrieval.evaluate import table
 
-    folder = find_run(given.run, console)
     manifest = make_index(folder, console)
     if manifest.evaluation is not None:
         console.say(table(manifest.evaluation))

@@ -20,12 +20,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace, console: Console) -> None:
     job.require_torch()
-    from farspan.runtime.huggingface import export
-    from farspan.runtime.inference import load
-
     folder = find_run(given.run, console)
     out = Path(given.out) if given.out else folder.path / "export"
     job.refuse_existing(out, f"farspan export {folder.path} --out {out}-2")
+    from farspan.runtime.huggingface import export
+    from farspan.runtime.inference import load
+
     trained = load(folder)
     out.mkdir(parents=True, exist_ok=True)
     export(

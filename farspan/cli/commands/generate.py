@@ -34,10 +34,11 @@ def not_negative(text: str) -> float:
 
 def run(given: argparse.Namespace, console: Console) -> None:
     job.require_torch()
+    folder = find_run(given.run, console)
     from farspan.runtime.generate import generate
     from farspan.runtime.inference import load
 
-    trained = load(find_run(given.run, console))
+    trained = load(folder)
     text = generate(
         trained.model, trained.tokenizer, given.prompt, tokens=given.tokens, temperature=given.temperature,
         top_k=given.top_k, seed=given.seed,

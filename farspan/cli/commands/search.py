@@ -32,12 +32,12 @@ def run(given: argparse.Namespace, console: Console) -> None:
             "out-of-range", what=f"-k {given.k} is not at least 1", where="farspan search", fact="it counts results",
             remedy=f"farspan search {given.query!r} -k 5",
         )  # fmt: skip
+    folder = find_run(given.run, console)
     from farspan.cli.retrieve import opened, say_answer
     from farspan.retrieval.evaluate import table
     from farspan.retrieval.index import read_manifest
     from farspan.retrieval.search import search
 
-    folder = find_run(given.run, console)
     if given.eval:
         evaluation = read_manifest(folder.index, f"farspan embed {folder.path}").evaluation
         console.say(table(evaluation) if evaluation else "not evaluated: no document has text after its first line")

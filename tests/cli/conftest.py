@@ -1,0 +1,60 @@
+"""One prepared cache and one tiny trained run for all tests of the command line."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+WORDS = ["time", "year", "people", "way", "day", "thing", "life", "world", "school", "state", "family", "group"]
+TINY = """\
+data: docs
+tokenizer: {vocab: 300}
+model: {layers: 1, d_model: 16, heads: 2, context: 32}
+train: {steps: 4, precision: fp32, batch: {global: 2 sequences}, validate_every: 2}
+"""
+Farspan = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="session")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working folder with text in `docs` and a run.yaml; its cache is `cache`."""
+    folder = tmp_path_factory.mktemp("desk")
+    (folder / "docs").mkdir()
+    rng = random.Random(0)
+    for number in range(40):
+        text = "\n".join(" ".join(rng.choices(WORDS, k=12)) for _ in range(20))
+        (folder / "docs" / f"{number:02}.txt").write_text(text)
+    (folder / "run.yaml").write_text(TINY)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def environment(desk: Path) -> dict[str, str]:
+    return {**os.environ, "FARSPAN_CACHE": str(desk / "cache"), "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture(scope="session")
+def farspan(desk: Path, environment: dict[str, str]) -> Farspan:
+    """Runs `python -m farspan WORDS...` in the desk."""
+
+    def call(*words: str, cwd: Path = desk, **more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "farspan", *words], cwd=cwd, env={**environment, **more},
+            capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def run(desk: Path, farspan: Farspan) -> Path:
+    """A finished run, `runs/docs` in the desk."""
+    done = farspan("train", "run.yaml")
+    assert done.returncode == 0, done.stderr
+    return desk / "runs" / "docs"

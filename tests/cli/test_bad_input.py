@@ -1,0 +1,239 @@
+"""Every kind of bad input, as a user meets it: one message, its own exit code, no traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from farspan.domain.problems import EXIT_CODES
+from tests.cli.conftest import TINY, Farspan
+
+
+def expect(done: subprocess.CompletedProcess[str], code: str, *words: str) -> None:
+    """One refusal of kind `code` whose message holds `words`."""
+    assert done.returncode == EXIT_CODES[code], done.stdout + done.stderr
+    assert done.stderr.count("error[") == 1 and f"error[{code}]: " in done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    for part in ("where:", "fact:", "fix:", *words):
+        assert part in done.stderr
+
+
+COMMANDS = [
+    (["trian"], "usage", ["farspan train --help"]),
+    (["train", "--bogus"], "usage", ["--bogus", "farspan train --help"]),
+    (["init"], "usage", ["SOURCE"]),
+    (["init", "dcs", "--out", "b.yaml"], "path-missing", ["docs"]),
+    (["init", "docs"], "run-exists", ["run.yaml", "--out"]),
+    (["init", "docs", "--out", "b.yaml", "--time", "soon"], "out-of-range", ["soon", "10m"]),
+    (["train", "rum.yaml"], "path-missing", ["run.yaml"]),
+    (["prepare", "docs"], "unknown-key", ["Is a directory"]),
+    (["train", "--set", "steps"], "usage", ["KEY=VALUE"]),
+    (["train", "--set", "train.step=3"], "unknown-key", ["'train.step'", "'steps'"]),
+    (["resume", "docs"], "not-a-run", ["no plan.json"]),
+    (["report", "runs/none"], "not-a-run", ["no such folder"]),
+    (["generate", "hi", "--run", "none"], "not-a-run", []),
+    (["generate", "--tokens", "0"], "usage", ["--tokens", "at least 1"]),
+    (["generate", "--temperature", "nan"], "usage", ["--temperature"]),
+    (["search", "  "], "usage", ["empty"]),
+    (["search", "x", "-k", "0"], "out-of-range", ["-k 0"]),
+    (["search", "x", "--system", "magic"], "usage", ["bm25"]),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "parts"), COMMANDS, ids=[" ".join(row[0]) for row in COMMANDS])
+def test_a_command_that_cannot_be_done_says_why(farspan: Farspan, words, code, parts):
+    expect(farspan(*words), code, *parts)
+
+
+CONFIGS = [
+    ("", "out-of-range", ["`data`"]),
+    ("- data\n", "out-of-range", ["array"]),
+    ("data: [docs\n", "unknown-key", ["line 2"]),
+    ("data: docs\ndata: other\n", "unknown-key", ["'data' is set twice", "line 2"]),
+    ("data: docs\ntrain: {steps: 5, steps: 6}\n", "unknown-key", ["'steps' is set twice"]),
+    (b"data: caf\xe9\n", "unknown-key", ["0xe9", "position 9"]),
+    ("data: ''\n", "out-of-range", ["data"]),
+    ("data: dosc\n", "path-missing", ["docs"]),
+    ("data: {source: docs, vall: 1%}\n", "unknown-key", ["run.yaml:1", "'data.vall'", "'val'"]),
+    ("data: docs\ntrain: {batch: {globl: 3}}\n", "unknown-key", ["run.yaml:2", "'global'"]),
+    ("data: docs\ntrain: {optimiser: {lr: 1}}\n", "unknown-key", ["'optimizer'"]),
+    ("data: docs\ntrain: {optimizer: {lr: 0}}\n", "out-of-range", ["train.optimizer.lr", "> 0"]),
+    ("data: docs\ntrain: {optimizer: {clip: .inf}}\n", "out-of-range", ["train.optimizer.clip"]),
+    ("data: docs\ntrain: {epochs: .inf}\n", "out-of-range", ["train.epochs"]),
+    ("data: docs\ntrain: {steps: 99999999999999999999}\n", "out-of-range", ["train.steps"]),
+    ("data: docs\ntrain: {tokens: 1e300}\n", "out-of-range", ["train.tokens"]),
+    ("data: docs\ntrain: {batch: {global: 0}}\n", "out-of-range", ["train.batch.global"]),
+    ("data: docs\ntrain: {batch: {global: 4, per_device: 4}}\n", "out-of-range", ["remove"]),
+    ("data: {source: docs, val: 120%}\n", "out-of-range", ["data.val", "120%"]),
+    ("data: docs\nbudget: {time: -5m}\n", "out-of-range", ["budget.time", "-5m"]),
+    ("data: docs\nbudget: {time: 5 parsecs}\n", "out-of-range", ["parsecs", "1h"]),
+    ("data: docs\nbudget: {usd: .inf, usd_per_hour: 1}\n", "out-of-range", ["budget.usd"]),
+    ("data: docs\ncheckpoint: {every: never}\n", "out-of-range", ["checkpoint.every"]),
+    ("data: docs\nmodel: {preset: gpt2, params: 124M}\n", "out-of-range", ["model.params", "model.preset"]),
+    ("data: docs\nmodel: {path: nowhere}\n", "path-missing", ["nowhere"]),
+    ("data: docs\nsize: tinny\n", "out-of-range", ["'tiny'"]),
+    ("data: docs\nname: ../elsewhere\n", "out-of-range", ["name"]),
+    ("data: docs\ntokenizer: docs/00.txt\n", "tokenizer-unreadable", ["docs/00.txt"]),
+    ("data: docs\ntokenizer: ./none.json\n", "path-missing", ["none.json"]),
+]
+
+
+@pytest.mark.parametrize(("content", "code", "parts"), CONFIGS, ids=[str(row[0])[-40:].strip() for row in CONFIGS])
+def test_a_bad_run_yaml_is_refused_before_any_work(desk: Path, tmp_path: Path, farspan: Farspan, content, code, parts):
+    (tmp_path / "docs").symlink_to(desk / "docs")
+    (tmp_path / "run.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
+    expect(farspan("prepare", cwd=tmp_path), code, *parts)
+
+
+SOURCES = [
+    ({"a.bin": b"x", "b.exe": b"x"}, "no-documents", ["1 .bin", ".jsonl"]),
+    ({"a.txt": b""}, "no-documents", ["no text"]),
+    ({"a.txt": b"caf\xe9 noir"}, "not-utf8", ["a.txt, byte 3"]),
+    ({"a.jsonl": b'{"text": "a"}\n{"text": \n'}, "source-unreadable", ["a.jsonl:2"]),
+    ({"a.jsonl": b'{"txt": "a"}\n'}, "source-unreadable", ["txt"]),
+    ({"a.txt": b"one document alone"}, "no-documents", ["validation"]),
+]
+
+
+@pytest.mark.parametrize(("files", "code", "parts"), SOURCES, ids=[f"{list(row[0])}-{row[1]}" for row in SOURCES])
+def test_text_that_cannot_be_read_is_named(tmp_path: Path, farspan: Farspan, files, code, parts):
+    (tmp_path / "text").mkdir()
+    for name, content in files.items():
+        (tmp_path / "text" / name).write_bytes(content)
+    (tmp_path / "run.yaml").write_text("data: text\n")
+    expect(farspan("prepare", cwd=tmp_path), code, *parts)
+
+
+PLANS = [
+    (["model.context=100000"], "out-of-range", ["model.context", "tokens to train on"]),
+    (["model.d_model=33", "model.heads=4"], "out-of-range", ["33", "4"]),
+    (["model.layers=1000000000"], "out-of-memory", ["predicted", "lower"]),
+]
+
+
+@pytest.mark.parametrize(("settings", "code", "parts"), PLANS, ids=[" ".join(row[0]) for row in PLANS])
+def test_a_model_that_cannot_be_is_refused_before_it_is_tried(run: Path, farspan: Farspan, settings, code, parts):
+    done = farspan("plan", *(word for setting in settings for word in ("--set", setting)))
+    expect(done, code, *parts)
+    assert "trying" not in done.stdout
+
+
+def test_a_corpus_too_small_says_what_is_there_needed_and_fits(tmp_path: Path, farspan: Farspan):
+    (tmp_path / "text").mkdir()
+    for number in range(8):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"document {number} is short")
+    (tmp_path / "run.yaml").write_text("data: {source: text, val: 40%}\nmodel: {layers: 1, d_model: 16, context: 32}\n")
+    expect(farspan("plan", cwd=tmp_path), "corpus-too-small", "there are", "33", "add text")
+
+
+@pytest.mark.parametrize("words", [["train", "none.yaml"], ["serach"], ["report", "none"], ["init", "--bogus"]])
+def test_with_json_a_refusal_is_one_object(farspan: Farspan, words):
+    done = farspan(*words, "--json")
+    problem = json.loads(done.stdout)["problem"]
+    assert set(problem) == {"code", "what", "where", "fact", "remedy"} and all(problem.values())
+    assert done.returncode == EXIT_CODES[problem["code"]]
+
+
+def copied(run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(run, tmp_path / "run"))
+
+
+def test_a_run_and_an_export_are_never_written_over(run: Path, farspan: Farspan, tmp_path: Path):
+    expect(farspan("train"), "run-exists", "farspan resume")
+    (tmp_path / "x").write_text("mine")
+    expect(farspan("export", str(run), "--out", str(tmp_path)), "run-exists")
+    assert [file.name for file in tmp_path.iterdir()] == ["x"]
+
+
+def test_search_before_embed_names_the_command(run: Path, farspan: Farspan, tmp_path: Path):
+    expect(farspan("search", "time", "--run", str(copied(run, tmp_path))), "no-index", "farspan embed")
+
+
+def test_truncated_weights_are_named(run: Path, farspan: Farspan, tmp_path: Path):
+    hurt = copied(run, tmp_path)
+    for weights in hurt.rglob("model.safetensors"):
+        os.truncate(weights, 100)
+    expect(farspan("generate", "a", "--run", str(hurt)), "checkpoint-corrupt", "best", "step-00000004")
+    expect(farspan("resume", str(hurt)), "checkpoint-corrupt", "model.safetensors", "--run")
+
+
+def test_a_truncated_plan_is_named(run: Path, farspan: Farspan, tmp_path: Path):
+    hurt = copied(run, tmp_path)
+    os.truncate(hurt / "plan.json", 50)
+    done = farspan("resume", str(hurt))
+    assert (
+        done.returncode == EXIT_CODES["unknown-key"] and "plan.json" in done.stderr and "Traceback" not in done.stderr
+    )
+
+
+def test_without_torch_training_is_refused_and_the_rest_works(run: Path, farspan: Farspan, tmp_path: Path):
+    hidden = (
+        "import importlib.util as u, sys; find = u.find_spec\n"
+        "sys.modules['torch'] = None\n"
+        "u.find_spec = lambda name, *a: None if name == 'torch' else find(name, *a)\n"
+    )
+    (tmp_path / "sitecustomize.py").write_text(hidden)
+    for words in (["train", "--run", "runs/new"], ["resume", str(run)], ["embed"], ["generate", "a"], ["demo"]):
+        expect(farspan(*words, PYTHONPATH=str(tmp_path)), "extra-missing", "pip install 'farspan[train]'")
+    for words in (["--help"], ["prepare"], ["report"], ["init", "docs", "--out", str(tmp_path / "new.yaml")]):
+        assert farspan(*words, PYTHONPATH=str(tmp_path)).returncode == 0
+
+
+@pytest.fixture
+def training(desk: Path, run: Path, environment: dict[str, str], tmp_path: Path):
+    """A run that would go on for hours, in training: its process and its folder."""
+    path = tmp_path / "long"
+    (tmp_path / "docs").symlink_to(desk / "docs")
+    (tmp_path / "run.yaml").write_text(
+        TINY.replace("steps: 4", "steps: 1000000").replace("every: 2}", "every: 100000}")
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "farspan", "train", "--run", str(path)], cwd=tmp_path, env=environment,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    until(lambda: '"event":"step"' in (path / "events.jsonl").read_text(), process)
+    yield process, path
+    process.kill()
+    process.communicate()
+
+
+def until(happened, process: subprocess.Popen[str] | None = None, limit_s: float = 60.0) -> None:
+    """Wait for something that must happen."""
+    end = time.monotonic() + limit_s
+    while True:
+        try:
+            if happened():
+                return
+        except OSError:
+            pass
+        assert time.monotonic() < end and (process is None or process.poll() is None)
+        time.sleep(0.05)
+
+
+def saved(path: Path) -> list[str]:
+    return sorted(folder.name for folder in (path / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_says_how_to_go_on(training, farspan: Farspan, number: signal.Signals):
+    process, path = training
+    expect(farspan("resume", str(path)), "run-busy", str(path))
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    expect(subprocess.CompletedProcess([], process.returncode, out, err), "interrupted", f"farspan resume {path}")
+    assert len(saved(path)) == 1
+
+
+def test_workers_whose_launcher_was_killed_save_and_end(training):
+    process, path = training
+    process.kill()
+    until(lambda: '"reason":"interrupted"' in (path / "events.jsonl").read_text())
+    assert len(saved(path)) == 1

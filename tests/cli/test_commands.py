@@ -1,0 +1,76 @@
+"""Each command on a tiny run: what it answers, in text and as one JSON object."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from farspan.cli import main
+from tests.cli.conftest import Farspan
+
+
+@pytest.mark.parametrize("name", main.names())
+def test_each_command_has_help(name: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main.main([name, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: farspan {name}" in capsys.readouterr().out
+
+
+def test_the_overview_lists_every_command(farspan: Farspan):
+    listed = farspan("--help").stdout
+    assert all(f"\n    {name} " in listed for name in main.names())
+    assert farspan().stdout == listed
+    assert farspan("--version").stdout.startswith("farspan ")
+
+
+JSON = [
+    (["prepare"], {"folder", "manifest"}),
+    (["report"], {"run", "page", "measurement"}),
+    (["resume"], {"run", "measurement"}),
+    (["generate", "time", "--tokens", "5"], {"prompt", "text", "step"}),
+    (["generate", "", "--tokens", "5", "--temperature", "0"], {"prompt", "text", "step"}),
+    (["generate", "time " * 500, "--tokens", "5"], {"prompt", "text", "step"}),
+    (["export", "--out", "exported"], {"run", "folder", "step"}),
+    (["doctor"], {"versions", "devices", "disk_free_bytes", "findings"}),
+]
+
+
+@pytest.mark.parametrize(("words", "keys"), JSON, ids=[" ".join(row[0])[:30] for row in JSON])
+def test_with_json_a_command_answers_one_object_and_nothing_else(run: Path, farspan: Farspan, words, keys):
+    done = farspan(*words, "--json")
+    assert done.returncode == 0, done.stderr
+    assert set(json.loads(done.stdout)) == keys and done.stdout.count("\n") == 1
+
+
+def test_plan_prices_the_run_and_says_where_each_value_came_from(run: Path, farspan: Farspan, tmp_path: Path):
+    done = farspan("plan", "--resolved", "--out", str(tmp_path / "plan.json"), "--json")
+    answer = json.loads(done.stdout)
+    chosen = answer["candidates"][answer["chosen"]]
+    assert chosen["technique"] == "data" and chosen["fits"] and chosen["estimate"]["memory_bytes"]
+    assert chosen["resolved"]["train.steps"] == {"value": 4, "origin": "run.yaml: train.steps"}
+    assert json.loads((tmp_path / "plan.json").read_text()) == chosen["plan"]
+
+
+def test_embed_then_search_answers_any_query(run: Path, farspan: Farspan):
+    assert farspan("embed", str(run)).returncode == 0
+    for query in ("time year", "?!* \u00e9\u4e2d\U0001f600 \"'", "zzzzqqq"):
+        done = farspan("search", query, "--run", str(run), "-k", "3", "--json")
+        assert done.returncode == 0, done.stderr
+        assert len(json.loads(done.stdout)["answer"]["results"]) <= 3
+
+
+def test_init_writes_a_file_that_loads(desk: Path, farspan: Farspan, tmp_path: Path):
+    out = tmp_path / "new.yaml"
+    assert farspan("init", "docs", "--out", str(out)).returncode == 0
+    assert farspan("prepare", str(out)).returncode == 0
+
+
+def test_a_reader_that_leaves_early_is_no_error(run: Path, environment: dict[str, str], desk: Path):
+    command = f"{sys.executable} -m farspan report | true"
+    done = subprocess.run(["sh", "-c", command], cwd=desk, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
