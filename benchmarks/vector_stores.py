@@ -210,7 +210,7 @@ class Zvec:
     def _query(self, query: np.ndarray, filter: str | None) -> list[int]:
         import zvec
 
-        found = self.collection.query(zvec.VectorQuery("e", vector=query.tolist()), topk=K, filter=filter)
+        found = self.collection.query(zvec.Query("e", vector=query.tolist()), topk=K, filter=filter)
         return [int(doc.id) for doc in found]
 
     def search(self, query: np.ndarray) -> list[int]:

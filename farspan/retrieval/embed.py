@@ -2,7 +2,7 @@
 
 A token's weight is its surprisal, -log p(token | those before it), to a power: what the model can foresee (grammar,
 boilerplate, a name's second half) says little about what a text is about. Means are then centred and partly whitened.
-docs/decisions/0001-vector-database.md has what was tried: states of later blocks find far less, in models this small.
+docs/decisions/0008-embeddings.md has what was tried: states of later blocks find far less in models this small.
 
 Shapes: N texts, B rows of a batch, S positions, M positions that hold a token, D size of a state, V vocabulary.
 """
