@@ -1,6 +1,7 @@
 """A small real model, tokenizer and corpus; nothing is mocked."""
 
 import pytest
+import torch
 
 from farspan.corpus.tokenizer import train
 from farspan.domain.corpus import Document
@@ -31,6 +32,15 @@ def make_documents(count: int) -> list[Document]:
             )
         )
     return documents
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_thread():
+    """These models are too small to share out: with other work on the machine, threads would mostly wait."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")
