@@ -1,4 +1,6 @@
-"""What makes mean-pooled embeddings of a small model find documents by title, how to fuse them with BM25, and the time.
+"""What makes plain mean-pooled embeddings of a small model find documents by title, and how to fuse them with BM25.
+
+This is the comparison before the maps that `retrieval.embed` fits; `farspan search --eval` has the figures with them.
 
     python benchmarks/retrieval.py RUN [--documents 5000]
 
@@ -29,7 +31,6 @@ from farspan.domain.corpus import CorpusManifest
 from farspan.domain.model import parameters
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.retrieval.chunk import Chunking, chunk_documents
-from farspan.retrieval.embed import surprisal
 from farspan.retrieval.evaluate import WEIGHTS, Query, body_of, choose_queries
 from farspan.retrieval.lexical import Lexical
 from farspan.retrieval.metrics import bootstrap, hit, ndcg, ranks
@@ -39,6 +40,21 @@ from farspan.runtime.model import Decoder, initialise
 
 RESULTS = Path(__file__).parent / "results"
 ROWS = 64
+#: Logits made at a time, so that they stay in the CPU's cache.
+LOGITS = 2**22
+
+
+def surprisal(model: Decoder, tokens_BS: torch.Tensor, inside_BS: torch.Tensor) -> torch.Tensor:
+    """-log p in nats (M) of the tokens after each row's first, where `inside_BS` (one position shorter) is true."""
+    device = tokens_BS.device
+    with torch.autocast(device.type, torch.bfloat16, enabled=True):
+        states_MD = model.hidden(tokens_BS[:, :-1])[inside_BS]
+        parts = []
+        rows = max(LOGITS // model.head_VD.shape[0], 1)
+        for x_ND, targets_N in zip(states_MD.split(rows), tokens_BS[:, 1:][inside_BS].split(rows), strict=True):
+            logits_NV = torch.nn.functional.linear(x_ND, model.head_VD).float()
+            parts.append(torch.nn.functional.cross_entropy(logits_NV, targets_N, reduction="none"))
+    return torch.cat(parts)
 
 
 class States:
@@ -52,8 +68,10 @@ class States:
         for places, tokens, inside in batches(ids, end):
             self.surprisal[places] = surprisal(model, tokens, inside)
             with torch.autocast("cpu", torch.bfloat16):
+                streams = list(model.streams(tokens))
                 for layer in layers:
-                    self.states[layer][places] = model.hidden(tokens, layer)[:, 1:][inside].float()
+                    state = model.norm(streams[-1]) if layer is None else streams[layer]
+                    self.states[layer][places] = state[:, 1:][inside].float()
 
     def pooled(self, layer: int | None, weights: torch.Tensor) -> torch.Tensor:
         owner = torch.repeat_interleave(torch.arange(len(self.lengths)), torch.tensor(self.lengths))

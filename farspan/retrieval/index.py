@@ -29,7 +29,7 @@ from farspan.runtime.model import Decoder, initialise
 _MANIFEST, _CHUNKS, _FITTED = "index.json", "chunks.jsonl", "fitted.safetensors"
 _ADD_AT_ONCE = 1024
 #: Titles at most that the mean of queries is fitted to.
-_TITLES = 1000
+_TITLES = 16_384
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,7 +46,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pooling: Pooling = Pooling()
     store: str = "auto"
     seed: int = 0
-    version: int = 1
+    version: int = 2
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -101,13 +101,14 @@ def _write(
     say(f"embedding {len(chunks):,} chunks of {len(documents):,} documents")
     # Heads hold titles: what vectors are fitted to must not know them, or the evaluation would.
     bodies, heads = [c for c in chunks if not c.head], [c for c in chunks if c.head]
-    fit = functools.partial(
-        Embedder.fit, tokenizer=tokenizer, texts=[chunk.indexed for chunk in bodies or heads],
-        queries=_like_queries(documents[:train] or documents), pooling=recipe.pooling,
-    )  # fmt: skip
-    embedder, bodies_ND = fit(model)
     texts = [body_of(document) for document in documents]
     queries = choose_queries(documents, texts, train, recipe.seed)
+    titles, owners = _pairs(documents[:train] or documents, bodies, queries)
+    fit = functools.partial(
+        Embedder.fit, tokenizer=tokenizer, texts=[chunk.indexed for chunk in bodies or heads],
+        titles=titles, owners=owners, pooling=recipe.pooling,
+    )  # fmt: skip
+    embedder, bodies_ND = fit(model)
     evaluation = None
     if queries.reported:
         say(f"embedding the same with an untrained model, to compare over {len(queries.reported)} queries")
@@ -146,10 +147,20 @@ def _add(store: stores.Store, chunks: Sequence[Chunk], vectors_ND: stores.Vector
         store.add([c.id for c in some], vectors_ND[start : start + len(some)], payloads)
 
 
-def _like_queries(documents: Sequence[Document]) -> list[str]:
-    """Titles as they would be asked, evenly over the documents: what the mean of queries is fitted to."""
-    forms = [query_form(document.title) for document in documents[:: len(documents) // _TITLES + 1]]
-    return [form for form in forms if form] or [documents[0].text]
+def _pairs(
+    documents: Sequence[Document], bodies: Sequence[Chunk], queries: Queries
+) -> tuple[list[str], list[int]]:  # fmt: skip
+    """Titles as they would be asked, and the number of the first body chunk of each: what the maps are fitted to.
+
+    Evenly over the documents, without those that the evaluation asks for.
+    """
+    asked = {number for query in (*queries.reported, *queries.tuning) for number in query.relevant}
+    first: dict[int, int] = {}
+    for row, chunk in enumerate(bodies):
+        first.setdefault(chunk.document, row)
+    usable = [n for n, document in enumerate(documents) if n in first and n not in asked and query_form(document.title)]
+    chosen = usable[:: len(usable) // _TITLES + 1]
+    return [query_form(documents[n].title) for n in chosen], [first[n] for n in chosen]
 
 
 def _side(embedder: Embedder, bodies_ND: stores.Vectors, queries: Queries) -> Side:

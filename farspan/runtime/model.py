@@ -7,6 +7,8 @@ Parameter names are farspan's own; `models/` maps them to and from Hugging Face'
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -133,8 +135,8 @@ class Decoder(nn.Module):
     def head_VD(self) -> Tensor:
         return self.tok.weight if self.spec.tied else self.head.weight
 
-    def hidden(self, tokens_BS: Tensor, layers: int | None = None) -> Tensor:
-        """States after the final norm, or (with `layers`) the raw stream after that many blocks."""
+    def streams(self, tokens_BS: Tensor) -> Iterator[Tensor]:
+        """The residual stream (B, S, D) before the first block and after each. Raises ValueError past the context."""
         S = tokens_BS.shape[1]
         if S > self.spec.context:
             raise ValueError(f"{S} positions given, the model's context is {self.spec.context}")
@@ -144,12 +146,18 @@ class Decoder(nn.Module):
             x_BSD = x_BSD + self.pos.weight[self.spec.extra_positions : self.spec.extra_positions + S]
         else:
             rotation = rotary_table(self.spec, S, tokens_BS.device)
-        for block in self.blocks[:layers]:
+        yield x_BSD
+        for block in self.blocks:
             if self.recompute and self.training:
                 x_BSD = torch.utils.checkpoint.checkpoint(block, x_BSD, rotation, use_reentrant=False)
             else:
                 x_BSD = block(x_BSD, rotation)
-        return self.norm(x_BSD) if layers is None else x_BSD
+            yield x_BSD
+
+    def hidden(self, tokens_BS: Tensor) -> Tensor:
+        """States (B, S, D) after the final norm."""
+        (x_BSD,) = deque(self.streams(tokens_BS), maxlen=1)
+        return self.norm(x_BSD)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         return F.linear(self.hidden(tokens_BS), self.head_VD)
