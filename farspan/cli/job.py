@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -54,7 +54,6 @@ def prepare(config: RunConfig, console: Console) -> tuple[Path, CorpusManifest]:
     from farspan.planning.quantities import check
 
     check(config)
-
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     folder, manifest = prepare_corpus(
         config.data_config, config.tokenizer_config, cache() / "corpora", workers=workers, say=console.say
@@ -184,9 +183,8 @@ def train(run: RunFolder, console: Console) -> Measurement:
 
 
 @contextmanager
-def passing_signals(interrupt: object, console: Console) -> Iterator[None]:
+def passing_signals(interrupt: Callable[[], None], console: Console) -> Iterator[None]:
     """While workers run, Ctrl-C and SIGTERM ask them to save; a second one ends them at once."""
-    assert callable(interrupt)
 
     def handle(number: int, frame: object) -> None:
         console.say("saving; once more to stop at once")

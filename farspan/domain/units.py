@@ -1,6 +1,6 @@
 """Text to SI numbers and back. The only place that converts units: everything inside farspan is SI.
 
-Seconds, bytes, bits per second, FLOPs, counts, US dollars. Decimal prefixes (k = 1000) except the binary ones (KiB).
+Seconds, bytes, counts, fractions. Decimal prefixes (k = 1000).
 """
 
 from __future__ import annotations
@@ -13,11 +13,6 @@ _SECONDS = {
     "us": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0,
 }  # fmt: skip
 _COUNT = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
-_BYTES = {
-    "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
-}  # fmt: skip
-_BITS_PER_S = {"bit/s": 1, "kbit/s": 10**3, "mbit/s": 10**6, "gbit/s": 10**9, "tbit/s": 10**12}
 
 
 def _split(text: str | int | float) -> tuple[float, str]:
@@ -49,16 +44,6 @@ def parse_count(text: str | int | float) -> int:
     if unit not in _COUNT:
         raise ValueError(f"{text!r} has no known unit; write it like 256k or 1.5M")
     return round(number * _COUNT[unit])
-
-
-def parse_bytes(text: str | int | float) -> int:
-    """`"24GB"`, `"512 MiB"` or a bare number, as bytes."""
-    return round(_scaled(text, _BYTES, "24GB or 512MiB"))
-
-
-def parse_bits_per_s(text: str) -> float:
-    """`"1Gbit/s"` as bits per second."""
-    return _scaled(text, _BITS_PER_S, "1Gbit/s")
 
 
 def parse_fraction(text: str | int | float) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 
 import torch
@@ -22,7 +21,7 @@ class Group:
                 "nccl" if device.type == "cuda" else "gloo",
                 rank=rank,
                 world_size=world,
-                timeout=timedelta(seconds=float(os.environ.get("FARSPAN_TIMEOUT_S", TIMEOUT_S))),
+                timeout=timedelta(seconds=TIMEOUT_S),
             )
 
     def sum(self, *values: float) -> list[float]:
@@ -38,12 +37,6 @@ class Group:
         one_hot = [0.0] * self.world
         one_hot[self.rank] = value
         return self.sum(*one_hot)
-
-    def broadcast(self, *flats: torch.Tensor) -> None:
-        """Rank 0's tensors, everywhere, in place."""
-        if self.world > 1:
-            for flat in flats:
-                dist.broadcast(flat, src=0)
 
     def close(self) -> None:
         if self.world > 1:
