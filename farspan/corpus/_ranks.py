@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 #: GPT-2's pre-tokenization, as in tokenizers' ByteLevel.
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 
-#: Stands between texts that are encoded in one call; its rank is the last.
-SEPARATOR = "<|endoftext|>"
+#: Stands between texts that are encoded in one call; its rank is the last. No cleaned text holds it.
+SEPARATOR = "\0"
 
 
 def byte_characters() -> dict[str, int]:
@@ -45,18 +45,21 @@ def as_tiktoken(
     inner: tokenizers.Tokenizer, end_of_text: int
 ) -> tuple[tiktoken.Encoding, npt.NDArray[np.uint32]] | None:
     """tiktoken's encoding and the id of each of its ranks, last that of `end_of_text`; None without a proof."""
+    from tokenizers import Tokenizer, models
+
     content = json.loads(inner.to_str())
     if not _plain(content):
         return None
     vocab: dict[str, int] = content["model"]["vocab"]
     merges = [(left, right) for left, right in content["model"]["merges"]]
-    products = [left + right for left, right in merges]
-    if not _well_founded(vocab, merges) or not _encode_to_themselves(merges, vocab, products):
+    byte_of = byte_characters()
+    tokens = [*byte_of, *(left + right for left, right in merges)]
+    bare = Tokenizer(models.BPE(vocab, merges))
+    encodings = bare.encode_batch_fast(tokens, add_special_tokens=False)
+    if len(set(tokens)) < len(tokens) or [e.ids for e in encodings] != [[vocab.get(token)] for token in tokens]:
         return None
     import tiktoken
 
-    byte_of = byte_characters()
-    tokens = [*byte_of, *products]
     ranks = {bytes(byte_of[character] for character in token): rank for rank, token in enumerate(tokens)}
     encoding = tiktoken.Encoding(
         "farspan", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={SEPARATOR: len(ranks)}
@@ -67,35 +70,13 @@ def as_tiktoken(
 def _plain(content: dict[str, Any]) -> bool:
     """Byte-level BPE, split as GPT-2 does, and nothing else that changes what is encoded."""
     model, splitter = content["model"], content["pre_tokenizer"] or {}
+    changes = "dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges"
     return (
         model["type"] == "BPE"
-        and not any(model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"))
-        and not model.get("byte_fallback")
-        and not model.get("ignore_merges")
+        and not any(model.get(change) for change in changes)
         and content["normalizer"] is None
         and splitter.get("type") == "ByteLevel"
         and not splitter["add_prefix_space"]
         and splitter.get("use_regex", True)
         and all(token["special"] for token in content["added_tokens"])
     )
-
-
-def _well_founded(vocab: dict[str, int], merges: list[tuple[str, str]]) -> bool:
-    """All 256 bytes are there; each merge joins bytes or products of earlier merges, into a token not made before."""
-    made = set(byte_characters())
-    if not made <= vocab.keys():
-        return False
-    for left, right in merges:
-        if left not in made or right not in made or left + right in made or left + right not in vocab:
-            return False
-        made.add(left + right)
-    return True
-
-
-def _encode_to_themselves(merges: list[tuple[str, str]], vocab: dict[str, int], products: list[str]) -> bool:
-    """BPE of each product's own bytes, not split before, is that one token."""
-    from tokenizers import Tokenizer, models
-
-    bare = Tokenizer(models.BPE(vocab, merges))
-    encodings = bare.encode_batch_fast(products, add_special_tokens=False)
-    return all(encoding.ids == [vocab[product]] for encoding, product in zip(encodings, products, strict=True))

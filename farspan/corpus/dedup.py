@@ -11,7 +11,6 @@ import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -65,41 +64,32 @@ def jaccard(a: U32, b: U32) -> float:
 
 
 def sign(stem: Path) -> None:
-    """Write .hash.npy, .bands.npy [BANDS, documents], .ends.npy and .shingles for the shard of text STEM.docs."""
-    hashes: list[int] = []
-    sets: list[U32] = []
-    for document in read_lines(stem.with_suffix(".docs")):
-        hashes.append(text_hash(document.text))
-        sets.append(shingles(document.text))
-    np.save(stem.with_suffix(".bands.npy"), _bands(sets))
+    """Write of a shard: .marks.npy [1 + BANDS, documents], text hashes and then band hashes; the documents' shingles
+    one after the other (.shingles), and where each ends (.ends.npy)."""
+    texts = [document.text for document in read_lines(stem.with_suffix(".docs"))]
+    sets = [shingles(text) for text in texts]
+    hashes = np.array([text_hash(text) for text in texts], np.uint64)
+    np.save(stem.with_suffix(".marks.npy"), np.vstack([hashes, _bands(sets)]))
     kept = [s[:MAX_SHINGLES] for s in sets]
     np.concatenate(kept).tofile(stem.with_suffix(".shingles"))
     np.save(stem.with_suffix(".ends.npy"), np.cumsum([len(s) for s in kept], dtype=np.uint32))
-    np.save(stem.with_suffix(".hash.npy"), np.array(hashes, np.uint64))
 
 
 def _bands(sets: list[U32]) -> U64:
-    """One hash a band and document, from ROWS minima of permuted shingles each."""
+    """[BANDS, documents]: one hash of ROWS minima of permuted shingles each."""
+    block = np.concatenate(sets)
+    starts = np.cumsum([0, *(len(s) for s in sets[:-1])])
     bands = np.zeros((BANDS, len(sets)), np.uint64)
-    first = 0
-    while first < len(sets):  # in blocks that stay in the cache
-        last, size = first, 0
-        while last < len(sets) and (last == first or size + len(sets[last]) <= 1 << 15):
-            size += len(sets[last])
-            last += 1
-        block = np.concatenate(sets[first:last])
-        starts = np.cumsum([0, *(len(s) for s in sets[first : last - 1])])
-        for place, (flip, scale) in enumerate(_SEEDS.T):
-            minima = np.minimum.reduceat((block ^ flip) * (scale | np.uint32(1)), starts)
-            row = bands[place // ROWS, first:last]
-            row[:] = (row ^ minima) * _PRIMES[0]
-            row ^= row >> np.uint64(32)
-        first = last
+    for place, (flip, scale) in enumerate(_SEEDS.T):
+        band = bands[place // ROWS]
+        band ^= np.minimum.reduceat((block ^ flip) * (scale | np.uint32(1)), starts)
+        band *= _PRIMES[0]
+        band ^= band >> np.uint64(32)
     return bands
 
 
 class Shards:
-    """The signatures of all shards, read a column at a time."""
+    """The signatures of all shards, read a row at a time."""
 
     def __init__(self, stems: list[Path]) -> None:
         self.stems = stems
@@ -108,12 +98,11 @@ class Shards:
         self.sizes: U32 = np.concatenate([np.diff(e, prepend=np.uint32(0)) for e in ends])
         self._ends: U32 = np.concatenate(ends)
 
-    def hashes(self) -> U64:
-        return np.concatenate([np.load(stem.with_suffix(".hash.npy")) for stem in self.stems])
-
-    def band(self, number: int) -> U64:
-        columns = (np.load(stem.with_suffix(".bands.npy"), mmap_mode="r")[number] for stem in self.stems)
-        return np.concatenate([np.array(column) for column in columns])
+    def marks(self, row: int) -> U64:
+        """Of every document the text hash (row 0) or the hash of band `row`, from 1."""
+        return np.concatenate(
+            [np.array(np.load(stem.with_suffix(".marks.npy"), mmap_mode="r")[row]) for stem in self.stems]
+        )
 
     def shingles(self, document: int) -> U32:
         shard = int(np.searchsorted(self.first, document, side="right")) - 1
@@ -121,52 +110,48 @@ class Shards:
         return np.fromfile(self.stems[shard].with_suffix(".shingles"), np.uint32, size, offset=4 * (end - size))
 
 
-def clusters(shards: Shards) -> npt.NDArray[Any]:
+def clusters(shards: Shards) -> npt.NDArray[np.int64]:
     """For each document the first document of its cluster of exact and near duplicates (itself if it has none)."""
-    parent: npt.NDArray[Any] = np.arange(len(shards.sizes), dtype=np.int32 if len(shards.sizes) < 2**31 else np.int64)
-    for members in _buckets(shards.hashes()):
-        parent[members] = members[0]
+    parent = np.arange(len(shards.sizes))
+    for copies in _buckets(shards.marks(0)):
+        parent[copies] = copies[0]
     distinct = parent == np.arange(len(parent))
-    for band in range(BANDS):
-        for bucket in _buckets(shards.band(band)):
-            members = bucket[distinct[bucket]]
-            if len(members) > 1:
-                _merge(shards, parent, members[np.argsort(shards.sizes[members], kind="stable")])
+    for band in range(1, 1 + BANDS):
+        for bucket in _buckets(shards.marks(band)):
+            _merge(shards, parent, bucket[distinct[bucket]])
     for document in range(len(parent)):  # a parent comes before its child, so one pass flattens
         parent[document] = parent[parent[document]]
     return parent
 
 
-def _buckets(column: U64) -> Iterator[npt.NDArray[Any]]:
-    """Groups of two or more documents with the same value, each in ascending order."""
-    order = np.argsort(column, kind="stable")
-    ordered = column[order]
+def _buckets(marks: U64) -> Iterator[npt.NDArray[np.int64]]:
+    """Groups of two or more documents with the same mark, each in ascending order."""
+    order = np.argsort(marks, kind="stable")
+    ordered = marks[order]
     edges = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
-    starts, ends = np.concatenate([[0], edges]), np.concatenate([edges, [len(column)]])
+    starts, ends = np.concatenate([[0], edges]), np.concatenate([edges, [len(marks)]])
     several = ends - starts > 1
     for start, end in zip(starts[several], ends[several], strict=True):
         yield order[start:end]
 
 
-def _root(parent: npt.NDArray[Any], document: int) -> int:
+def _merge(shards: Shards, parent: npt.NDArray[np.int64], bucket: npt.NDArray[np.int64]) -> None:
+    """Join the clusters of verified near duplicates among the documents of a bucket."""
+    if len({_root(parent, int(member)) for member in bucket}) < 2:
+        return
+    members = bucket[np.argsort(shards.sizes[bucket], kind="stable")]
+    for place, member in enumerate(members):
+        mine = shards.shingles(int(member))
+        for other in members[place + 1 : place + 1 + WINDOW]:
+            if len(mine) < THRESHOLD * shards.sizes[other]:
+                break
+            low, high = sorted((_root(parent, int(member)), _root(parent, int(other))))
+            if low != high and jaccard(mine, shards.shingles(int(other))) >= THRESHOLD:
+                parent[high] = low
+
+
+def _root(parent: npt.NDArray[np.int64], document: int) -> int:
     while (above := int(parent[document])) != document:
         parent[document] = parent[above]
         document = above
     return document
-
-
-def _merge(shards: Shards, parent: npt.NDArray[Any], members: npt.NDArray[Any]) -> None:
-    """Join the clusters of verified near duplicates among the documents of a bucket, ascending in size."""
-    roots = [_root(parent, int(member)) for member in members]
-    if len(set(roots)) == 1:
-        return
-    for place, member in enumerate(members):
-        mine = None
-        for other in members[place + 1 : place + 1 + WINDOW]:
-            if shards.sizes[member] < THRESHOLD * shards.sizes[other]:
-                break
-            a, b = sorted((_root(parent, int(member)), _root(parent, int(other))))
-            if a != b:
-                mine = shards.shingles(int(member)) if mine is None else mine
-                if jaccard(mine, shards.shingles(int(other))) >= THRESHOLD:
-                    parent[b] = a

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import io
-import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Literal
 
 import msgspec
 import zstandard
 
-from farspan.domain.corpus import CorpusManifest, Document
+from farspan.domain.corpus import Document
 
 #: Longer documents are cut in parts: memory stays flat, and one big file still has a train and a validation part.
 PART_CHARS = 1 << 18
 
 
+def encodable(text: str) -> str:
+    """The text with halves of surrogate pairs joined, and those without their other half as U+FFFD."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def clean(text: str) -> str:
-    """Text with Unix line ends, no byte-order mark, NUL or outer blank space; lone surrogates become U+FFFD."""
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "").strip("\ufeff \t\n\v\f")
+    """Text that UTF-8 can hold, with Unix line ends, without byte-order mark, NUL or outer blank space."""
+    return encodable(text).replace("\r\n", "\n").replace("\r", "\n").replace("\0", "").strip("\ufeff \t\n\v\f")
 
 
 def parts(blocks: Iterable[str]) -> Iterator[str]:
@@ -53,12 +51,11 @@ def cut(document: Document) -> Iterator[Document]:
             yield msgspec.structs.replace(document, title=numbered(title, number), text=text)
 
 
-def write_documents(file: IO[bytes], documents: Iterable[Document], *, level: int = 3) -> None:
-    """Append one zstd frame of JSON lines to an open file."""
-    encoder = msgspec.json.Encoder()
-    with zstandard.ZstdCompressor(level=level).stream_writer(file, closefd=False) as writer:
+def write_documents(path: Path, documents: Iterable[Document]) -> None:
+    """Write one zstd frame of JSON lines; files of several frames come from joining such files."""
+    with zstandard.open(path, "wb", cctx=zstandard.ZstdCompressor(level=1)) as file:
         for document in documents:
-            writer.write(encoder.encode(document) + b"\n")
+            file.write(msgspec.json.encode(document) + b"\n")
 
 
 def open_zst(path: Path) -> io.BufferedReader:
@@ -67,17 +64,14 @@ def open_zst(path: Path) -> io.BufferedReader:
     return io.BufferedReader(reader, buffer_size=1 << 18)
 
 
-def read_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator[Document]:
-    """Documents number `start` to `stop` of a file that `write_documents` wrote; earlier ones are not decoded."""
+def read_lines(path: Path) -> Iterator[Document]:
+    """The documents that `write_documents` wrote."""
     decoder = msgspec.json.Decoder(Document)
     with open_zst(path) as lines:
-        for line in itertools.islice(lines, start, stop):
+        for line in lines:
             yield decoder.decode(line)
 
 
-def read_documents(folder: Path, split: Literal["train", "val"] | None = None) -> Iterator[Document]:
+def read_documents(folder: Path) -> Iterator[Document]:
     """The kept documents of a prepared corpus, in the order of its token files: all of train, then all of val."""
-    manifest = msgspec.json.decode((folder / "corpus.json").read_bytes(), type=CorpusManifest)
-    train = manifest.train.documents
-    start, stop = {"train": (0, train), "val": (train, None), None: (0, None)}[split]
-    return read_lines(folder / "documents.jsonl.zst", start, stop)
+    return read_lines(folder / "documents.jsonl.zst")

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 Tokens = npt.NDArray[Any]
-Counts = npt.NDArray[np.int64]
 
 #: Tokens looked at: all of a corpus up to this size, else blocks spread evenly over it, so that memory is bounded.
 _TRAIN_TOKENS, _VAL_TOKENS, _BLOCK = 1 << 26, 1 << 19, 1 << 16
@@ -24,14 +23,15 @@ def entropies(train: Tokens, val: Tokens, vocab_size: int) -> tuple[float, float
     p(b|a) = (count(ab) + w p1(b)) / (count(a) + w), for the w of a few that fits best. Bigrams are counted only for
     the pairs that occur in `val`: exact, without a table of V^2.
     """
-    val_pairs = np.concatenate([_pairs(block, vocab_size) for block in _blocks(val, _VAL_TOKENS)])
-    wanted, times = np.unique(val_pairs, return_counts=True)
+    held_out = list(_blocks(val, _VAL_TOKENS))
+    wanted, times = np.unique(np.concatenate([_pairs(block, vocab_size) for block in held_out]), return_counts=True)
     singles, pairs = np.zeros(vocab_size, np.int64), np.zeros(len(wanted), np.int64)
     for block in _blocks(train, _TRAIN_TOKENS):
         singles += np.bincount(block, minlength=vocab_size)
-        pairs += _count(_pairs(block, vocab_size), wanted)
+        there = np.sort(_pairs(block, vocab_size))
+        pairs += np.searchsorted(there, wanted, side="right") - np.searchsorted(there, wanted, side="left")
     logs = np.log((singles + 1) / (singles.sum() + vocab_size))
-    unigram = -float(np.mean(logs[np.concatenate(list(_blocks(val, _VAL_TOKENS)))]))
+    unigram = -float(np.mean(logs[np.concatenate(held_out)]))
     if not len(wanted):
         return unigram, unigram
     first, second = wanted // vocab_size, wanted % vocab_size
@@ -43,18 +43,11 @@ def entropies(train: Tokens, val: Tokens, vocab_size: int) -> tuple[float, float
 
 
 def _blocks(tokens: Tokens, limit: int) -> Iterator[Tokens]:
-    """The tokens in blocks that overlap by one; of more than `limit` tokens, evenly spread blocks of that sum."""
-    starts = range(0, len(tokens), _BLOCK)
-    stride = -(-len(starts) * _BLOCK // limit) if len(tokens) > limit else 1
-    for start in starts[::stride]:
+    """The tokens in blocks; of more than `limit` tokens, evenly spread blocks of that sum."""
+    stride = max(1, -(-len(tokens) // limit))
+    for start in range(0, len(tokens), _BLOCK)[::stride]:
         yield np.asarray(tokens[start : start + _BLOCK]).astype(np.int64)
 
 
-def _pairs(block: Tokens, vocab_size: int) -> Counts:
+def _pairs(block: Tokens, vocab_size: int) -> Tokens:
     return block[:-1] * vocab_size + block[1:]
-
-
-def _count(pairs: Counts, wanted: Counts) -> Counts:
-    """How often each of the sorted `wanted` pairs occurs among `pairs`."""
-    pairs = np.sort(pairs)
-    return np.searchsorted(pairs, wanted, side="right") - np.searchsorted(pairs, wanted, side="left")

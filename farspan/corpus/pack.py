@@ -9,31 +9,27 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import os
 import shutil
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from farspan.corpus import tokenizer as tokenizers
 from farspan.corpus.documents import cut, read_lines, write_documents
+from farspan.corpus.processes import spawned
 from farspan.corpus.sources import Source
-from farspan.corpus.tokenizer import load_cached
 from farspan.domain.codec import load, save
 from farspan.domain.corpus import Document, Split
-from farspan.domain.problems import Refusal
-from farspan.domain.units import format_bytes
 
 SHARD_BYTES = 4 << 20
 #: Documents encoded at a time.
 _BATCH = 64
 #: What becomes of a document.
 DROPPED, TRAIN, VAL = 0, 1, 2
+_SPLITS = {"train": TRAIN, "val": VAL}
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,57 +47,34 @@ def spool(source: Source, work: Path) -> list[Shard]:
         shards.append(load(marker, Shard))
     parts = (part for document in source.documents() for part in cut(document))
     rest = itertools.islice(parts, sum(shard.documents for shard in shards), None)
-    for first in rest:
+    while documents := _shardful(rest):
         stem = work / f"{len(shards):05}"
-        shards.append(_write_shard(stem, itertools.chain([first], rest)))
+        write_documents(stem.with_suffix(".docs"), documents)
+        digest = hashlib.sha256(b"".join(msgspec.json.encode(document) for document in documents)).hexdigest()
+        text_bytes = sum(len(document.text.encode()) for document in documents)
+        shards.append(Shard(documents=len(documents), text_bytes=text_bytes, digest=digest))
         save(shards[-1], stem.with_suffix(".shard"))
     return shards
 
 
-def _write_shard(stem: Path, documents: Iterator[Document]) -> Shard:
-    """One shard's worth of documents taken from the stream."""
-    digest, counts = hashlib.sha256(), [0, 0]
-
-    def counted() -> Iterator[Document]:
-        while counts[1] < SHARD_BYTES and (document := next(documents, None)) is not None:
-            digest.update(msgspec.json.encode(document))
-            counts[0] += 1
-            counts[1] += len(document.text.encode())
-            yield document
-
-    with stem.with_suffix(".docs").open("wb") as file:
-        write_documents(file, counted(), level=1)
-    return Shard(documents=counts[0], text_bytes=counts[1], digest=digest.hexdigest())
+def _shardful(documents: Iterator[Document]) -> list[Document]:
+    """The next documents, until they hold SHARD_BYTES of text."""
+    held, size = [], 0
+    while size < SHARD_BYTES and (document := next(documents, None)):
+        held.append(document)
+        size += len(document.text.encode())
+    return held
 
 
 def each_shard(function: Callable[..., None], jobs: list[tuple[Any, ...]], workers: int) -> None:
-    """Call `function(stem, ...)` for every job, in `workers` spawned processes; those done before are left alone."""
+    """Call `function(stem, ...)` for every job, in `workers` processes; those done before are left alone."""
     run = functools.partial(_once, function)
     if workers == 1:
         for job in jobs:
             run(*job)
-        return
-    processes = min(workers, len(jobs))
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_start_helper) as pool:
-        try:
+    else:
+        with spawned(workers) as pool:
             list(pool.map(run, *zip(*jobs, strict=True)))
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-
-
-def _start_helper() -> None:
-    """In a worker: the processes are the parallelism, so `tokenizers` starts no threads of its own; and it ends with
-    its parent, however that ends."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def _once(function: Callable[..., None], stem: Path, *rest: object) -> None:
@@ -111,73 +84,57 @@ def _once(function: Callable[..., None], stem: Path, *rest: object) -> None:
         marker.touch()
 
 
-def encode_shard(stem: Path, tokenizer_file: Path) -> None:
-    """Encode the kept documents: STEM.train.bin, .train.lengths.npy, .train.zst; the same for val; STEM.counts."""
-    tokenizer = load_cached(tokenizer_file)
+def chosen(stem: Path, fate: int) -> Iterator[Document]:
+    """The documents of a shard that have this fate."""
     fates = np.load(stem.with_suffix(".fates.npy"))
-    counts = {}
-    for split, fate in (("train", TRAIN), ("val", VAL)):
-        documents = [d for d, f in zip(read_lines(stem.with_suffix(".docs")), fates, strict=True) if f == fate]
+    documents = read_lines(stem.with_suffix(".docs"))
+    return (document for document, its in zip(documents, fates, strict=True) if its == fate)
+
+
+@functools.lru_cache(maxsize=1)
+def _tokenizer(file: Path) -> tokenizers.Tokenizer:
+    """Remembered: a worker encodes many shards with one tokenizer."""
+    return tokenizers.load(file)
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The type of stored token ids."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+def encode_shard(stem: Path, tokenizer_file: Path) -> None:
+    """Encode the kept documents: each split's tokens (.bin), documents (.zst), and their tokens and UTF-8 bytes
+    (.sizes.npy [2, documents])."""
+    tokenizer = _tokenizer(tokenizer_file)
+    dtype = token_dtype(tokenizer.vocab_size)
+    for split, fate in _SPLITS.items():
+        documents = list(chosen(stem, fate))
+        texts = [document.text for document in documents]
         lengths: list[int] = []
         with stem.with_suffix(f".{split}.bin").open("wb") as file:
-            for start in range(0, len(documents), _BATCH):
-                texts = [document.text for document in documents[start : start + _BATCH]]
-                tokens, more = tokenizer.encode_joined(texts)
-                file.write(tokens.astype(token_dtype(tokenizer.vocab_size)).tobytes())
+            for start in range(0, len(texts), _BATCH):
+                tokens, more = tokenizer.encode_joined(texts[start : start + _BATCH])
+                file.write(tokens.astype(dtype).tobytes())
                 lengths += more
-        np.save(stem.with_suffix(f".{split}.lengths.npy"), np.array(lengths, np.int64))
-        with stem.with_suffix(f".{split}.zst").open("wb") as file:
-            write_documents(file, documents, level=1)
-        text_bytes = sum(len(document.text.encode()) for document in documents)
-        counts[split] = Split(tokens=sum(lengths), documents=len(documents), text_bytes=text_bytes)
-    save(counts, stem.with_suffix(".counts"))
-
-
-def token_dtype(vocab_size: int) -> str:
-    return "<u2" if vocab_size <= 1 << 16 else "<u4"
+        write_documents(stem.with_suffix(f".{split}.zst"), documents)
+        text_bytes = [len(text.encode()) for text in texts]
+        np.save(stem.with_suffix(f".{split}.sizes.npy"), np.array([lengths, text_bytes], np.int64))
 
 
 def join_shards(stems: list[Path], folder: Path) -> dict[str, Split]:
-    """Concatenate what `encode_shard` wrote to FOLDER/train.bin, train.idx, val.bin, val.idx, documents.jsonl.zst."""
-    counts = [load(stem.with_suffix(".counts"), dict[str, Split]) for stem in stems]
+    """Concatenate what `encode_shard` wrote, in a new FOLDER: {train,val}.{bin,idx} and documents.jsonl.zst."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    splits = {}
     with (folder / "documents.jsonl.zst").open("wb") as documents:
-        for split in ("train", "val"):
-            offset = 0
-            with (folder / f"{split}.bin").open("wb") as tokens, (folder / f"{split}.idx").open("wb") as index:
-                index.write(np.zeros(1, "<i8").tobytes())
+        for split in _SPLITS:
+            with (folder / f"{split}.bin").open("wb") as tokens:
                 for stem in stems:
-                    _append(stem.with_suffix(f".{split}.bin"), tokens)
-                    _append(stem.with_suffix(f".{split}.zst"), documents)
-                    ends = offset + np.cumsum(np.load(stem.with_suffix(f".{split}.lengths.npy")))
-                    index.write(ends.astype("<i8").tobytes())
-                    offset = int(ends[-1]) if len(ends) else offset
-    return {
-        split: Split(
-            tokens=sum(c[split].tokens for c in counts),
-            documents=sum(c[split].documents for c in counts),
-            text_bytes=sum(c[split].text_bytes for c in counts),
-        )
-        for split in ("train", "val")
-    }
-
-
-def _append(path: Path, target: object) -> None:
-    with path.open("rb") as file:
-        shutil.copyfileobj(file, target, 1 << 20)  # type: ignore[arg-type]
-
-
-def require_space(folder: Path, need_bytes: int) -> None:
-    """Refuse when the disk that `folder` will lie on has less than `need_bytes` free."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if shutil.disk_usage(there).free < need_bytes:
-        raise disk_full(there, f"about {format_bytes(need_bytes)} needed")
-
-
-def disk_full(there: Path, fact: str) -> Refusal:
-    return Refusal(
-        "disk-full",
-        what="the disk has too little room to prepare this corpus",
-        where=there,
-        fact=f"{format_bytes(shutil.disk_usage(there).free)} free, {fact}",
-        remedy=f"free some space, largest folders last: du -xd1 {there} | sort -n",
-    )
+                    tokens.write(stem.with_suffix(f".{split}.bin").read_bytes())
+                    documents.write(stem.with_suffix(f".{split}.zst").read_bytes())
+            lengths, text_bytes = np.hstack([np.load(stem.with_suffix(f".{split}.sizes.npy")) for stem in stems])
+            offsets = np.concatenate([[0], np.cumsum(lengths)])
+            offsets.astype("<i8").tofile(folder / f"{split}.idx")
+            total_bytes = int(text_bytes.sum())
+            splits[split] = Split(tokens=int(offsets[-1]), documents=len(lengths), text_bytes=total_bytes)
+    return splits

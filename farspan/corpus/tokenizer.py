@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from farspan.corpus._ranks import SEPARATOR, as_tiktoken
+from farspan.corpus.documents import encodable
 from farspan.domain.codec import missing_path, write_atomically
 from farspan.domain.problems import Refusal
 
 if TYPE_CHECKING:
-    import tiktoken
     import tokenizers
 
 END_OF_TEXT = "<|endoftext|>"
@@ -33,11 +32,8 @@ class Tokenizer:
         self.end_of_text = end_of_text
         self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values()) + 1
         self._inner = inner
-        self._fast: tuple[tiktoken.Encoding, npt.NDArray[np.uint32]] | None = as_tiktoken(inner, end_of_text)
-
-    @property
-    def engine(self) -> Literal["tiktoken", "tokenizers"]:
-        return "tiktoken" if self._fast else "tokenizers"
+        self._fast = as_tiktoken(inner, end_of_text)
+        self.engine = "tiktoken" if self._fast else "tokenizers"
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without an end-of-text token."""
@@ -51,60 +47,39 @@ class Tokenizer:
 
     def encode_joined(self, texts: Sequence[str]) -> tuple[npt.NDArray[np.uint32], list[int]]:
         """All texts' ids in one array, an end-of-text token after each, and the length of each with that token."""
-        texts = [text if text.isascii() else _without_surrogates(text) for text in texts]
-        if self._fast is None:
+        texts = [encodable(text) for text in texts]
+        if self._fast is None or any(SEPARATOR in text for text in texts):
             encodings = self._inner.encode_batch_fast(texts, add_special_tokens=False)
             ids = [part for encoding in encodings for part in (*encoding.ids, self.end_of_text)]
             return np.array(ids, np.uint32), [len(encoding) + 1 for encoding in encodings]
-        fast, id_of_rank = self._fast
-        if any(SEPARATOR in text for text in texts):
-            pieces = [[*fast.encode_ordinary(text), len(id_of_rank) - 1] for text in texts]
-            return id_of_rank[np.concatenate(pieces).astype(np.intp)], [len(piece) for piece in pieces]
         # One call for all texts, whose ids never become Python objects: half as long again as a call for each.
-        whole = SEPARATOR.join([*texts, ""])
-        ranks = fast.encode_to_numpy(whole, allowed_special={SEPARATOR})
+        fast, id_of_rank = self._fast
+        ranks = fast.encode_to_numpy(SEPARATOR.join([*texts, ""]), allowed_special={SEPARATOR})
         ends = np.flatnonzero(ranks == len(id_of_rank) - 1) + 1
         return id_of_rank[ranks], np.diff(ends, prepend=0).tolist()
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; bytes that are not UTF-8 become U+FFFD."""
-        text: str = self._inner.decode(list(ids), skip_special_tokens=False)
-        return text
+        return str(self._inner.decode(list(ids), skip_special_tokens=False))
 
-    def save(self, path: Path) -> None:
-        """Write `tokenizer.json` (in `path` if that is a folder), and `tokenizer_config.json` beside it."""
-        path = path / "tokenizer.json" if path.is_dir() else path
-        write_atomically(path, self._inner.to_str(pretty=True).encode())
+    def save(self, file: Path) -> None:
+        """Write a tokenizer file, and beside it `tokenizer_config.json`."""
+        write_atomically(file, self._inner.to_str(pretty=True).encode())
         config = {"eos_token": self._inner.id_to_token(self.end_of_text), "tokenizer_class": "PreTrainedTokenizerFast"}
-        write_atomically(path.with_name("tokenizer_config.json"), msgspec.json.encode(config))
-
-
-def _without_surrogates(text: str) -> str:
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        write_atomically(file.with_name("tokenizer_config.json"), msgspec.json.encode(config))
 
 
 def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Byte-level BPE with GPT-2's splitting rule; fewer than `vocab_size` tokens where the texts run out of pairs."""
-    from tokenizers import Tokenizer as Inner
-    from tokenizers import decoders, models, pre_tokenizers, trainers
+    from tokenizers import models, pre_tokenizers, trainers
 
-    inner = Inner(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
+    inner = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    )  # fmt: skip
     inner.train_from_iterator(texts, trainer)
     return Tokenizer(inner, inner.get_vocab()[END_OF_TEXT])
-
-
-@functools.lru_cache(maxsize=1)
-def load_cached(path: Path) -> Tokenizer:
-    """`load`, remembered: a worker process encodes many shards with one tokenizer."""
-    return load(path)
 
 
 def load(where: Path | str) -> Tokenizer:
@@ -113,69 +88,56 @@ def load(where: Path | str) -> Tokenizer:
     Refuses a path that does not exist, a file that is no tokenizer, one without an end-of-text token, and a hub id
     that cannot be fetched.
     """
+    from tokenizers import Tokenizer as Inner
+
     path = Path(where).expanduser()
+    local = path.exists()
+    if not local and (str(where).startswith((".", "/", "~")) or str(where).count("/") > 1 or path.suffix == ".json"):
+        raise missing_path(path)
     try:
-        if path.exists():
-            inner = _read(path)
-            end_of_text = _end_of_text(inner, path if path.is_dir() else path.parent)
-        elif str(where).startswith((".", "/", "~")) or str(where).count("/") > 1 or path.suffix == ".json":
-            raise missing_path(path)
-        else:
-            inner = _from_hub(str(where))
-            end_of_text = _end_of_text(inner, None)
-    except Refusal:
-        raise
+        inner = _read(path) if local else Inner.from_pretrained(str(where))
+        end_of_text = _end_of_text(inner, path if local else None)
     except Exception as error:  # the Rust library raises bare Exception for everything
         raise Refusal(
-            "tokenizer-unreadable",
-            what="this is not a tokenizer that can be used",
-            where=where,
-            fact=" ".join(str(error).split())[:300],
-            remedy="leave `tokenizer.use` out of run.yaml to train one on the corpus",
-        ) from None
+            "tokenizer-unreadable", where=where, fact=" ".join(str(error).split())[:300],
+            what="this is not a tokenizer that can be used" if local
+            else "there is no such file, and no tokenizer of that id on the hub that can be used",
+            remedy="leave `tokenizer.use` out of run.yaml to train one on the corpus" if local
+            else f"fetch it where the hub can be reached, then name the folder: hf download {where} --local-dir DIR",
+        ) from None  # fmt: skip
     return Tokenizer(inner, end_of_text)
+
+
+def _byte_level(model: tokenizers.models.BPE) -> tokenizers.Tokenizer:
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+
+    inner = Tokenizer(model)
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return inner
 
 
 def _read(path: Path) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer as Inner
-    from tokenizers import decoders, models, pre_tokenizers
+    from tokenizers import models
 
-    folder = path if path.is_dir() else path.parent
-    if path.is_file() and path.name not in ("vocab.json", "merges.txt"):
-        return Inner.from_file(str(path))
-    if path.is_dir() and (path / "tokenizer.json").is_file():
-        return Inner.from_file(str(path / "tokenizer.json"))
-    vocab, merges = folder / "vocab.json", folder / "merges.txt"
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if file.is_file():
+        return Inner.from_file(str(file))
+    vocab, merges = path / "vocab.json", path / "merges.txt"
     if not (vocab.is_file() and merges.is_file()):
         raise ValueError("the folder has neither tokenizer.json nor both vocab.json and merges.txt")
-    inner = Inner(models.BPE.from_file(str(vocab), str(merges)))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
+    inner = _byte_level(models.BPE.from_file(str(vocab), str(merges)))
     inner.add_special_tokens([END_OF_TEXT])
     return inner
 
 
-def _from_hub(name: str) -> tokenizers.Tokenizer:
-    from tokenizers import Tokenizer as Inner
-
-    try:
-        return Inner.from_pretrained(name)
-    except Exception as error:
-        raise Refusal(
-            "tokenizer-unreadable",
-            what=f"there is no file {name!r}, and no tokenizer of that id could be fetched from the hub",
-            where=name,
-            fact=" ".join(str(error).split())[:300],
-            remedy=f"fetch it where the hub can be reached, then name the folder: hf download {name} --local-dir DIR",
-        ) from None
-
-
-def _end_of_text(inner: tokenizers.Tokenizer, folder: Path | None) -> int:
+def _end_of_text(inner: tokenizers.Tokenizer, path: Path | None) -> int:
     """Id of the token that ends a document: what tokenizer_config.json says, else the first well-known one."""
-    config = folder / "tokenizer_config.json" if folder else None
-    named: Any = msgspec.json.decode(config.read_bytes()).get("eos_token") if config and config.is_file() else None
-    named = named.get("content") if isinstance(named, dict) else named
-    for token in (named, *_KNOWN_ENDS):
+    named: Any = None
+    if path and (config := (path if path.is_dir() else path.parent) / "tokenizer_config.json").is_file():
+        named = msgspec.json.decode(config.read_bytes()).get("eos_token")
+    for token in (named["content"] if isinstance(named, dict) else named, *_KNOWN_ENDS):
         if token is not None and (found := inner.token_to_id(token)) is not None:
             return int(found)
     raise ValueError(f"no token ends a document: no eos_token in tokenizer_config.json, none of {_KNOWN_ENDS} in it")

@@ -46,8 +46,7 @@ def signed(texts: list[str], folder: Path, shards: int = 3) -> dedup.Shards:
     stems = []
     for number, part in enumerate(np.array_split(np.array(texts, object), shards)):
         stems.append(folder / f"{number:05}")
-        with stems[-1].with_suffix(".docs").open("wb") as file:
-            write_documents(file, (Document(title="", text=text, origin="") for text in part))
+        write_documents(stems[-1].with_suffix(".docs"), (Document(title="", text=text, origin="") for text in part))
         dedup.sign(stems[-1])
     return dedup.Shards(stems)
 

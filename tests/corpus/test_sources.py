@@ -184,6 +184,16 @@ def test_bad_input_is_refused_where_it_is(tmp_path: Path) -> None:
     assert "abstract, id" in problem.fact
     (tmp_path / "latin.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xe9"}\n')
     assert refused(tmp_path / "latin.jsonl").where == f"{tmp_path}/latin.jsonl, byte 24"
+    long = b'{"text": "a"}\n' * 100_000 + b'{"text": "\xe9"}\n'
+    (tmp_path / "latin.jsonl.gz").write_bytes(gzip.compress(long))
+    (tmp_path / "latin.jsonl.zst").write_bytes(zstandard.compress(long[:700_000]) + zstandard.compress(long[700_000:]))
+    for name in ("latin.jsonl.zst", "latin.jsonl.gz"):
+        problem = refused(tmp_path / name)
+        assert problem.where == f"{tmp_path}/{name}, byte 1400010"
+    (tmp_path / "latin.jsonl").unlink()
+    assert subprocess.run(problem.remedy, shell=True).returncode == 0
+    assert subprocess.run(refused(tmp_path / "latin.jsonl").remedy, shell=True).returncode == 0
+    assert read(tmp_path / "latin.jsonl")[-1].text == "é"
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 1000)[:-20])
     assert refused(tmp_path / "cut.jsonl.gz").code == "source-unreadable"
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")

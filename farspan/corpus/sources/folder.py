@@ -23,6 +23,8 @@ from farspan.domain.problems import Refusal
 TEXT_FIELDS = ("text", "content", "body")
 #: Libraries that a kind of file needs, and the extra that installs them.
 _NEEDS = {".pdf": ("pypdf", "pdf"), ".parquet": ("pyarrow", "parquet")}
+_OPENERS: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".zst": open_zst}
+_UNPACK = {".gz": "gzip -d", ".zst": "zstd -d --rm"}
 _HEADING = re.compile(r"^#{1,6}[ \t]+(.+?)[ \t#]*$|^([^\s].*)\n[=\-~^\"'*+#]{3,}[ \t]*$", re.MULTILINE)
 
 
@@ -42,18 +44,17 @@ class Folder:
         self.skipped: list[str] = []
         self.size_bytes = 0
         found: Counter[str] = Counter()
-        digest, readable = hashlib.sha256(str(path.absolute()).encode()), 0
+        digest = hashlib.sha256(str(path.absolute()).encode())
         for file in _walk(path):
             suffix = _suffix(file)
-            found[suffix or "(none)"] += 1
+            found[suffix] += 1
             if suffix in _READERS:
                 stat = file.stat()
-                readable += _missing_extra(suffix) is None
                 self.size_bytes += stat.st_size
                 digest.update(f"{file}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
         self._digest = digest.hexdigest()
-        if not readable:
-            self._refuse(found)
+        if not any(suffix in _READERS and not _missing_extra(suffix) for suffix in found):
+            raise self._nothing(found)
 
     def fingerprint(self) -> str:
         return self._digest
@@ -70,31 +71,33 @@ class Folder:
                 yield from self._read(file, suffix)
 
     def _read(self, file: Path, suffix: str) -> Iterator[Document]:
-        count = 0
+        empty = True
         try:
             for document in _READERS[suffix](file):
-                count += bool(document.text.strip())
+                empty = empty and not document.text.strip()
                 yield document
         except Refusal:
             raise
         except Exception as error:  # readers of damaged files raise anything
             if suffix != ".pdf":
-                raise _damaged(file, error) from None
+                raise Refusal(
+                    "source-unreadable", what="the file cannot be read as what its name says", where=file,
+                    fact=" ".join(str(error).split())[:300], remedy=f"take it out of the folder: mv '{file}' /tmp/",
+                ) from None  # fmt: skip
             self.skipped.append(f"{file}: not a PDF that can be read ({error})")
         else:
-            if not count:
+            if empty:
                 self.skipped.append(f"{file}: no text in it" + (" (a scan?)" if suffix == ".pdf" else ""))
 
-    def _refuse(self, found: Counter[str]) -> None:
-        kinds = ", ".join(f"{number} {suffix}" for suffix, number in found.most_common(8)) or "nothing"
+    def _nothing(self, found: Counter[str]) -> Refusal:
+        kinds = ", ".join(f"{number} {suffix or '(none)'}" for suffix, number in found.most_common(8)) or "nothing"
         remedy = next((remedy for suffix in found if (remedy := _missing_extra(suffix))), None)
-        raise Refusal(
+        return Refusal(
             "extra-missing" if remedy else "no-documents",
-            what="there is no file here that can be read",
-            where=self.path,
+            what="there is no file here that can be read", where=self.path,
             fact=f"found {kinds}; readable are {' '.join(_READERS)}",
             remedy=remedy or f"name a folder with such files: ls {self.path.absolute().parent}",
-        )
+        )  # fmt: skip
 
 
 def _walk(path: Path) -> Iterator[Path]:
@@ -111,9 +114,9 @@ def _walk(path: Path) -> Iterator[Path]:
 
 
 def _suffix(file: Path) -> str:
-    suffixes = [suffix.lower() for suffix in file.suffixes[-2:]]
-    compressed = len(suffixes) == 2 and suffixes[0] == ".jsonl" and suffixes[1] in (".gz", ".zst")
-    return "".join(suffixes) if compressed else "".join(suffixes[-1:])
+    """The end of the name that says what is in the file, such as `.txt` or `.jsonl.gz`."""
+    name = file.name.lower()
+    return next((suffix for suffix in _READERS if name.endswith(suffix)), file.suffix.lower())
 
 
 def _missing_extra(suffix: str) -> str | None:
@@ -122,36 +125,26 @@ def _missing_extra(suffix: str) -> str | None:
     return f"pip install 'farspan[{extra}]'" if library and importlib.util.find_spec(library) is None else None
 
 
-def _blocks(file: Path) -> Iterator[str]:
-    """The text of a file in blocks; refuses what is not UTF-8, with the offset of the first bad byte."""
-    decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
-    with file.open("rb") as stream:
-        while True:
-            held = len(decoder.getstate()[0])
-            block = stream.read(PART_CHARS)
-            try:
-                yield decoder.decode(block, final=not block)
-            except UnicodeDecodeError as error:
-                raise _not_utf8(file, offset - held + error.start, error) from None
-            offset += len(block)
-            if not block:
-                return
-
-
-def _not_utf8(file: Path, offset: int, error: UnicodeDecodeError) -> Refusal:
-    return Refusal(
-        "not-utf8",
-        what="the file is not UTF-8 text",
-        where=f"{file}, byte {offset}",
-        fact=f"byte 0x{error.object[error.start]:02x} there: {error.reason}",
-        remedy=f"iconv -f latin1 -t utf-8 -o '{file}.utf8' '{file}' && mv '{file}.utf8' '{file}'",
-    )
+def _lines(file: Path, most: int = -1) -> Iterator[str]:
+    """Lines of a text file, those beyond `most` bytes in pieces; refuses what is not UTF-8, at its first bad byte."""
+    packing = file.suffix.lower()
+    with _OPENERS.get(packing, partial(open, mode="rb"))(file) as stream:
+        try:
+            yield from codecs.iterdecode(iter(partial(stream.readline, most), b""), "utf-8")
+        except UnicodeDecodeError as error:
+            convert = f"iconv -f latin1 -t utf-8 -o '{file}.utf8' '{file}' && mv '{file}.utf8' '{file}'"
+            raise Refusal(
+                "not-utf8", what="the file is not UTF-8 text",
+                where=f"{file}, byte {stream.tell() - len(error.object) + error.start}",
+                fact=f"byte 0x{error.object[error.start]:02x} there: {error.reason}",
+                remedy=f"{_UNPACK[packing]} '{file}'" if packing in _UNPACK else convert,
+            ) from None  # fmt: skip
 
 
 def _plain(file: Path) -> Iterator[Document]:
     """A text file, in parts if it is long, titled by its first heading (.md, .rst) or its name."""
     title = file.stem
-    for number, text in enumerate(parts(_blocks(file)), 1):
+    for number, text in enumerate(parts(_lines(file, PART_CHARS)), 1):
         if number == 1 and file.suffix.lower() != ".txt" and (heading := _HEADING.search(text)):
             title = heading[1] or heading[2]
         yield Document(title=numbered(title, number), text=text, origin=str(file))
@@ -160,37 +153,24 @@ def _plain(file: Path) -> Iterator[Document]:
 def _html(file: Path) -> Iterator[Document]:
     from farspan.corpus._html import read_html
 
-    title, text = read_html("".join(_blocks(file)))
+    title, text = read_html("".join(_lines(file)))
     yield Document(title=title or file.stem, text=text, origin=str(file))
 
 
 def _jsonl(file: Path) -> Iterator[Document]:
     """An object a line; its text is in the field `text`, `content` or `body`."""
-    openers: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".zst": open_zst, ".jsonl": partial(open, mode="rb")}
-    offset = 0
-    with openers[file.suffix.lower()](file) as lines:
-        for number, line in enumerate(lines, 1):
+    for number, line in enumerate(_lines(file), 1):
+        if line.strip():
             try:
-                row = json.loads(line.decode()) if line.strip() else None
-            except UnicodeDecodeError as error:
-                raise _not_utf8(file, offset + error.start, error) from None
-            except ValueError as error:
-                raise _malformed_line(file, number, str(error)) from None
-            offset += len(line)
-            if row is not None:
+                row = json.loads(line)
                 if not isinstance(row, dict):
-                    raise _malformed_line(file, number, f"{type(row).__name__} where an object should be")
-                yield row_document(row, f"{file}:{number}", file.stem)
-
-
-def _malformed_line(file: Path, number: int, fact: str) -> Refusal:
-    return Refusal(
-        "source-unreadable",
-        what="the line is not a JSON object",
-        where=f"{file}:{number}",
-        fact=fact,
-        remedy=f"sed -i.bak '{number}d' '{file}'",
-    )
+                    raise ValueError(f"{type(row).__name__} where an object should be")
+            except ValueError as error:
+                raise Refusal(
+                    "source-unreadable", what="the line is not a JSON object", where=f"{file}:{number}",
+                    fact=str(error), remedy=f"sed -i.bak '{number}d' '{file}'",
+                ) from None  # fmt: skip
+            yield row_document(row, f"{file}:{number}", file.stem)
 
 
 def row_document(row: dict[str, Any], origin: str, name: str) -> Document:
@@ -198,12 +178,10 @@ def row_document(row: dict[str, Any], origin: str, name: str) -> Document:
     field = next((field for field in TEXT_FIELDS if isinstance(row.get(field), str)), None)
     if field is None:
         raise Refusal(
-            "source-unreadable",
-            what="the row has no column of text that is known",
-            where=origin,
+            "source-unreadable", what="the row has no column of text that is known", where=origin,
             fact=f"columns there: {', '.join(map(str, row)) or 'none'}; looked for {', '.join(TEXT_FIELDS)}",
             remedy=f"rename the column that holds the text to {TEXT_FIELDS[0]!r}",
-        )
+        )  # fmt: skip
     rest = {key: value for key, value in row.items() if key not in (field, "title")}
     metadata = {str(key): str(value) for key, value in rest.items() if isinstance(value, str | int | float)}
     return Document(title=str(row.get("title") or name), text=row[field], origin=origin, metadata=metadata)
@@ -224,16 +202,6 @@ def _pdf(file: Path) -> Iterator[Document]:
     title = reader.metadata.title if reader.metadata else None
     text = "\n".join(page.extract_text() for page in reader.pages)
     yield Document(title=title or file.stem, text=text, origin=str(file))
-
-
-def _damaged(file: Path, error: Exception) -> Refusal:
-    return Refusal(
-        "source-unreadable",
-        what="the file cannot be read as what its name says",
-        where=file,
-        fact=" ".join(str(error).split())[:300],
-        remedy=f"take it out of the folder: mv '{file}' /tmp/",
-    )
 
 
 _READERS: dict[str, Callable[[Path], Iterator[Document]]] = {

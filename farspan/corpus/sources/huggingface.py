@@ -17,12 +17,9 @@ def open_source(location: str) -> HuggingFace:
     """The training split of a dataset; refuses when `datasets` is not installed or a local folder is not there."""
     if importlib.util.find_spec("datasets") is None:
         raise Refusal(
-            "extra-missing",
-            what="reading Hugging Face datasets needs a library that is not installed",
-            where=f"hf:{location}",
-            fact="there is no module named datasets",
-            remedy="pip install 'farspan[hf]'",
-        )
+            "extra-missing", what="reading Hugging Face datasets needs a library that is not installed",
+            where=f"hf:{location}", fact="there is no module named datasets", remedy="pip install 'farspan[hf]'",
+        )  # fmt: skip
     name, _, config = location.partition(":")
     local = Path(name).expanduser() if name.startswith((".", "/", "~")) else None
     if local and not local.exists():
@@ -59,9 +56,7 @@ class HuggingFace:
             yield from by_name["train"] if "train" in by_name else next(iter(by_name.values()))
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
             raise Refusal(
-                "source-unreadable",
-                what="the dataset cannot be read",
-                where=f"hf:{self.name}",
+                "source-unreadable", what="the dataset cannot be read", where=f"hf:{self.name}",
                 fact=" ".join(str(error).split())[:300],
                 remedy=f"where the hub can be reached: hf download --repo-type dataset {self.name} --local-dir DIR",
-            ) from None
+            ) from None  # fmt: skip

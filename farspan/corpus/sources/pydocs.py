@@ -17,17 +17,15 @@ import sysconfig
 import types
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
+from farspan.corpus.processes import spawned
 from farspan.domain.corpus import Document
 
 #: Not documentation, or not fit to be read: test suites, generated code, the internals of torch's compilers.
 _LEFT_OUT = {"test", "tests", "idlelib", "turtledemo", "lib2to3", "site-packages", "dist-packages", "__pycache__",
              "_internal", "antigravity.py", "this.py"}  # fmt: skip
-_Docs = list[tuple[str, str]]
-_Exports = dict[str, str]
+_Pairs = list[tuple[str, str]]
 
 
 class PyDocs:
@@ -60,10 +58,10 @@ def open_source(location: str) -> PyDocs:
 def _docstrings() -> dict[str, str]:
     """Public qualified name -> docstring, of all that is parsed or imported."""
     files = list(_files())
-    with ProcessPoolExecutor(min(4, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
+    with spawned(min(4, os.cpu_count() or 1)) as pool:
         parsed = list(pool.map(_parse, *zip(*files, strict=True), chunksize=64))
-    exports = {alias: target for _, links in parsed for alias, target in links.items()}
-    public, modules = _public_names(exports), {module for _, module in files}
+    public = _public_names({pair for _, imports in parsed for pair in imports})
+    modules = {module for _, module in files}
     found: dict[str, str] = {}
     for docs in (*(docs for docs, _ in parsed), _imported()):
         for name, text in docs:
@@ -86,15 +84,15 @@ def _files() -> Iterator[tuple[str, str]]:
                 yield str(path), ".".join(names)
 
 
-def _parse(path: str, module: str) -> tuple[_Docs, _Exports]:
-    """(qualified name, docstring) of all definitions in a file, and what its top level imports: alias -> target."""
+def _parse(path: str, module: str) -> tuple[_Pairs, _Pairs]:
+    """What a file documents, as (qualified name, docstring), and what it imports, as (name there, name here)."""
     with warnings.catch_warnings(action="ignore"):
         try:
             tree = ast.parse(Path(path).read_bytes())
         except SyntaxError:  # a template, or written for another Python
-            return [], {}
-    is_package = Path(path).stem == "__init__"
-    return list(_definitions(tree, module)), dict(_imports(tree, module, is_package))
+            return [], []
+    package = module.split(".") if Path(path).stem == "__init__" else module.split(".")[:-1]
+    return list(_definitions(tree, module)), list(_imports(tree, module, package))
 
 
 def _definitions(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
@@ -128,15 +126,15 @@ def _assigned(statement: ast.Expr | ast.Assign, module: str) -> Iterator[tuple[s
     yield name, "".join(str(text.value) for text in sorted(texts, key=lambda t: (t.lineno, t.col_offset)))
 
 
-def _imports(tree: ast.Module, module: str, is_package: bool) -> Iterator[tuple[str, str]]:
-    """`from x import y as z` at the top level, as (module.z, x.y); `*` stays a star."""
+def _imports(tree: ast.Module, module: str, package: list[str]) -> Iterator[tuple[str, str]]:
+    """`from x import y as z` at the top level, as (x.y, module.z); `from x import *` as (x.*, module)."""
     for node in _top_level(tree):
         if isinstance(node, ast.ImportFrom):
-            package = module.split(".")[: len(module.split(".")) - node.level + is_package] if node.level else []
-            origin = ".".join([*package, *([node.module] if node.module else [])])
+            above = package[: len(package) + 1 - node.level] if node.level else []
+            origin = ".".join([*above, *([node.module] if node.module else [])])
             for alias in node.names:
-                key = f"{module}.*{origin}" if alias.name == "*" else f"{module}.{alias.asname or alias.name}"
-                yield key, f"{origin}.{alias.name}"
+                here = module if alias.name == "*" else f"{module}.{alias.asname or alias.name}"
+                yield f"{origin}.{alias.name}", here
 
 
 def _top_level(node: ast.AST) -> Iterator[ast.AST]:
@@ -146,13 +144,12 @@ def _top_level(node: ast.AST) -> Iterator[ast.AST]:
             yield from _top_level(child)
 
 
-def _public_names(exports: _Exports) -> dict[str, str]:
+def _public_names(imports: set[tuple[str, str]]) -> dict[str, str]:
     """Where a definition lives -> the shortest name it is imported by; `x.*` -> the module that has all of x."""
-    public: dict[str, str] = {"torch._C.TensorBase": "torch.Tensor", "torch._C._VariableFunctions.*": "torch"}
-    for alias, target in sorted(exports.items(), key=lambda item: (item[0].count("."), item[0])):
-        alias = alias.partition(".*")[0]
-        if alias.split(".")[0] == target.split(".")[0] and alias.count(".") < target.count("."):
-            public.setdefault(target, alias)
+    public = {"torch._C.TensorBase": "torch.Tensor", "torch._C._VariableFunctions.*": "torch"}
+    for there, here in sorted(imports, key=lambda pair: (pair[1].count("."), pair[1])):
+        if here.split(".")[0] == there.split(".")[0] and here.count(".") < there.count("."):
+            public.setdefault(there, here)
     return public
 
 
@@ -169,7 +166,7 @@ def _shortened(name: str, public: dict[str, str], modules: set[str]) -> str:
     return name
 
 
-def _imported() -> _Docs:
+def _imported() -> _Pairs:
     """Docstrings of the modules that have no Python source, under the names their objects give themselves."""
     docs: list[tuple[str, str | None]] = []
     for name in sorted(sys.stdlib_module_names):
