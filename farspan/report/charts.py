@@ -1,10 +1,9 @@
-"""Line charts as SVG text, with the points that they draw as CSV. Coordinates inside are pixels of a 560 x 330 box."""
+"""Line charts: their values, scales and ticks. `template/chart.svg` draws them, in pixels of a 560 x 330 box."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from html import escape
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -13,32 +12,50 @@ WIDTH, HEIGHT = 560, 330
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 14, 46
 #: A chart draws at most the lowest and the highest point of so many groups of neighbours: about one a pixel.
 GROUPS = 320
+#: Nothing below it is shown on a logarithmic scale.
+LEAST = 1e-12
 
-Value = float | None
+
+class Axis(msgspec.Struct, frozen=True):
+    """What a chart is drawn over, ascending; `marks` are named places on it."""
+
+    name: str
+    values: Sequence[float]
+    marks: tuple[tuple[str, float], ...] = ()
 
 
 class Series(msgspec.Struct, frozen=True):
     """One column of values, None where there is none. `tint` is a colour of chart.css."""
 
     name: str
-    values: Sequence[Value]
+    values: Sequence[float | None]
     kind: Literal["line", "faint", "points"]
     tint: str
 
 
-class Chart(msgspec.Struct, frozen=True, kw_only=True):
-    """Series over one `x`, ascending. `levels` are named horizontal lines, `marks` named vertical ones."""
+class Chart(msgspec.Struct, frozen=True):
+    """Series over one axis; `scale` is the vertical one, from its values, from zero, or logarithmic.
+
+    `levels` are named horizontal lines.
+    """
 
     name: str
     title: str
-    text: str
-    x_label: str
-    x: Sequence[float]
+    x: Axis
     series: tuple[Series, ...]
+    scale: Literal["free", "zero", "log"] = "free"
     levels: tuple[tuple[str, float], ...] = ()
-    marks: tuple[tuple[str, float], ...] = ()
-    log: bool = False
-    from_zero: bool = False
+
+    @property
+    def text(self) -> str:
+        """Where the series begin and end: what a reader who sees no picture needs."""
+        told = []
+        for one in self.series:
+            values = [value for value in one.values if value is not None]
+            if values and one.kind != "faint":
+                told.append(f"{one.name} goes from {values[0]:.4g} to {values[-1]:.4g}, lowest {min(values):.4g}")
+        told += [f"{name} is {value:.4g}" for name, value in self.levels]
+        return f"Over {self.x.name}: {'; '.join(told)}."
 
 
 class Scale(msgspec.Struct, frozen=True):
@@ -52,43 +69,10 @@ class Scale(msgspec.Struct, frozen=True):
 
     def __call__(self, value: float) -> float:
         low, high, value = (self._flat(number) for number in (self.low, self.high, value))
-        return self.start + (value - low) / (high - low) * (self.end - self.start)
+        return round(self.start + (value - low) / (high - low) * (self.end - self.start), 1)
 
     def _flat(self, value: float) -> float:
-        return math.log10(max(value, 1e-12)) if self.log else value
-
-
-def thin(chart: Chart) -> Chart:
-    """The chart with few enough points to draw: the extremes of its first series, and every lone point."""
-    count = len(chart.x)
-    if count <= 2 * GROUPS:
-        return chart
-    leading = [(-math.inf if value is None else value) for value in chart.series[0].values]
-    size = math.ceil(count / GROUPS)
-    kept = {0, count - 1}
-    for start in range(0, count, size):
-        group = range(start, min(start + size, count))
-        kept |= {min(group, key=leading.__getitem__), max(group, key=leading.__getitem__)}
-    for series in chart.series:
-        if series.kind == "points":
-            kept |= {index for index, value in enumerate(series.values) if value is not None}
-    picked = sorted(kept)
-    return msgspec.structs.replace(
-        chart,
-        x=[chart.x[index] for index in picked],
-        series=tuple(
-            msgspec.structs.replace(series, values=[series.values[index] for index in picked])
-            for series in chart.series
-        ),
-    )
-
-
-def to_csv(chart: Chart) -> str:
-    """A heading, then one line a point; an empty cell where a series has no value."""
-    heading = ",".join([chart.x_label, *(series.name for series in chart.series)])
-    columns = [chart.x, *(series.values for series in chart.series)]
-    rows = (",".join("" if value is None else f"{value:.6g}" for value in row) for row in zip(*columns, strict=True))
-    return "\n".join([heading, *rows]) + "\n"
+        return math.log10(max(value, LEAST)) if self.log else value
 
 
 def scales(chart: Chart) -> tuple[Scale, Scale]:
@@ -96,15 +80,14 @@ def scales(chart: Chart) -> tuple[Scale, Scale]:
     values = [value for series in chart.series for value in series.values if value is not None]
     values += [level for _, level in chart.levels]
     low, high = min(values), max(values)
-    if chart.log:
-        low, high = max(low, 1e-12) / 1.25, max(high, 1e-12) * 1.25
+    if chart.scale == "log":
+        low, high = max(low, LEAST) / 1.25, max(high, LEAST) * 1.25
     else:
-        low = 0.0 if chart.from_zero else low
+        low = 0.0 if chart.scale == "zero" else low
         room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
-        low, high = (0.0 if low >= 0 and low < room else low - room), high + room
-    last = max(chart.x)
-    x = Scale(0.0, last if last > 0 else 1.0, LEFT, WIDTH - RIGHT)
-    return x, Scale(low, high, HEIGHT - BOTTOM, TOP, chart.log)
+        low, high = (0.0 if 0 <= low < room else low - room), high + room
+    x = Scale(0.0, max(chart.x.values) or 1.0, LEFT, WIDTH - RIGHT)
+    return x, Scale(low, high, HEIGHT - BOTTOM, TOP, chart.scale == "log")
 
 
 def ticks(scale: Scale, most: int) -> list[float]:
@@ -132,66 +115,40 @@ def label(value: float) -> str:
             return f"{value / scale:.4g}{suffix}"
     if size >= 1000:
         return f"{value:,.0f}"
-    if size >= 1e-2 or size < 1e-12:
+    if size >= 1e-2 or size < LEAST:
         return f"{value if size >= 1e-2 else 0:.4g}"
     digits, power = f"{value:.1e}".split("e")
     return f"{float(digits):g}e{int(power)}"
 
 
-def to_svg(chart: Chart, style: str | None = None) -> str:
-    """The chart as one `<svg>`; with `style`, as a file of its own."""
-    x, y = scales(chart)
-    head = (
-        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="{chart.name}-t {chart.name}-d"'
-    )
-    if style is None:
-        head += ' tabindex="0"'
-    else:
-        head += f' xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}"'
-    parts = [
-        f'{head}><title id="{chart.name}-t">{escape(chart.title)}</title>',
-        f'<desc id="{chart.name}-d">{escape(chart.text)}</desc>',
-        f"<style>{style}</style>" if style is not None else "",
-        *_axes(chart, x, y),
-        *(_series(series, chart.x, x, y) for series in chart.series),
-        *_levels(chart, y),
-        f'<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}" style="display:none"/></svg>',
-    ]
-    return "".join(parts)
+def thin(chart: Chart) -> Chart:
+    """The chart with few enough points to draw: the extremes of its first series, and every lone point."""
+    count = len(chart.x.values)
+    if count <= 2 * GROUPS:
+        return chart
+    leading = [(-math.inf if value is None else value) for value in chart.series[0].values]
+    size = math.ceil(count / GROUPS)
+    kept = {0, count - 1}
+    for start in range(0, count, size):
+        group = range(start, min(start + size, count))
+        kept |= {min(group, key=leading.__getitem__), max(group, key=leading.__getitem__)}
+    for series in chart.series:
+        if series.kind == "points":
+            kept |= {index for index, value in enumerate(series.values) if value is not None}
+    picked = sorted(kept)
+
+    def of(whole: Axis | Series) -> list[float | None]:
+        return [whole.values[index] for index in picked]
+
+    return msgspec.structs.replace(
+        chart, x=msgspec.structs.replace(chart.x, values=of(chart.x)),
+        series=tuple(msgspec.structs.replace(series, values=of(series)) for series in chart.series),
+    )  # fmt: skip
 
 
-def _axes(chart: Chart, x: Scale, y: Scale) -> Iterable[str]:
-    floor = HEIGHT - BOTTOM
-    for value in ticks(y, 7):
-        yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>'
-        yield f'<text class="tick" x="{LEFT - 8}" y="{y(value):.1f}" dy=".35em" text-anchor="end">{label(value)}</text>'
-    for value in ticks(x, 6):
-        yield f'<text class="tick" x="{x(value):.1f}" y="{floor + 18}" text-anchor="middle">{label(value)}</text>'
-    yield f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{floor}" y2="{floor}"/>'
-    middle = (LEFT + WIDTH - RIGHT) / 2
-    yield f'<text class="name" x="{middle}" y="{HEIGHT - 7}" text-anchor="middle">{escape(chart.x_label)}</text>'
-    for name, value in chart.marks:
-        yield f'<line class="mark" x1="{x(value):.1f}" x2="{x(value):.1f}" y1="{TOP}" y2="{floor}">'
-        yield f"<title>{escape(name)}</title></line>"
-
-
-def _levels(chart: Chart, y: Scale) -> Iterable[str]:
-    above = -math.inf
-    for name, value in sorted(chart.levels, key=lambda level: -level[1]):
-        at = y(value)
-        # A name stands above its line, or below it where the line before is too near.
-        name_at = at - 5 if at - above >= 18 else at + 14
-        above = at
-        yield f'<line class="level" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
-        yield (
-            f'<text class="note" x="{WIDTH - RIGHT}" y="{name_at:.1f}" text-anchor="end">'
-            f"{escape(name)} {label(value)}</text>"
-        )
-
-
-def _series(series: Series, xs: Sequence[float], x: Scale, y: Scale) -> str:
-    points = [(x(at), y(value)) for at, value in zip(xs, series.values, strict=True) if value is not None]
-    if series.kind == "points" or len(points) == 1:
-        return "".join(f'<circle class="dot {series.tint}" cx="{a:.1f}" cy="{b:.1f}" r="3.6"/>' for a, b in points)
-    path = " ".join(f"{a:.1f},{b:.1f}" for a, b in points)
-    return f'<polyline class="{series.kind} {series.tint}" points="{path}"/>'
+def to_csv(chart: Chart) -> str:
+    """A heading, then one line a point; an empty cell where a series has no value."""
+    heading = ",".join([chart.x.name, *(series.name for series in chart.series)])
+    columns = [chart.x.values, *(series.values for series in chart.series)]
+    rows = (",".join("" if value is None else f"{value:.6g}" for value in row) for row in zip(*columns, strict=True))
+    return "\n".join([heading, *rows]) + "\n"

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from farspan.domain.codec import load, read_bytes
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.plan import Plan
-from farspan.domain.problems import Refusal
+from farspan.domain.problems import Refusal, command
 from farspan.domain.results import (
+    Estimate,
     Event,
     Finished,
     Sampled,
@@ -21,11 +23,15 @@ from farspan.domain.results import (
     Validated,
     Warned,
     read_events,
-)  # fmt: skipfrom farspan.domain.run import RunFolder, RunRecord
+)
 from farspan.domain.run import RunFolder, RunRecord
+
+E = TypeVar("E")
 
 #: Steps at each start that are slower than the rest (caches, compilation, connections) and left out of medians.
 WARMUP_STEPS = 5
+#: Ends (`Finished.reason`) after which nothing is left to train.
+COMPLETE = ("done", "deadline", "early-stop")
 
 
 class Timed(msgspec.Struct, frozen=True):
@@ -59,9 +65,19 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     lost_steps: int
     memory_bytes: int
 
+    @property
+    def reason(self) -> str:
+        """`Finished.reason`; "unfinished" where the last start has no end: it goes on, or was killed."""
+        return self.finished.reason if self.finished else "unfinished"
+
+    @property
+    def estimate(self) -> Estimate | None:
+        """What the run was predicted to take when it was first started."""
+        return self.starts[0][0].estimate if self.starts else None
+
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """All that reports are made from. `config` is run.yaml as written, `warnings` are those given before training."""
+    """All that reports are made from. `config` is run.yaml as written, `warnings` are all of the run, each once."""
 
     folder: Path
     plan: Plan
@@ -76,76 +92,78 @@ def open_run(path: Path) -> Run:
     folder = RunFolder.existing(path)
     if not folder.events.exists():
         raise Refusal(
-            "not-a-run",
-            what="the run has nothing to report yet",
-            where=folder.events,
-            fact="no worker has written an event",
-            remedy=f"farspan resume {path}",
-        )
+            "not-a-run", what="the run has nothing to report yet", where=folder.events,
+            fact="no worker has written an event", remedy=command("resume", path),
+        )  # fmt: skip
+    history = trace(read_events(folder.events))
+    warned = (warning.message for warning in history.warnings)
     return Run(
-        folder=path,
-        plan=folder.load_plan(),
-        corpus=load(folder.corpus, CorpusManifest),
+        folder=path, plan=folder.load_plan(), corpus=load(folder.corpus, CorpusManifest),
         config=read_bytes(folder.config).decode(),
-        warnings=load(folder.record, RunRecord).warnings,
-        history=trace(read_events(folder.events)),
-    )
+        warnings=tuple(dict.fromkeys((*load(folder.record, RunRecord).warnings, *warned))), history=history,
+    )  # fmt: skip
 
 
 def trace(events: Iterable[Event]) -> History:
     """Follow the events of a run through all its starts."""
+    told = list(events)
     steps: dict[int, Timed] = {}
+    validations: list[Validated] = []
+    samples: list[Sampled] = []
     starts: list[tuple[Started, float]] = []
-    kept: list[Event] = []
-    memory_bytes, lost_steps, run_s = 0, 0, 0.0
-    for part in _parts(events):
-        started = part[0]
-        assert isinstance(started, Started)
-        undone = [number for number in steps if number > started.step]
-        for number in undone:
-            del steps[number]
-        lost_steps += len(undone)
-        kept = [event for event in kept if not (isinstance(event, Validated | Sampled) and event.step > started.step)]
+    lost_steps, run_s = 0, 0.0
+    for started, part in _starts(told):
+        kept = {number: timed for number, timed in steps.items() if number <= started.step}
+        lost_steps += len(steps) - len(kept)
+        steps = kept | _steps_of(part, started, run_s, max((timed.tokens for timed in kept.values()), default=0))
+        validations = [event for event in validations if event.step <= started.step] + _of(Validated, part)
+        samples = [event for event in samples if event.step <= started.step] + _of(Sampled, part)
         starts.append((started, run_s))
-        steps.update(_steps_of(part, started, run_s, steps[max(steps)].tokens if steps else 0))
-        kept += part
-        memory_bytes = max([memory_bytes, *(event.memory_bytes for event in part if isinstance(event, Step))])
         run_s += max(event.at for event in part) - started.at
     return History(
-        steps=tuple(steps[number] for number in sorted(steps)),
-        validations=tuple(event for event in kept if isinstance(event, Validated)),
-        samples=tuple(event for event in kept if isinstance(event, Sampled)),
-        saves=tuple(event for event in kept if isinstance(event, Saved)),
-        warnings=tuple(event for event in kept if isinstance(event, Warned)),
+        steps=tuple(steps.values()),
+        validations=tuple(validations),
+        samples=tuple(samples),
+        saves=tuple(_of(Saved, told)),
+        warnings=tuple(_of(Warned, told)),
         starts=tuple(starts),
-        ends=tuple(event for event in kept if isinstance(event, Finished)),
-        finished=kept[-1] if kept and isinstance(kept[-1], Finished) else None,
+        ends=tuple(_of(Finished, told)),
+        finished=told[-1] if told and isinstance(told[-1], Finished) else None,
         run_s=run_s,
         lost_steps=lost_steps,
-        memory_bytes=memory_bytes,
+        memory_bytes=max((step.memory_bytes for step in _of(Step, told)), default=0),
     )
 
 
-def _parts(events: Iterable[Event]) -> Iterator[list[Event]]:
-    """The events of each start, the start first."""
-    part: list[Event] = []
+def _of(kind: type[E], events: Iterable[object]) -> list[E]:
+    return [event for event in events if isinstance(event, kind)]
+
+
+def _starts(events: Iterable[Event]) -> Iterator[tuple[Started, list[Event]]]:
+    """Each start, and the events from it to the next; no warnings, which a worker may also give before it starts."""
+    started, part = None, list[Event]()
     for event in events:
-        if isinstance(event, Started) and part:
-            yield part
-            part = []
-        if part or isinstance(event, Started):
+        if isinstance(event, Started):
+            if started is not None:
+                yield started, part
+            started, part = event, []
+        if not isinstance(event, Warned):
             part.append(event)
-    if part:
-        yield part
+    if started is not None:
+        yield started, part
 
 
 def _steps_of(part: list[Event], started: Started, before_s: float, tokens: int) -> dict[int, Timed]:
     """The steps of one start by number, `before_s` seconds and `tokens` tokens into the run."""
-    found = [event for event in part if isinstance(event, Step)]
+    found = _of(Step, part)
     skipped = min(WARMUP_STEPS, len(found) // 2)
     timed = {}
     for index, step in enumerate(found):
         tokens += step.tokens
-        time_s = before_s + step.at - started.at
-        timed[step.step] = Timed(step, time_s, tokens, started, index >= skipped)
+        timed[step.step] = Timed(step, before_s + step.at - started.at, tokens, started, index >= skipped)
     return timed
+
+
+def is_complete(folder: RunFolder) -> bool:
+    """Whether nothing is left to train."""
+    return folder.events.exists() and trace(read_events(folder.events)).reason in COMPLETE

@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from statistics import fmean, median
 
 from farspan.domain.model import train_flops_per_token
-from farspan.domain.problems import Refusal
 from farspan.domain.results import Measurement
-from farspan.report.history import Run, open_run
+from farspan.report.history import Run
 
 #: The training loss reported is the mean of so many last steps: one step's loss is mostly noise.
 LAST_STEPS = 20
 
 
-def measure(folder: Path) -> Measurement:
-    """What the run in `folder` took; refuses one without a finished step."""
-    run = open_run(folder)
-    measurement = measurement_of(run)
-    if measurement is None:
-        raise Refusal(
-            "not-a-run",
-            what="there is nothing to measure yet",
-            where=folder,
-            fact="no training step was finished",
-            remedy=f"farspan resume {folder}",
-        )
-    return measurement
-
-
-def measurement_of(run: Run) -> Measurement | None:
+def measure(run: Run) -> Measurement | None:
     """What `run` took so far, or None before its first step.
 
     Times and rates are medians over the steps that count, each start's warm-up left out. TFLOP/s a device and MFU
@@ -40,13 +23,12 @@ def measurement_of(run: Run) -> Measurement | None:
     history = run.history
     if not history.steps:
         return None
-    warm = [timed for timed in history.steps if timed.warm] or list(history.steps)
-    flops = train_flops_per_token(run.plan.model, run.plan.train.seq_len)
+    warm = [timed for timed in history.steps if timed.warm] or history.steps
     rates = [timed.step.tokens / timed.step.step_s for timed in warm]
-    tflops = [flops * rate / timed.start.world / 1e12 for rate, timed in zip(rates, warm, strict=True)]
-    peaks = [timed.start.peak_flops for timed in warm]
-    used = [flops * rate / peak for rate, peak in zip(rates, peaks, strict=True) if peak]
-    estimate = history.starts[0][0].estimate
+    flops_per_token = train_flops_per_token(run.plan.model, run.plan.train.seq_len)
+    flops = [(flops_per_token * rate, timed.start) for rate, timed in zip(rates, warm, strict=True)]
+    used = [rate / start.peak_flops for rate, start in flops if start.peak_flops]
+    estimate = history.estimate
     last = history.validations[-1] if history.validations else None
     return Measurement(
         step_s=median(timed.step.step_s for timed in warm),
@@ -62,6 +44,6 @@ def measurement_of(run: Run) -> Measurement | None:
         perplexity=math.exp(last.loss) if last and last.loss < 700 else None,
         bits_per_byte=last.bits_per_byte if last else None,
         mfu=median(used) if len(used) == len(warm) else None,
-        tflops_per_device=median(tflops),
-        reason=history.finished.reason if history.finished else "unfinished",
+        tflops_per_device=median(rate / start.world / 1e12 for rate, start in flops),
+        reason=history.reason,
     )

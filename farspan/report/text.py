@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.model import parameters
 from farspan.domain.plan import Plan
+from farspan.domain.problems import command
 from farspan.domain.results import Estimate, Measurement
 from farspan.domain.units import format_bytes, format_count, format_seconds
-from farspan.report.history import Run, open_run
-from farspan.report.measure import measurement_of
+from farspan.report.history import COMPLETE, Run
+from farspan.report.measure import measure
 
 #: How each end is told to a person, by `Finished.reason`; "unfinished" is a run without an end.
 ENDINGS = {
@@ -24,10 +24,16 @@ ENDINGS = {
 }
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 step`, `1,400 steps`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def model_line(plan: Plan) -> str:
     """`gpt2-like, 6 layers x 384, 13.9 M parameters`."""
     model = plan.model
-    return f"{model.family}-like, {model.layers} layers x {model.d_model}, {format_count(parameters(model))} parameters"
+    layers, count = counted(model.layers, "layer"), format_count(parameters(model))
+    return f"{model.family}-like, {layers} x {model.d_model}, {count} parameters"
 
 
 def plan_line(plan: Plan, estimate: Estimate, corpus: CorpusManifest) -> str:
@@ -38,36 +44,19 @@ def plan_line(plan: Plan, estimate: Estimate, corpus: CorpusManifest) -> str:
     cost = f", {money(estimate.usd)}" if estimate.usd is not None else ""
     devices = f" on {len(plan.devices)} devices" if len(plan.devices) > 1 else ""
     return (
-        f"{model_line(plan)} · {format_count(corpus.train.tokens)} tokens x {times} epochs = {train.steps:,} steps"
-        f" of {train.tokens_per_step:,} tokens · predicted {format_seconds(estimate.run_s)},"
-        f" {format_bytes(estimate.memory_bytes)}{cost}{devices}"
+        f"{model_line(plan)} · {format_count(corpus.train.tokens)} tokens x {times} epoch{'s' * (times != '1')} = "
+        f"{counted(train.steps, 'step')} of {train.tokens_per_step:,} tokens · "
+        f"predicted {format_seconds(estimate.run_s)}, {format_bytes(estimate.memory_bytes)}{cost}{devices}"
     )
 
 
-def summary(folder: Path) -> str:
+def summary(run: Run) -> str:
     """The few lines after training: how it ended, what the model reached, what it took."""
-    run = open_run(folder)
-    return "\n".join(_summary(run, measurement_of(run)))
-
-
-def report(folder: Path) -> str:
-    """`farspan report` as plain text: the summary, then predicted against measured, then loss against entropies."""
-    run = open_run(folder)
-    measured = measurement_of(run)
-    lines = [f"{run.folder.resolve().name}: {model_line(run.plan)}", *_summary(run, measured)]
-    if rows := comparison(run, measured):
-        lines += ["", *table([("", "predicted", "measured", "measured / predicted"), *rows])]
-    if rows := references(run, measured):
-        lines += ["", *table([("nats a token", "entropy", "validation loss", "difference"), *rows])]
-    return "\n".join(lines)
-
-
-def _summary(run: Run, measured: Measurement | None) -> list[str]:
-    history, steps = run.history, run.plan.train.steps
-    reason = history.finished.reason if history.finished else "unfinished"
+    history = run.history
     done = history.steps[-1].step.step if history.steps else 0
-    lines = [f"{ENDINGS.get(reason, reason)} · step {done:,} of {steps:,}{_resumed(run)}"]
-    if measured is not None:
+    ending = ENDINGS.get(history.reason, history.reason)
+    lines = [f"{ending} · step {done:,} of {run.plan.train.steps:,}{_resumed(run)}"]
+    if (measured := measure(run)) is not None:
         if measured.val_loss is not None:
             lines.append(
                 f"validation loss {measured.val_loss:.3f} · perplexity {maybe(measured.perplexity, ',.1f')} · "
@@ -76,27 +65,33 @@ def _summary(run: Run, measured: Measurement | None) -> list[str]:
             )
         lines.append(
             f"{format_seconds(measured.run_s)} · {measured.tokens_per_s:,.0f} tokens/s · "
-            f"{measured.tflops_per_device:.3g} TFLOP/s a device · MFU {percent(measured.mfu)} · "
+            f"{measured.tflops_per_device:.3g} TFLOP/s a device · MFU {maybe(measured.mfu, '.1%')} · "
             f"{format_bytes(measured.memory_bytes)} · {money(measured.usd)}"
         )
-    lines += [f"warning: {message}" for message in warnings(run)]
+    lines += [f"warning: {message}" for message in run.warnings]
     if history.finished and history.finished.problem:
         lines.append(str(history.finished.problem))
-    if reason not in ("done", "early-stop", "deadline"):
-        lines.append(f"go on with it: farspan resume {run.folder}")
-    return lines
-
-
-def warnings(run: Run) -> list[str]:
-    """What was warned of, before training and during it, each once."""
-    return list(dict.fromkeys([*run.warnings, *(warned.message for warned in run.history.warnings)]))
+    if history.reason not in COMPLETE:
+        lines.append(f"go on with it: {command('resume', run.folder)}")
+    return "\n".join(lines)
 
 
 def _resumed(run: Run) -> str:
     times = len(run.history.starts) - 1
     if times < 1:
         return ""
-    return f" · resumed {times} time{'s' * (times > 1)}, {run.history.lost_steps:,} steps done twice or lost"
+    return f" · resumed {counted(times, 'time')}, {counted(run.history.lost_steps, 'step')} done twice or lost"
+
+
+def report(run: Run) -> str:
+    """`farspan report` as plain text: the summary, then predicted against measured, then loss against entropies."""
+    measured = measure(run)
+    lines = [f"{run.folder.resolve().name}: {model_line(run.plan)}", summary(run)]
+    if rows := comparison(run, measured):
+        lines += ["", *table([("", "predicted", "measured", "measured / predicted"), *rows])]
+    if rows := references(run, measured):
+        lines += ["", *table([("nats a token", "entropy", "validation loss", "difference"), *rows])]
+    return "\n".join(lines)
 
 
 def comparison(run: Run, measured: Measurement | None) -> list[tuple[str, str, str, str]]:
@@ -104,11 +99,11 @@ def comparison(run: Run, measured: Measurement | None) -> list[tuple[str, str, s
 
     The predicted time and money of a run that ended early are those of the steps that it did.
     """
-    estimate = run.history.starts[0][0].estimate if run.history.starts else None
+    estimate = run.history.estimate
     if estimate is None or measured is None:
         return []
     share = measured.steps / run.plan.train.steps
-    part = "" if share == 1 else f" of {measured.steps:,} steps"
+    part = "" if share == 1 else f" of {counted(measured.steps, 'step')}"
     rows = [
         _row("step time", estimate.step_s, measured.step_s, short_time),
         _row(f"run time{part}", estimate.run_s * share, measured.run_s, format_seconds),
@@ -148,10 +143,6 @@ def gap(loss: float, entropy: float) -> str:
 
 def money(usd: float | None) -> str:
     return "cost n/a" if usd is None else f"${usd:,.2f}" if usd >= 1 else f"${usd:.4f}"
-
-
-def percent(share: float | None) -> str:
-    return "n/a" if share is None else f"{share:.1%}"
 
 
 def maybe(number: float | None, how: str) -> str:

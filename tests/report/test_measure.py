@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from farspan.domain.problems import Refusal
-from farspan.domain.results import Finished, Saved, Validated
-from farspan.report.history import WARMUP_STEPS, trace
-from farspan.report.measure import measure
-from tests.report.fake_run import ESTIMATE, make_plan, one_step, resumed_run, started, write_run
+from farspan.domain.results import Finished, Measurement, Saved, Validated, Warned
+from farspan.domain.run import RunFolder
+from farspan.report import measure as measuring
+from farspan.report.history import WARMUP_STEPS, is_complete, open_run, trace
+from tests.report.fake_run import ESTIMATE, make_plan, one_step, resumed_run, started, train_events, write_run
+
+
+def measure(folder: Path) -> Measurement | None:
+    return measuring.measure(open_run(folder))
 
 
 def validated(step: int, loss: float, at: float = 0.0) -> Validated:
@@ -103,11 +109,31 @@ def test_an_unfinished_last_line_is_left_out(tmp_path):
     assert measure(folder) == whole
 
 
-@pytest.mark.parametrize("missing", ["plan.json", "events.jsonl", None])
+def test_a_warning_given_before_a_start_adds_no_time(tmp_path):
+    """A resuming worker warns of a corrupt checkpoint before it says that it has started."""
+    plan, warned = make_plan(12), Warned(at=5000.0, message="corrupt checkpoint")
+    events = [started(0.0, 0, plan), *(one_step(float(n), n) for n in range(1, 9))]
+    events += [warned, started(5001.0, 4, plan), one_step(5002.0, 5)]
+    history = trace(events)
+    assert history.run_s == 8.0 + 1.0
+    assert history.warnings == (warned,)
+    assert trace(events[9:]).warnings == (warned,)
+
+
+@pytest.mark.parametrize("reason", ["done", "deadline", "early-stop", "interrupted", "failed", None])
+def test_a_run_that_ended_by_itself_has_nothing_left_to_train(tmp_path, reason):
+    plan = make_plan(20)
+    folder = RunFolder(write_run(tmp_path / "run", train_events(plan, first=0, last=9, at=0.0, reason=reason), plan))
+    assert is_complete(folder) == (reason in ("done", "deadline", "early-stop"))
+    folder.events.unlink()
+    assert not is_complete(folder)
+
+
+@pytest.mark.parametrize("missing", ["plan.json", "events.jsonl"])
 def test_what_cannot_be_measured_is_refused(tmp_path, missing):
     folder = write_run(tmp_path / "run", [started(0.0)], make_plan(5))
-    if missing is not None:
-        (folder / missing).unlink()
+    assert measure(folder) is None
+    (folder / missing).unlink()
     with pytest.raises(Refusal) as refused:
         measure(folder)
     assert refused.value.problem.code == "not-a-run"

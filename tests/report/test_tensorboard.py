@@ -6,16 +6,23 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from farspan.domain.results import Sampled, Step, Validated, read_events
+from farspan.domain.results import Event, Sampled, Step, Validated, read_events
 from farspan.report.tensorboard import TensorBoard, crc32c
 from tests.report.fake_run import START, make_plan, train_events, write_run
 
 accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+
+def show(events: Iterable[Event], folder: Path) -> None:
+    board = TensorBoard(folder)
+    for event in events:
+        board.show(event)
 
 
 def read(folder: Path):
@@ -39,9 +46,7 @@ def test_crc32c_of_rfc_3720():
 def test_every_value_is_read_back(tmp_path):
     plan = make_plan(60)
     events = train_events(plan, first=0, last=60, at=START, reason="done")
-    with TensorBoard(tmp_path) as board:
-        for event in events:
-            board.show(event)
+    show(events, tmp_path)
     found = read(tmp_path)
     steps = [event for event in events if isinstance(event, Step)]
     validations = [event for event in events if isinstance(event, Validated)]
@@ -72,12 +77,8 @@ def test_a_resumption_replaces_the_steps_it_repeats(tmp_path):
     plan = make_plan(60)
     first = train_events(plan, first=0, last=40, at=START, reason=None, seed=1)
     second = train_events(plan, first=20, last=60, at=START + 100, reason="done", seed=2)
-    with TensorBoard(tmp_path) as board:
-        for event in first:
-            board.show(event)
-    with TensorBoard(tmp_path) as board:
-        for event in second:
-            board.show(event)
+    show(first, tmp_path)
+    show(second, tmp_path)
     expected = [float32(e.loss) for e in first if isinstance(e, Step) and e.step <= 20]
     expected += [float32(e.loss) for e in second if isinstance(e, Step)]
     found = read(tmp_path).Scalars("train/loss")
@@ -85,9 +86,7 @@ def test_a_resumption_replaces_the_steps_it_repeats(tmp_path):
     assert [scalar.value for scalar in found] == expected
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert len(before) == 2
-    with TensorBoard(tmp_path) as board:
-        for event in [*first, *second]:
-            board.show(event)
+    show([*first, *second], tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
@@ -110,7 +109,5 @@ def test_a_kill_loses_nothing_shown(tmp_path):
 def test_numbers_too_large_for_float32_are_read_as_infinite(tmp_path):
     events = train_events(make_plan(2), first=0, last=1, at=START, reason=None)
     events[1] = msgspec.structs.replace(events[1], grad_norm=1e300)
-    with TensorBoard(tmp_path) as board:
-        for event in events:
-            board.show(event)
+    show(events, tmp_path)
     assert read(tmp_path).Scalars("train/grad_norm")[0].value == float("inf")

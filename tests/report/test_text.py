@@ -5,10 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from farspan.domain.results import Estimate
+from farspan.report.history import open_run
 from farspan.report.text import plan_line, report, short_time, summary, table
 from tests.report.fake_run import (
     CORPUS,
     ESTIMATE,
+    MODEL,
     START,
     make_plan,
     one_step,
@@ -29,8 +31,20 @@ def test_plan_line():
     assert " x 200 epochs" in plan_line(make_plan(216_000), ESTIMATE, CORPUS)
 
 
+def test_one_of_a_thing_is_not_many(tmp_path):
+    plan = msgspec.structs.replace(make_plan(1), model=msgspec.structs.replace(MODEL, layers=1))
+    corpus = msgspec.structs.replace(CORPUS, train=msgspec.structs.replace(CORPUS.train, tokens=2048))
+    assert "1 layer x 384" in plan_line(plan, ESTIMATE, corpus)
+    assert "2.05 k tokens x 1 epoch = 1 step of 2,048 tokens" in plan_line(plan, ESTIMATE, corpus)
+    events = [started(0.0), one_step(1.0, 1), started(9.0), one_step(10.0, 1), started(19.0, 1), one_step(20.0, 2)]
+    text = report(open_run(write_run(tmp_path / "run", events[:4], make_plan(2))))
+    assert "resumed 1 time, 1 step done twice or lost" in text and "run time of 1 step " in text
+    text = report(open_run(write_run(tmp_path / "run", events, make_plan(2))))
+    assert "resumed 2 times, 1 step done twice or lost" in text
+
+
 def test_report_of_a_whole_run(tmp_path):
-    text = report(resumed_run(tmp_path / "demo", steps=200))
+    text = report(open_run(resumed_run(tmp_path / "demo", steps=200)))
     assert text.startswith("demo: gpt2-like")
     assert "finished every step · step 200 of 200 · resumed 2 times, 6 steps done twice or lost" in text
     assert "warning: validation uses 12 of 1,640 documents <only>" in text
@@ -45,11 +59,11 @@ def test_report_of_a_whole_run(tmp_path):
 
 def test_a_failed_run_says_why_and_how_to_go_on(tmp_path):
     plan = make_plan(100)
-    folder = write_run(tmp_path / "run", train_events(plan, first=0, last=30, at=START, reason="failed"), plan)
-    text = summary(folder)
+    folder = write_run(tmp_path / "my run", train_events(plan, first=0, last=30, at=START, reason="failed"), plan)
+    text = summary(open_run(folder))
     assert "failed · step 30 of 100" in text
     assert "error[non-finite]" in text
-    assert text.endswith(f"farspan resume {folder}")
+    assert text.endswith(f"farspan resume '{folder}'")
 
 
 def test_a_partial_run_is_compared_with_its_share_of_the_prediction(tmp_path):
@@ -59,13 +73,14 @@ def test_a_partial_run_is_compared_with_its_share_of_the_prediction(tmp_path):
     )
     start = msgspec.structs.replace(started(0.0, plan=plan), estimate=estimate)
     events = [start, *(one_step(0.2 * n, n, step_s=0.2) for n in range(1, 51))]
-    line = next(line for line in report(write_run(tmp_path / "run", events, plan)).splitlines() if "run time" in line)
+    text = report(open_run(write_run(tmp_path / "run", events, plan)))
+    line = next(line for line in text.splitlines() if "run time" in line)
     assert line.split("  ")[0] == "run time of 50 steps"
     assert line.split()[-1] == "2.00" and "5.0 s" in line and "10 s" in line
 
 
 def test_before_the_first_step_there_is_still_a_summary(tmp_path):
-    text = report(write_run(tmp_path / "run", [started(0.0)], make_plan(5)))
+    text = report(open_run(write_run(tmp_path / "run", [started(0.0)], make_plan(5))))
     assert "still running, or killed · step 0 of 5" in text
 
 

@@ -1,9 +1,9 @@
 // Values under the pointer, read from the points that each figure offers as CSV. Arrow keys move from point to point.
-for (const figure of document.querySelectorAll("figure[data-low]")) {
+for (const figure of document.querySelectorAll("figure")) {
   const csv = figure.querySelector("a[download$='.csv']").getAttribute("href");
   const [names, ...rows] = decodeURIComponent(csv.slice(csv.indexOf(",") + 1)).trim().split("\n").map((l) => l.split(","));
   const svg = figure.querySelector("svg"), tip = figure.querySelector(".tip"), cursor = svg.querySelector(".cursor");
-  const { low, high, left, right } = Object.fromEntries(Object.entries(figure.dataset).map(([k, v]) => [k, Number(v)]));
+  const { low, high, left, right } = Object.fromEntries(Object.entries(svg.dataset).map(([k, v]) => [k, Number(v)]));
   const pixel = (row) => left + (row[0] - low) / (high - low) * (right - left);
   let at = -1;
   const show = (index) => {
