@@ -7,12 +7,15 @@ from pathlib import Path
 import numpy as np
 
 from farspan.corpus import tokenizer as tokenizers
+from farspan.domain.cluster import Cluster, Device, Host, Site
 from farspan.domain.codec import save
 from farspan.domain.corpus import CorpusManifest, Split
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import GradSync, Inputs, Mesh, Plan, PlannedDevice, Replica, Stage
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.train import TrainSpec
+from farspan.launch.launchers import launch
+from farspan.launch.workers import Workers
 
 SPEC = ModelSpec(
     family="gpt2", layers=2, d_model=32, heads=2, kv_heads=2, d_ff=64, vocab_size=300, context=16, norm="layernorm",
@@ -52,6 +55,13 @@ def plan(train: TrainSpec, *, rows: tuple[int, ...] = (), micro_rows: int = 4, s
     )  # fmt: skip
 
 
+def this_machine(plan: Plan) -> Cluster:
+    """The cluster that `plan` means: as many devices as it needs, on this machine."""
+    device = Device(kind="cpu-avx2", backend="cpu", memory=2**30)
+    host = Host(name="here", devices=(device,) * len(plan.devices), enter=())
+    return Cluster(sites=(Site(name="here", hosts=(host,)),))
+
+
 def run_folder(path: Path, plan: Plan) -> RunFolder:
     """A run directory as `farspan train` would make it, with the corpus beside it."""
     folder = path.parent / "corpus"
@@ -65,3 +75,9 @@ def run_folder(path: Path, plan: Plan) -> RunFolder:
     run.tokenizer.write_bytes((folder / "tokenizer.json").read_bytes())
     run.logs.mkdir()
     return run
+
+
+def workers(run: RunFolder) -> Workers:
+    """The workers of a run on this machine."""
+    plan = run.load_plan()
+    return launch("local", plan, run, this_machine(plan))

@@ -1,4 +1,4 @@
-"""What machines there are: devices in hosts, hosts in sites."""
+"""What machines there are: devices in hosts, hosts in sites, links between them. SI units; rates in bytes a second."""
 
 from __future__ import annotations
 
@@ -7,6 +7,22 @@ from typing import Literal
 import msgspec
 
 DType = Literal["fp32", "bf16", "fp16"]
+#: Where a figure comes from: a data sheet, the user's file, a measurement, or other figures of the same cluster.
+Origin = Literal["catalogue", "given", "measured", "derived"]
+
+#: What a pair of hosts of one site is taken to have where nothing was given or measured: 10 Gbit/s Ethernet, whose
+#: round trip through one switch and two kernels is about 0.1 ms.
+SITE_RTT_S = 1e-4
+SITE_BANDWIDTH = 10e9 / 8
+
+
+class MatmulRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Measured FLOP/s of `[m, k] @ [k, n]`, by dtype."""
+
+    m: int
+    k: int
+    n: int
+    flops: dict[DType, float]
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -17,31 +33,148 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     #: Bytes that a worker may use.
     memory: int
     #: Peak dense FLOP/s by dtype, from the data sheet.
-    flops: dict[str, float] = {}
+    flops: dict[DType, float] = {}
     #: Dtypes that the device computes in hardware.
     dtypes: tuple[DType, ...] = ("fp32",)
+    #: Bytes a second between the device and its memory.
+    bandwidth: float | None = None
+    #: Matrix products timed on the device itself; they go before `flops` where they exist.
+    rates: tuple[MatmulRate, ...] = ()
     usd_per_hour: float | None = None
     watts: float | None = None
     #: CPU threads for the worker of this device.
     threads: int = 1
+    #: The command that runs another command confined to this device; None is the host's.
+    enter: tuple[str, ...] | None = None
+    origin: Origin = "given"
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One machine, by its name in the user's ssh config."""
+
     name: str
     devices: tuple[Device, ...]
-    cpus: int
-    memory: int
+    cpus: int | None = None
+    memory: int | None = None
+    #: What other hosts connect to; None is the name itself.
+    address: str | None = None
+    #: The network interface that workers use; None lets the route to the other hosts decide.
+    interface: str | None = None
+    #: The command that runs another command there; None is `ssh NAME`, and nothing at all is this machine.
+    enter: tuple[str, ...] | None = None
+    #: The interpreter that has farspan.
+    python: str = "python3"
+    #: Where the host keeps its runs and corpora; None shares this machine's folders.
+    folder: str | None = None
 
 
 class Site(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
     hosts: tuple[Host, ...]
+    #: Dollars for a byte that leaves the site.
+    egress_usd_per_byte: float = 0.0
+    #: Seconds until the machines are taken away; None is never.
+    lease_s: float | None = None
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The network between two sites, or between two hosts, the same both ways. None is unknown."""
+
+    a: str
+    b: str
+    rtt_s: float
+    #: Line rate, bytes a second.
+    bandwidth: float | None = None
+    jitter_s: float | None = None
+    #: Bytes that one TCP stream has under way at most: on a long link this, not the line rate, decides.
+    window: int | None = None
+    #: Measured bytes under way in one round trip, by number of streams.
+    in_flight: dict[int, int] = {}
+    #: Measured seconds to send so many bytes one way, first byte to last.
+    transfer_s: dict[int, float] = {}
+    #: Share of packets lost.
+    loss: float | None = None
+    origin: Origin = "given"
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sites: tuple[Site, ...]
+    links: tuple[Link, ...] = ()
+    #: Measured seconds of an all-reduce of so many bytes over all devices.
+    allreduce_s: dict[int, float] = {}
 
     @property
     def devices(self) -> tuple[Device, ...]:
         """Every device, in rank order: site by site, host by host."""
-        return tuple(device for site in self.sites for host in site.hosts for device in host.devices)
+        return tuple(device for host in self.hosts for device in host.devices)
+
+    @property
+    def hosts(self) -> tuple[Host, ...]:
+        return tuple(host for site in self.sites for host in site.hosts)
+
+    def site_of(self, host: str) -> Site:
+        return next(site for site in self.sites if any(other.name == host for other in site.hosts))
+
+    def first(self, devices: int) -> Cluster:
+        """The same cluster with its first so many devices only, in rank order."""
+        left, sites = devices, []
+        for site in self.sites:
+            hosts = []
+            for host in site.hosts:
+                taken = host.devices[: max(0, left)]
+                left -= len(taken)
+                if taken:
+                    hosts.append(msgspec.structs.replace(host, devices=taken))
+            if hosts:
+                sites.append(msgspec.structs.replace(site, hosts=tuple(hosts)))
+        names = {site.name for site in sites} | {host.name for site in sites for host in site.hosts}
+        links = tuple(link for link in self.links if link.a in names and link.b in names)
+        return msgspec.structs.replace(self, sites=tuple(sites), links=links)
+
+    def link(self, a: str, b: str) -> Link | None:
+        """The network between two hosts: theirs, their sites', or derived from others; None where nothing is known.
+
+        Derived: inside a site a local network; between sites the way over other sites with the shortest round trip,
+        whose round trips add up and whose slowest part and losses count.
+        """
+        site_a, site_b = self.site_of(a).name, self.site_of(b).name
+        for pair in ({a, b}, {site_a, site_b}):
+            for link in self.links:
+                if {link.a, link.b} == pair:
+                    return msgspec.structs.replace(link, a=a, b=b)
+        if site_a == site_b:
+            return Link(a=a, b=b, rtt_s=SITE_RTT_S, bandwidth=SITE_BANDWIDTH, origin="derived")
+        way = self._shortest(site_a, site_b)
+        return _joined(way, a, b) if way else None
+
+    def _shortest(self, start: str, goal: str) -> list[Link]:
+        """Dijkstra's shortest way over site links, by round trip; empty where there is none."""
+        best: dict[str, tuple[float, list[Link]]] = {start: (0.0, [])}
+        open_sites = {start}
+        while open_sites:
+            here = min(open_sites, key=lambda name: best[name][0])
+            open_sites.discard(here)
+            if here == goal:
+                return best[here][1]
+            for link in self.links:
+                if here not in (link.a, link.b):
+                    continue
+                there = link.b if link.a == here else link.a
+                rtt = best[here][0] + link.rtt_s
+                if there not in best or rtt < best[there][0]:
+                    best[there] = (rtt, [*best[here][1], link])
+                    open_sites.add(there)
+        return []
+
+
+def _joined(way: list[Link], a: str, b: str) -> Link:
+    rates = [link.bandwidth for link in way if link.bandwidth is not None]
+    windows = [link.window for link in way if link.window is not None]
+    arrives = 1.0
+    for link in way:
+        arrives *= 1 - (link.loss or 0.0)
+    known_loss = any(link.loss is not None for link in way)
+    return Link(
+        a=a, b=b, rtt_s=sum(link.rtt_s for link in way), bandwidth=min(rates) if rates else None,
+        window=min(windows) if windows else None, loss=1 - arrives if known_loss else None, origin="derived",
+    )  # fmt: skip

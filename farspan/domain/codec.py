@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shlex
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
@@ -64,7 +65,7 @@ def parse_json(content: bytes, kind: type[T], where: object) -> T:
     except msgspec.ValidationError as error:
         raise _refusal(error, kind, str(where), "") from None
     except msgspec.DecodeError as error:
-        raise _malformed(where, error) from None
+        raise _malformed(where, "JSON", error) from None
 
 
 def load_yaml(path: Path, kind: type[T]) -> T:
@@ -73,7 +74,7 @@ def load_yaml(path: Path, kind: type[T]) -> T:
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        raise _malformed(path, error) from None
+        raise _malformed(path, "UTF-8 text", error) from None
     return convert(parse_yaml(text, path), kind, str(path), text)
 
 
@@ -94,10 +95,10 @@ def parse_yaml(text: str, where: object) -> Any:
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             seen: set[str] = set()
-            for key, _ in node.value:
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is set twice", key.start_mark)
-                seen.add(str(key.value))
+            for name, mark in ((str(key.value), key.start_mark) for key, _ in node.value):
+                if name in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"{name!r} is set twice", mark)
+                seen.add(name)
             return super().construct_mapping(node, deep)
 
     Loader.add_implicit_resolver(
@@ -105,16 +106,16 @@ def parse_yaml(text: str, where: object) -> Any:
     )
     try:
         return yaml.load(text, Loader)
-    except yaml.YAMLError as error:
-        raise _malformed(where, error) from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none, such as 2026-13-01.
+        raise _malformed(where, "YAML", error) from None
 
 
 def read_bytes(path: Path) -> bytes:
     """The bytes of a file that must exist."""
     try:
         return path.read_bytes()
-    except OSError as error:
-        raise missing_path(path) if not path.exists() else _malformed(path, error) from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise missing_path(path) from None
 
 
 def missing_path(path: Path) -> Refusal:
@@ -124,40 +125,40 @@ def missing_path(path: Path) -> Refusal:
     candidates = {p.name: p for p in parent.iterdir()}
     missing_name = expanded.absolute().relative_to(parent).parts[0]
     match = nearest(missing_name, candidates)
-    fix = f"use {candidates[match]}, the nearest that exists" if match else f"see what is there: ls {parent}"
+    there = f"see what is there: ls {shlex.quote(str(parent))}"
     return Refusal(
         "path-missing", what="there is no such file or folder", where=path, fact=f"{parent} has no {missing_name!r}",
-        remedy=fix,
+        remedy=f"use {candidates[match]}, the nearest that exists" if match else there,
     )  # fmt: skip
 
 
-def _malformed(where: object, error: Exception) -> Refusal:
+def _malformed(where: object, expected: str, error: Exception) -> Refusal:
     return Refusal(
-        "unknown-key",
-        what="the file cannot be read as what it should be",
-        where=where,
-        fact=" ".join(str(error).split()),
-        remedy="mend the file there, or put back a copy that is whole",
-    )
+        "file-unreadable", what=f"this cannot be read as {expected}", where=where, fact=" ".join(str(error).split()),
+        remedy="mend it there, or put back a copy that is whole",
+    )  # fmt: skip
 
 
 def _refusal(error: msgspec.ValidationError, kind: Any, file: str, text: str) -> Refusal:
     message = str(error)
-    if match := re.search(r"unknown field `([^`]+)`", message):
-        return _unknown_key(match[1], _path_of(message), kind, file, text)
     path = _path_of(message)
+    if match := re.search(r"unknown field `([^`]+)`", message):
+        return _unknown_key(match[1], path, kind, file, text)
     fact = re.sub(r" - at `.*`$", "", message, flags=re.DOTALL)
+    remedy = f"set {path or 'it'} to a value that fits"
+    if fact.startswith("Invalid enum value ") and (allowed := _allowed(_type_at(kind, path))):
+        value = fact.removeprefix("Invalid enum value ")
+        meant = nearest(value.strip("'"), allowed)
+        fact = f"{value} is not one of {', '.join(allowed)}"
+        remedy = f"set {path}: {meant}" if meant else f"set {path} to one of them"
     return Refusal(
-        "out-of-range",
-        what=f"{path or 'the file'} has a value that farspan cannot use",
-        where=_located(file, text, path.split(".")[-1]),
-        fact=fact,
-        remedy=f"set {path or 'it'} to a value that fits",
-    )
+        "out-of-range", what=f"{path or 'the file'} has a value that farspan cannot use",
+        where=_located(file, text, path.split(".")[-1]), fact=fact, remedy=remedy,
+    )  # fmt: skip
 
 
 def _unknown_key(key: str, path: str, kind: Any, file: str, text: str) -> Refusal:
-    known = _known_keys(kind, path)
+    known = [field.encode_name for field in msgspec.structs.fields(_struct_in(_type_at(kind, path)))]
     match = nearest(key, known)
     full = f"{path}.{key}" if path else key
     return Refusal(
@@ -174,23 +175,28 @@ def _path_of(message: str) -> str:
     return match[1] if match else ""
 
 
-def _known_keys(kind: Any, path: str) -> list[str]:
-    """The keys of the struct that `path` leads to from `kind`."""
-    for step in [step for step in path.split(".") if step]:
-        name = re.sub(r"\[.*\]", "", step)
-        field = next((f for f in msgspec.structs.fields(kind) if f.encode_name == name), None) if name else None
-        kind = _struct_in(field.type if field else kind)
-    return [f.encode_name for f in msgspec.structs.fields(_struct_in(kind))]
+def _type_at(kind: Any, path: str) -> Any:
+    """The type of the value that `path` leads to from `kind`; what is in a list or a dict counts as the whole."""
+    for step in re.sub(r"\[[^\]]*\]", "", path).split("."):
+        fields = {field.encode_name: field.type for field in msgspec.structs.fields(_struct_in(kind))}
+        kind = fields.get(step, kind)
+    return kind
 
 
 def _struct_in(kind: Any) -> Any:
     """The struct inside a type such as `X | None`, `tuple[X, ...]` or `dict[str, X]`."""
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return kind
-    for part in getattr(kind, "__args__", ()):
-        if (found := _struct_in(part)) is not None:
-            return found
-    return None
+    return next(filter(None, map(_struct_in, get_args(kind))), None)
+
+
+def _allowed(kind: Any) -> list[str]:
+    """What may stand where a type spells out its values: those of its literals, and a number if it takes any."""
+    if get_origin(kind) is Literal:
+        return [str(value) for value in get_args(kind)]
+    if kind in (int, float):
+        return ["a number"]
+    return [word for part in get_args(kind) for word in _allowed(part)]
 
 
 def _located(file: str, text: str, key: str) -> str:

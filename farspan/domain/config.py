@@ -83,6 +83,10 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     technique: Literal["auto", "data"] = "auto"
     workers: Positive | Literal["auto"] = "auto"
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    #: A cluster file, a name of `farspan cluster list`, or `lab:NAME`; None is this machine.
+    cluster: str | None = None
+    #: What starts the workers: `local`, `torchrun`, `ray` or `ray:ADDRESS`.
+    launcher: str = "local"
 
 
 class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,9 +1,10 @@
-"""What a short trial of the worker found: how fast one device trains one model."""
+"""What short trials found: how fast one device trains one model, and what it can do at all."""
 
 from __future__ import annotations
 
 import msgspec
 
+from farspan.domain.cluster import MatmulRate
 from farspan.domain.train import Precision
 
 
@@ -21,3 +22,11 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rows: int
     seq_len: int
     speeds: dict[Precision, Speed]
+
+
+class DeviceRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """FLOP/s of matrix products by shape and dtype, bytes a second of memory, and bytes that a worker may use."""
+
+    rates: tuple[MatmulRate, ...]
+    bandwidth: float
+    memory: int

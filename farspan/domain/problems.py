@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Iterable
 
 import msgspec
@@ -35,6 +36,12 @@ EXIT_CODES = {
     "cannot-plan": 31,
     "path-unusable": 32,
     "run-busy": 33,
+    "file-unreadable": 34,
+    "cluster-invalid": 35,
+    "host-unreachable": 36,
+    "lab-unavailable": 37,
+    "version-mismatch": 38,
+    "launcher-unusable": 39,
     "interrupted": 130,
 }
 
@@ -72,7 +79,12 @@ class Refusal(Exception):
     @classmethod
     def of(cls, problem: Problem) -> Refusal:
         """The exception for a Problem that another process wrote down."""
-        return cls(problem.code, what=problem.what, where=problem.where, fact=problem.fact, remedy=problem.remedy)
+        return cls(**msgspec.structs.asdict(problem))
+
+
+def command(*words: object) -> str:
+    """`farspan WORDS...`, quoted for a shell: what a remedy offers to be copied."""
+    return shlex.join(["farspan", *map(str, words)])
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

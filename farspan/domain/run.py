@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from pathlib import Path
 
 import msgspec
@@ -9,6 +11,14 @@ import msgspec
 from farspan.domain.codec import load
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, nearest
+
+
+def cache_folder() -> Path:
+    """Prepared corpora live here: $FARSPAN_CACHE, or farspan's folder in the user's cache."""
+    if given := os.environ.get("FARSPAN_CACHE"):
+        return Path(given).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "farspan"
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -20,6 +30,8 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     warnings: tuple[str, ...] = ()
     #: A Hugging Face folder whose weights the run starts from; None starts from random ones.
     initial: str | None = None
+    #: What starts the run's workers: a file of `launch/launchers/`.
+    launcher: str = "local"
 
 
 class RunFolder:
@@ -28,6 +40,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.plan = path / "plan.json"
+        self.cluster = path / "cluster.json"
         self.record = path / "run.json"
         self.estimate = path / "estimate.json"
         self.config = path / "run.yaml"
@@ -54,7 +67,7 @@ class RunFolder:
                 what="this is not a farspan run",
                 where=path,
                 fact="it has no plan.json" if path.is_dir() else "there is no such folder",
-                remedy=f"use {meant}" if meant else "start one: farspan train run.yaml",
+                remedy=f"use {shlex.quote(str(meant))}" if meant else "start one: farspan train run.yaml",
             )
         return run
 

@@ -12,6 +12,8 @@ _NUMBER = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*(.*?)\s
 _SECONDS = {
     "us": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0,
 }  # fmt: skip
+_BYTES = {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30}
+_BITS_PER_S = {"bit/s": 1 / 8, "kbit/s": 1e3 / 8, "mbit/s": 1e6 / 8, "gbit/s": 1e9 / 8, "tbit/s": 1e12 / 8}
 _COUNT = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 
 
@@ -35,6 +37,17 @@ def parse_seconds(text: str | int | float) -> float:
     if isinstance(text, int | float):
         return float(text)
     return _scaled(text, {**_SECONDS, "": 1.0}, "5m or 1.5h")
+
+
+def parse_bytes(text: str | int | float) -> int:
+    """`"24GB"`, `"512 MiB"` or a bare number of bytes, as bytes."""
+    return round(_scaled(text, {**_BYTES, "": 1.0}, "24GB or 512MiB"))
+
+
+def parse_rate(text: str | int | float) -> float:
+    """`"1Gbit/s"`, `"300GB/s"` or a bare number of bytes a second, as bytes a second."""
+    bytes_per_s = {f"{unit}/s": scale for unit, scale in _BYTES.items()}
+    return _scaled(text, {**_BITS_PER_S, **bytes_per_s, "": 1.0}, "1Gbit/s or 300GB/s")
 
 
 def parse_count(text: str | int | float) -> int:
@@ -87,3 +100,19 @@ def format_bytes(size: float) -> str:
         if abs(size) >= scale:
             return f"{size / scale:.3g} {suffix}"
     return f"{size:.0f} B"
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """A network's rate as its people say it, in bits: `996 Mbit/s`, `10 Gbit/s`."""
+    for scale, suffix in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
+        if bytes_per_s * 8 >= scale:
+            return f"{bytes_per_s * 8 / scale:.3g} {suffix}"
+    return f"{bytes_per_s * 8:.0f} bit/s"
+
+
+def format_flops(flops_per_s: float) -> str:
+    """A rate of arithmetic: `128 GFLOP/s`, `2.25 PFLOP/s`."""
+    for scale, suffix in ((1e15, "P"), (1e12, "T"), (1e9, "G")):
+        if flops_per_s >= scale:
+            return f"{flops_per_s / scale:.3g} {suffix}FLOP/s"
+    return f"{flops_per_s / 1e6:.3g} MFLOP/s"

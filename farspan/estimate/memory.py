@@ -8,9 +8,10 @@ from farspan.domain.train import TrainSpec
 #: Resident bytes of a worker before it holds any tensor: interpreter, torch and its thread pools (measured on Linux:
 #: 0.35 GB on CPU; a CUDA context with its libraries takes about as much of the device).
 FRAMEWORK_BYTES = 400_000_000
-#: The head's loss is computed over chunks of logits of this size.
+#: The runtime makes logits this many bytes at a time, so that long batches with large vocabularies stay small.
 LOGITS_CHUNK_BYTES = 64 * 2**20
-#: Up to so many positions attention on CPUs keeps its probabilities: there that is faster than making them again.
+#: Up to so many positions attention on CPUs goes through whole score matrices and keeps the probabilities, which beats
+#: the flash kernel there; its memory grows with the square.
 CPU_SCORES_POSITIONS = 1024
 
 _WORKING_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}

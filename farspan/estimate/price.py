@@ -17,6 +17,20 @@ _ONE_WORKER = (0.75, 1.3)
 _SEVERAL_WORKERS = (0.75, 2.0)
 
 
+def crowding(cluster: Cluster) -> float:
+    """CPU workers' threads for each core of the most crowded host, at least 1: so many share one core's speed."""
+    shares = [1.0]
+    for host in cluster.hosts:
+        if host.cpus:
+            shares.append(sum(device.threads for device in host.devices if device.backend == "cpu") / host.cpus)
+    return max(shares)
+
+
+def step_seconds(rows: int, seq_len: int, speed: Speed, cluster: Cluster) -> float:
+    """A step in which the busiest worker reads `rows` sequences, from the probed speed of one worker alone."""
+    return rows * seq_len / speed.tokens_per_s * crowding(cluster)
+
+
 def estimate(plan: Plan, cluster: Cluster, probe: ProbeResult) -> Estimate:
     """Step time from the probed speed of one worker, scaled to the rows of the busiest rank; memory by formula.
 
@@ -25,7 +39,7 @@ def estimate(plan: Plan, cluster: Cluster, probe: ProbeResult) -> Estimate:
     train, speed = plan.train, probe.speeds[plan.train.precision]
     stage = _only_stage(plan)
     workers = len(stage.mesh.ranks)
-    step_s = max(stage.rows) * train.seq_len / speed.tokens_per_s
+    step_s = step_seconds(max(stage.rows), train.seq_len, speed, cluster)
     run_s = train.steps * step_s / (1 - RESERVE)
     if train.deadline_s is not None:
         run_s = min(run_s, train.deadline_s)
@@ -37,7 +51,7 @@ def estimate(plan: Plan, cluster: Cluster, probe: ProbeResult) -> Estimate:
         memory_bytes=_memory(plan, stage, probe, speed),
         usd=None if price is None else price * run_s / 3600,
         interval=_ONE_WORKER if workers == 1 else _SEVERAL_WORKERS,
-        assumptions=_assumptions(plan, stage, probe),
+        assumptions=_assumptions(plan, stage, probe, crowding(cluster)),
     )
 
 
@@ -65,7 +79,7 @@ def _memory(plan: Plan, stage: Stage, probe: ProbeResult, speed: Speed) -> int:
     return max(0, speed.memory_bytes + more_rows * per_row) + bucket
 
 
-def _assumptions(plan: Plan, stage: Stage, probe: ProbeResult) -> tuple[str, ...]:
+def _assumptions(plan: Plan, stage: Stage, probe: ProbeResult, crowd: float) -> tuple[str, ...]:
     found = [
         f"each worker keeps the {plan.train.precision} speed of the trial "
         f"({probe.rows} sequences of {probe.seq_len} tokens at a time)",
@@ -73,6 +87,8 @@ def _assumptions(plan: Plan, stage: Stage, probe: ProbeResult) -> tuple[str, ...
     ]
     if len(stage.mesh.ranks) > 1:
         found.append("sums of gradients hide behind the backward pass, and workers do not slow each other down")
+    if crowd > 1:
+        found.append(f"{crowd:.3g} threads share each core, and its speed")
     if plan.train.deadline_s is not None:
         found.append("the deadline ends the run if the steps do not")
     return tuple(found)

@@ -1,38 +1,42 @@
-"""Ask the probe process about this machine: a typed conversation with `python -m farspan.runtime.probe`."""
+"""Ask the probe process about a host and its devices: a conversation with `python -m farspan.runtime.probe` there."""
 
 from __future__ import annotations
 
 import subprocess
-import sys
 import threading
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
 import msgspec
 
-from farspan.domain.cluster import Cluster
+from farspan.domain.cluster import Cluster, DType, Host
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import PlannedDevice
-from farspan.domain.probe import ProbeResult
+from farspan.domain.probe import DeviceRates, ProbeResult
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.train import Precision, TrainSpec
-from farspan.launch.local import worker_environment
+from farspan.launch.hosts import command, interpreter
+from farspan.launch.meeting import Meeting
+from farspan.launch.workers import with_environment, worker_environment
 
 T = TypeVar("T")
 #: No answer takes longer, short of a machine in trouble.
 ANSWER_S = 300.0
+THIS_MACHINE = Host(name="localhost", devices=(), enter=())
 
 
-class LocalProbe:
-    """A probe process on this machine, with the threads and the environment that one worker would get."""
+class Probe:
+    """A probe process on a host, with the threads and the environment that the worker of one device would get."""
 
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
+    def __init__(self, host: Host = THIS_MACHINE, *, threads: int = 1, device: int | None = None) -> None:
+        self._host, self._threads, self._device = host, threads, device
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> LocalProbe:
+    def __enter__(self) -> Probe:
+        words = [interpreter(self._host), "-m", "farspan.runtime.probe"]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "farspan.runtime.probe"], env=worker_environment(self._threads),
+            command(self._host, with_environment(worker_environment(self._threads), words), device=self._device),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         return self
@@ -56,6 +60,23 @@ class LocalProbe:
         }  # fmt: skip
         return self._ask(question, ProbeResult)
 
+    def rates(
+        self, device: PlannedDevice, shapes: Sequence[tuple[int, int, int]], dtypes: Sequence[DType]
+    ) -> DeviceRates:
+        """What the device can do: products of these (m, k, n), its memory's speed and size."""
+        return self._ask({"type": "rates", "device": device, "shapes": shapes, "dtypes": dtypes}, DeviceRates)
+
+    def allreduce(
+        self, device: PlannedDevice, rank: int, world: int, meeting: Meeting, interface: str | None,
+        sizes: Sequence[int],
+    ) -> dict[int, float]:  # fmt: skip
+        """Seconds of all-reduces with the other probes that are asked at the same time."""
+        question = {
+            "type": "allreduce", "device": device, "rank": rank, "world": world, "address": meeting.address,
+            "port": meeting.port, "interface": interface, "sizes": sizes,
+        }  # fmt: skip
+        return self._ask(question, dict[int, float])
+
     def _ask(self, question: dict[str, Any], kind: type[T]) -> T:
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
@@ -78,7 +99,7 @@ class LocalProbe:
         reply = msgspec.json.decode(line)
         if "problem" in reply:
             raise Refusal.of(msgspec.convert(reply["problem"], Problem))
-        return msgspec.convert(reply["answer"], kind)
+        return msgspec.convert(reply["answer"], kind, strict=False)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._process is not None:

@@ -9,22 +9,22 @@ import msgspec
 
 from farspan import models
 from farspan.domain.cluster import Cluster
-from farspan.domain.codec import missing_path, parse_json, read_bytes
+from farspan.domain.codec import parse_json, read_bytes
 from farspan.domain.config import RunConfig
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.problems import Refusal
-from farspan.domain.units import format_count, format_seconds, parse_seconds
-from farspan.estimate.price import RESERVE, hourly_price
-from farspan.planning.quantities import asked_parameters, asked_tokens, out_of_range, positive
+from farspan.domain.units import format_count, format_seconds
+from farspan.estimate.price import RESERVE
+from farspan.planning.quantities import SIZES, asked_parameters, asked_tokens, deadline_s, given_or, out_of_range
 from farspan.planning.size import FRESH_EPOCHS, KNOBS, TOLERANCE, Knobs, auto_parameters, shape_for
 
 #: Where run.yaml names no family: the better one at equal parameters (no position table, gated MLP).
 DEFAULT_FAMILY = "llama"
 #: `size: auto` without any budget sizes the model for a run of this long.
 AUTO_RUN_S = 3600.0
-#: Training reaches about this share of the speed of bare matrix products: 25-30 % in bf16 for a model of 14M parameters
-#: on a 2-core CPU, and what well-run GPUs reach of their peak (arXiv 2204.02311, table 3: 21-46 %).
+#: Training is taken to reach this share of the speed of bare matrix products, as well-run GPUs do of their peak
+#: (arXiv 2204.02311, table 3: 21-46 %).
 TRAINING_SHARE = 0.3
 #: Contexts that are tried down to the shortest worth training, when the user fixed none.
 SHORTEST_CONTEXT = 32
@@ -56,24 +56,20 @@ def choose_model(
 
 def _from_folder(config: RunConfig, corpus: CorpusManifest) -> ChosenModel:
     folder = Path(str(config.model.path)).expanduser()
-    if not (folder / "config.json").exists():
-        raise missing_path(folder / "config.json")
     spec = models.from_config(parse_json(read_bytes(folder / "config.json"), dict, folder / "config.json"))
     if spec.vocab_size < corpus.vocab_size:
         raise Refusal(
-            "tokenizer-mismatch",
-            what="the corpus has token ids that the model does not know",
-            where=folder,
+            "tokenizer-mismatch", what="the corpus has token ids that the model does not know", where=folder,
             fact=f"the corpus's vocabulary has {corpus.vocab_size} tokens, the model's {spec.vocab_size}",
             remedy=f"set tokenizer.use: {folder}",
-        )
+        )  # fmt: skip
     seq_len = config.model.context or spec.context
     if seq_len > spec.context:
         fact = f"the model in {folder} has {spec.context} positions"
         raise out_of_range("model.context", seq_len, fact, f"set model.context: {spec.context}")
     origin = {
         "model": f"run.yaml: {folder}/config.json",
-        "train.seq_len": _given(config.model.context, "run.yaml: the model's own"),
+        "train.seq_len": given_or(config.model.context, "run.yaml: the model's own"),
     }
     return ChosenModel(model=spec, seq_len=seq_len, origin=origin)
 
@@ -92,7 +88,7 @@ def _from_preset(config: RunConfig, corpus: CorpusManifest) -> ChosenModel:
     origin = {
         "model": f"run.yaml: preset {preset.name}",
         "model.vocab_size": "corpus: its tokenizer's",
-        "model.context": _given(config.model.context, f"run.yaml: preset {preset.name}"),
+        "model.context": given_or(config.model.context, f"run.yaml: preset {preset.name}"),
         **{f"model.{key}": "run.yaml" for key in knobs},
     }
     large = (f"{preset.name} is a preset for planning: it is too large to train on most machines",)
@@ -104,7 +100,7 @@ def _from_size(
 ) -> ChosenModel:
     family, knobs = config.model.family or DEFAULT_FAMILY, _knobs(config)
     origin = {
-        "model.family": _given(config.model.family, "default"),
+        "model.family": given_or(config.model.family, "default"),
         "model.vocab_size": "corpus: its tokenizer's",
         **{f"model.{key}": "run.yaml" for key in knobs},
     }
@@ -127,10 +123,6 @@ def _knobs(config: RunConfig) -> Knobs:
     return {key: value for key, value in given.items() if value is not None}
 
 
-def _given(value: object, otherwise: str) -> str:
-    return "run.yaml" if value is not None else otherwise
-
-
 def _built(build: Callable[[], ModelSpec]) -> ModelSpec:
     try:
         return build()
@@ -145,7 +137,8 @@ def _target(
     asked = asked_parameters(config)
     if asked is not None:
         return asked, "run.yaml"
-    seconds, why = _run_seconds(config, cluster)
+    budget = deadline_s(config, cluster)
+    seconds = (1 - RESERVE) * (budget or AUTO_RUN_S)
     epochs = min(config.train.epochs or FRESH_EPOCHS, FRESH_EPOCHS)
     tokens = epochs * corpus.train.tokens
     if config.train.tokens is not None and "param" not in str(config.train.tokens):
@@ -153,32 +146,8 @@ def _target(
     target = auto_parameters(tokens, TRAINING_SHARE * seconds * matmul_flops())
     return target, (
         f"corpus and machine: 20 tokens a parameter (arXiv 2203.15556) of {format_count(tokens)} tokens, "
-        f"payable in {format_seconds(seconds)} ({why})"
+        f"payable in {format_seconds(seconds)} ({'budget' if budget else 'default: no budget is set'})"
     )
-
-
-def _run_seconds(config: RunConfig, cluster: Cluster) -> tuple[float, str]:
-    limits = []
-    if config.budget.time is not None:
-        limits.append((positive(parse_seconds, config.budget.time, "budget.time", "1h"), "budget.time"))
-    if config.budget.usd is not None:
-        limits.append((config.budget.usd / price_per_hour(config, cluster) * 3600, "budget.usd"))
-    seconds, why = min(limits, default=(AUTO_RUN_S, "default: no budget is set"))
-    return seconds * (1 - RESERVE), why
-
-
-def price_per_hour(config: RunConfig, cluster: Cluster) -> float:
-    """US dollars an hour for the whole cluster; refuses a dollar budget that has no price."""
-    price = config.budget.usd_per_hour or hourly_price(cluster)
-    if not price:
-        raise Refusal(
-            "out-of-range",
-            what="a dollar budget needs a price",
-            where="run.yaml, key budget.usd",
-            fact=f"no price is known for {', '.join(sorted({d.kind for d in cluster.devices}))}",
-            remedy="set budget.usd_per_hour: the price of all devices together, dollars an hour",
-        )
-    return price
 
 
 def _context(config: RunConfig, corpus: CorpusManifest, target: int | None) -> tuple[int, str]:
@@ -199,11 +168,10 @@ def _longest(corpus: CorpusManifest) -> int:
 
 def _sized(config: RunConfig, family: str, target: int, vocab: int, context: int, knobs: Knobs) -> ModelSpec:
     spec = _built(lambda: shape_for(family, target, vocab_size=vocab, context=context, knobs=knobs))
-    key = "model.params" if config.model.params is not None else "size"
-    exact = isinstance(config.size, int) or config.size[:1].isdigit() or config.model.params is not None
-    if exact and abs(parameters(spec) / target - 1) > TOLERANCE:
+    key, asked = ("size", config.size) if config.model.params is None else ("model.params", config.model.params)
+    if asked not in ("auto", *SIZES) and abs(parameters(spec) / target - 1) > TOLERANCE:
         fact = f"with a vocabulary of {vocab} tokens and these knobs the nearest has {parameters(spec):,} parameters"
-        raise out_of_range(key, config.model.params or config.size, fact, f"set {key}: {parameters(spec)}")
+        raise out_of_range(key, asked, fact, f"set {key}: {parameters(spec)}")
     return spec
 
 
@@ -217,9 +185,7 @@ def _demand_windows(config: RunConfig, corpus: CorpusManifest, seq_len: int) -> 
     if config.model.context is not None and fits:
         raise out_of_range("model.context", seq_len, f"the corpus has {there}", f"set model.context: {longest}")
     raise Refusal(
-        "corpus-too-small",
-        what="the corpus cannot fill one training and one validation window of the model",
-        where=corpus.source,
-        fact=f"there are {there}; each needs at least {seq_len + 1}",
+        "corpus-too-small", what="the corpus cannot fill one training and one validation window of the model",
+        where=corpus.source, fact=f"there are {there}; each needs at least {seq_len + 1}",
         remedy=f"set model.context: {longest}" if fits else f"add text to {corpus.source}",
-    )
+    )  # fmt: skip

@@ -13,10 +13,10 @@ from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.probe import ProbeResult
 from farspan.domain.problems import Refusal
 from farspan.domain.train import Optimizer, Precision, Schedule, TrainSpec
-from farspan.domain.units import format_count, format_seconds, parse_seconds
-from farspan.estimate.price import RESERVE
-from farspan.planning.choose_model import ChosenModel, price_per_hour
-from farspan.planning.quantities import asked_rows, asked_tokens, out_of_range, positive
+from farspan.domain.units import format_count, format_seconds
+from farspan.estimate.price import RESERVE, step_seconds
+from farspan.planning.choose_model import ChosenModel
+from farspan.planning.quantities import asked_rows, asked_tokens, deadline_s, given_or, out_of_range, save_every_s
 from farspan.planning.size import FRESH_EPOCHS, SMALLEST, TOKENS_PER_PARAMETER, TOLERANCE
 
 #: A run has about so many validations, and spends about this share of its compute on them (forward is a third).
@@ -30,20 +30,6 @@ MOST_EPOCHS = 16
 FEWEST_BATCH_TOKENS = 2048
 #: Tokens of a probe's step at most: enough to fill a device, few enough to be quick.
 MOST_PROBE_TOKENS = 8192
-
-
-class Limit(msgspec.Struct, frozen=True, kw_only=True):
-    """One bound on the run's tokens. One of time or money is `seconds` of training, which steps never exceed."""
-
-    tokens: float
-    why: str
-    seconds: float | None = None
-
-
-class ChosenTrain(msgspec.Struct, frozen=True, kw_only=True):
-    train: TrainSpec
-    origin: dict[str, str]
-    warnings: tuple[str, ...]
 
 
 def learning_rate(count: int) -> float:
@@ -64,65 +50,53 @@ def batch_tokens(run_tokens: float) -> float:
 
 
 def draft(config: RunConfig, chosen: ChosenModel, workers: int) -> TrainSpec:
-    """What the probe trains to measure this model on one device: the settings that decide speed, and as `batch` the
+    """What the probe trains to measure this model on one device: all that run.yaml settles by itself; `batch` is the
     sequences that the device is likely to get at a time."""
-    asked, seq_len = config.train.batch, chosen.seq_len
-    rows = asked.per_device or FEWEST_BATCH_TOKENS // seq_len
-    if asked.global_ is not None:
-        rows = asked_rows(asked.global_, seq_len) // workers
-    batch = max(1, min(rows, MOST_PROBE_TOKENS // seq_len))
-    return _spec(config, chosen, steps=1, batch=batch, precision="fp32", lr=1e-4, warmup=0)
+    asked, seq_len, lr = config.train, chosen.seq_len, config.train.optimizer.lr
+    lr = learning_rate(parameters(chosen.model)) if lr == "auto" else lr
+    rows = asked.batch.per_device or FEWEST_BATCH_TOKENS // seq_len
+    if asked.batch.global_ is not None:
+        rows = asked_rows(asked.batch.global_, seq_len) // workers
+    return TrainSpec(
+        steps=1, batch=max(1, min(rows, MOST_PROBE_TOKENS // seq_len)), seq_len=seq_len, precision="fp32",
+        optimizer=Optimizer(**msgspec.structs.asdict(asked.optimizer) | {"lr": lr}),
+        schedule=Schedule(kind=asked.schedule), attention="sdpa" if asked.attention == "auto" else asked.attention,
+        recompute=asked.recompute, compile=asked.compile, seed=asked.seed, patience=asked.patience,
+        keep=config.checkpoint.keep, checkpoint_every_s=save_every_s(config),
+    )  # fmt: skip
 
 
 def choose_train(
-    config: RunConfig, chosen: ChosenModel, corpus: CorpusManifest, cluster: Cluster, probe: ProbeResult
-) -> ChosenTrain:
-    """The training spec. The tightest of steps, tokens, epochs, time and dollars decides the length of the run."""
-    model, workers = chosen.model, len(cluster.devices)
+    config: RunConfig, chosen: ChosenModel, drafted: TrainSpec, corpus: CorpusManifest, cluster: Cluster,
+    probe: ProbeResult,
+) -> tuple[TrainSpec, dict[str, str], tuple[str, ...]]:  # fmt: skip
+    """The drafted training made concrete, where each value came from, and warnings. The tightest of steps, tokens,
+    epochs, time and dollars decides the length."""
+    asked, seq_len, workers = config.train, chosen.seq_len, len(cluster.devices)
     precision, precision_from = _precision(config, cluster, probe)
-    rate = probe.speeds[precision].tokens_per_s
-    deadline_s = _deadline_s(config, cluster)
-    limits = _limits(config, model, corpus, deadline_s, rate * workers)
-    batch, batch_from = _batch(config, chosen, corpus, workers, min(limit.tokens for limit in limits))
-    step_s = -(-batch // workers) * chosen.seq_len / rate
-    steps, steps_from = _steps(config, limits, batch * chosen.seq_len, step_s)
-    warmup = _warmup(config, steps)
-    lr = config.train.optimizer.lr
-    train = _spec(
-        config, chosen, steps=steps, batch=batch, precision=precision, warmup=warmup,
-        lr=learning_rate(parameters(model)) if lr == "auto" else lr, deadline_s=deadline_s,
-        validate_tokens=_validate_tokens(corpus, steps * batch * chosen.seq_len, chosen.seq_len),
+    speed, end_s = probe.speeds[precision], deadline_s(config, cluster)
+    limits = _limits(config, chosen.model, corpus, timed=end_s is not None)
+    seconds = math.inf if end_s is None else (1 - RESERVE) * end_s
+    in_time = seconds / step_seconds(1, seq_len, speed, cluster) * workers * seq_len
+    batch, batch_from = _batch(config, chosen, corpus, workers, min(in_time, *(tokens for tokens, _ in limits)))
+    step_s = step_seconds(-(-batch // workers), seq_len, speed, cluster)
+    steps, steps_from = _steps(config, limits, batch * seq_len, seconds, step_s)
+    train = msgspec.structs.replace(
+        drafted, steps=steps, batch=batch, precision=precision, deadline_s=end_s,
+        schedule=msgspec.structs.replace(drafted.schedule, warmup_steps=_warmup(config, steps)),
+        validate_every=-(-steps // VALIDATIONS) if asked.validate_every == "auto" else asked.validate_every,
+        validate_tokens=_validate_tokens(corpus, steps * batch * seq_len, seq_len),
     )  # fmt: skip
     origin = {
         "train.steps": steps_from,
         "train.batch": batch_from,
         "train.precision": precision_from,
-        "train.lr": "run.yaml" if lr != "auto" else "default: fitted on GPT-3's table 2.1 (arXiv 2005.14165)",
-        "train.warmup_steps": "run.yaml" if config.train.warmup != "auto" else "default: 5 % of the steps",
-        "train.deadline_s": "run.yaml: budget" if deadline_s is not None else "default: none",
-        "train.validate_every": "run.yaml" if config.train.validate_every != "auto" else "default: 12 a run",
+        "train.lr": given_or(asked.optimizer.lr, "default: fitted on GPT-3's table 2.1 (arXiv 2005.14165)"),
+        "train.warmup_steps": given_or(asked.warmup, "default: 5 % of the steps"),
+        "train.deadline_s": "default: none" if end_s is None else "run.yaml: budget",
+        "train.validate_every": given_or(asked.validate_every, "default: 12 a run"),
     }
-    return ChosenTrain(train=train, origin=origin, warnings=_warnings(model, corpus, train))
-
-
-def _spec(
-    config: RunConfig, chosen: ChosenModel, *, steps: int, batch: int, precision: Precision, lr: float, warmup: int,
-    deadline_s: float | None = None, validate_tokens: int = 0,
-) -> TrainSpec:  # fmt: skip
-    asked, optimizer = config.train, config.train.optimizer
-    every = -(-steps // VALIDATIONS) if asked.validate_every == "auto" else asked.validate_every
-    return TrainSpec(
-        steps=steps, batch=batch, seq_len=chosen.seq_len, precision=precision, deadline_s=deadline_s,
-        optimizer=Optimizer(
-            lr=lr, beta1=optimizer.beta1, beta2=optimizer.beta2, weight_decay=optimizer.weight_decay,
-            clip=optimizer.clip,
-        ),
-        schedule=Schedule(kind=asked.schedule, warmup_steps=warmup),
-        attention="sdpa" if asked.attention == "auto" else asked.attention,
-        recompute=asked.recompute, compile=asked.compile, seed=asked.seed, validate_every=every,
-        validate_tokens=validate_tokens, patience=asked.patience, keep=config.checkpoint.keep,
-        checkpoint_every_s=positive(parse_seconds, config.checkpoint.every, "checkpoint.every", "5m"),
-    )  # fmt: skip
+    return train, origin, _warnings(chosen.model, corpus, train)
 
 
 def _precision(config: RunConfig, cluster: Cluster, probe: ProbeResult) -> tuple[Precision, str]:
@@ -138,37 +112,20 @@ def _precision(config: RunConfig, cluster: Cluster, probe: ProbeResult) -> tuple
     return asked, "run.yaml"
 
 
-def _deadline_s(config: RunConfig, cluster: Cluster) -> float | None:
-    """The wall-clock end that the budget's time and dollars set, whichever is sooner."""
-    ends = []
-    if config.budget.time is not None:
-        ends.append(positive(parse_seconds, config.budget.time, "budget.time", "1h"))
-    if config.budget.usd is not None:
-        ends.append(config.budget.usd / price_per_hour(config, cluster) * 3600)
-    return min(ends, default=None)
-
-
-def _limits(
-    config: RunConfig, model: ModelSpec, corpus: CorpusManifest, deadline_s: float | None, tokens_per_s: float
-) -> list[Limit]:
-    """Every bound in tokens, but for `train.steps`, which needs the batch first."""
-    asked, limits = config.train, []
+def _limits(config: RunConfig, model: ModelSpec, corpus: CorpusManifest, timed: bool) -> list[tuple[float, str]]:
+    """Bounds of the run's tokens, and where each came from: those that run.yaml gives, or else a default."""
+    asked = config.train
+    found: list[tuple[float, str]] = []
     if asked.tokens is not None:
-        limits.append(Limit(tokens=asked_tokens(asked.tokens, parameters(model)), why="run.yaml: train.tokens"))
+        found.append((asked_tokens(asked.tokens, parameters(model)), "run.yaml: train.tokens"))
     if asked.epochs is not None:
-        limits.append(Limit(tokens=asked.epochs * corpus.train.tokens, why="run.yaml: train.epochs"))
-    if deadline_s is not None:
-        seconds = (1 - RESERVE) * deadline_s
-        why = f"run.yaml and machine: budget, {format_seconds(deadline_s)} at {format_count(tokens_per_s)} tokens/s"
-        limits.append(Limit(tokens=seconds * tokens_per_s, why=why, seconds=seconds))
-        if len(limits) == 1 and asked.steps is None:
-            why = f"default: {MOST_EPOCHS} epochs, before the budget ends"
-            limits.append(Limit(tokens=MOST_EPOCHS * corpus.train.tokens, why=why))
-    if not limits:
-        why = "default: the fewer of 20 tokens a parameter and 4 epochs"
-        tokens = min(TOKENS_PER_PARAMETER * parameters(model), FRESH_EPOCHS * corpus.train.tokens)
-        limits.append(Limit(tokens=tokens, why=why))
-    return limits
+        found.append((asked.epochs * corpus.train.tokens, "run.yaml: train.epochs"))
+    if found:
+        return found
+    if timed:
+        return [(MOST_EPOCHS * corpus.train.tokens, f"default: {MOST_EPOCHS} epochs, before the budget ends")]
+    tokens = min(TOKENS_PER_PARAMETER * parameters(model), FRESH_EPOCHS * corpus.train.tokens)
+    return [(tokens, "default: the fewer of 20 tokens a parameter and 4 epochs")]
 
 
 def _batch(
@@ -194,34 +151,33 @@ def _auto_batch(chosen: ChosenModel, windows: int, workers: int, run_tokens: flo
     """A power of two of sequences, the same for every device; at least 16 steps an epoch where the corpus allows."""
     if windows < workers:
         raise Refusal(
-            "corpus-too-small",
-            what="the corpus cannot fill one batch",
-            where=source,
+            "corpus-too-small", what="the corpus cannot fill one batch", where=source,
             fact=f"it has {windows} sequences of {chosen.seq_len} tokens for {workers} devices",
             remedy=f"set parallel.workers: {windows}",
-        )
+        )  # fmt: skip
     rows = 2 ** max(0, round(math.log2(batch_tokens(run_tokens) / chosen.seq_len)))
     rows = max(1, min(rows, windows // 16))
     return max(1, round(rows / workers)) * workers, "default: by the run's tokens (arXiv 2503.04715)"
 
 
-def _steps(config: RunConfig, limits: list[Limit], step_tokens: int, step_s: float) -> tuple[int, str]:
-    found = [(_whole_steps(limit, step_tokens, step_s), limit.why) for limit in limits]
-    if config.train.steps is not None:
-        only_default = limits[0].why.startswith("default")
-        found = [*([] if only_default else found), (config.train.steps, "run.yaml: train.steps")]
+def _steps(
+    config: RunConfig, limits: list[tuple[float, str]], step_tokens: int, seconds: float, step_s: float
+) -> tuple[int, str]:
+    """Steps within every limit, one at least, and within `seconds`, which even one step may exceed."""
+    asked, budget = config.train, config.budget
+    found = [(max(1, int(tokens // step_tokens)), why) for tokens, why in limits]
+    if asked.steps is not None:
+        found = [pair for pair in found if not pair[1].startswith("default")]
+        found.append((asked.steps, "run.yaml: train.steps"))
+    if seconds < math.inf:
+        pace = f"{format_seconds(seconds)} at {format_count(step_tokens / step_s)} tokens/s"
+        found.append((int(seconds // step_s), f"run.yaml and machine: budget, {pace}"))
     steps, why = min(found)
     if steps < 1:
-        key = "budget.time" if config.budget.time is not None else "budget.usd"
-        value = config.budget.time if config.budget.time is not None else config.budget.usd
+        key, value = ("budget.usd", budget.usd) if budget.time is None else ("budget.time", budget.time)
         fact = f"one step takes {format_seconds(step_s)}"
         raise out_of_range(key, value, fact, f"raise {key}, or lower train.batch.global or the size")
     return steps, why
-
-
-def _whole_steps(limit: Limit, step_tokens: int, step_s: float) -> int:
-    """Steps that stay within the limit; at least one, unless it is one of time."""
-    return max(1, int(limit.tokens // step_tokens)) if limit.seconds is None else int(limit.seconds // step_s)
 
 
 def _warmup(config: RunConfig, steps: int) -> int:

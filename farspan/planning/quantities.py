@@ -7,10 +7,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from farspan.domain.cluster import Cluster
 from farspan.domain.codec import missing_path
 from farspan.domain.config import Quantity, RunConfig
 from farspan.domain.problems import Refusal, nearest
 from farspan.domain.units import parse_count, parse_fraction, parse_seconds
+from farspan.estimate.price import hourly_price
+from farspan.planning.size import KNOBS
 
 Number = TypeVar("Number", int, float)
 
@@ -22,13 +25,13 @@ SIZES = {"tiny": 3_000_000, "small": 15_000_000, "medium": 60_000_000, "large": 
 
 def out_of_range(key: str, value: object, fact: str, remedy: str) -> Refusal:
     """The refusal of one value of run.yaml."""
-    return Refusal(
-        "out-of-range",
-        what=f"{key} = {value} cannot be used",
-        where=f"run.yaml, key {key}",
-        fact=fact,
-        remedy=remedy,
-    )
+    what = f"{key} = {value} cannot be used"
+    return Refusal("out-of-range", what=what, where=f"run.yaml, key {key}", fact=fact, remedy=remedy)
+
+
+def given_or(value: object, otherwise: str) -> str:
+    """Where a value came from: run.yaml, or `otherwise` where that leaves it out."""
+    return otherwise if value is None or value == "auto" else "run.yaml"
 
 
 def positive(parse: Callable[[Quantity], Number], value: Quantity, key: str, example: str) -> Number:
@@ -47,16 +50,15 @@ def asked_parameters(config: RunConfig) -> int | None:
     """The parameters that `size` or `model.params` asks for; None for `auto`."""
     if config.model.params is not None:
         return positive(parse_count, config.model.params, "model.params", "30M")
-    if config.size == "auto":
-        return None
-    if isinstance(config.size, str) and config.size in SIZES:
-        return SIZES[config.size]
-    if isinstance(config.size, str) and not config.size[:1].isdigit():
+    size = str(config.size)
+    if size == "auto" or size in SIZES:
+        return SIZES.get(size)
+    if not size[:1].isdigit():
         known = ["auto", *SIZES]
-        match = nearest(config.size, known)
+        match = nearest(size, known)
         fix = f"use {match!r}" if match else "use auto, or parameters such as 30M"
-        raise out_of_range("size", config.size, f"known: {', '.join(known)}, or parameters such as 30M", fix)
-    return positive(parse_count, config.size, "size", "30M")
+        raise out_of_range("size", size, f"known: {', '.join(known)}, or parameters such as 30M", fix)
+    return positive(parse_count, size, "size", "30M")
 
 
 def asked_tokens(value: Quantity, parameters: int) -> int:
@@ -78,41 +80,50 @@ def asked_rows(value: Quantity, seq_len: int) -> int:
     return round(count / seq_len)
 
 
+def save_every_s(config: RunConfig) -> float:
+    return positive(parse_seconds, config.checkpoint.every, "checkpoint.every", "5m")
+
+
+def time_budget_s(config: RunConfig) -> float | None:
+    return None if config.budget.time is None else positive(parse_seconds, config.budget.time, "budget.time", "1h")
+
+
+def deadline_s(config: RunConfig, cluster: Cluster) -> float | None:
+    """Seconds that the budget's time and dollars pay for, the fewer of both. Refuses dollars without a price."""
+    seconds, budget = time_budget_s(config), config.budget
+    if budget.usd is None:
+        return seconds
+    price = budget.usd_per_hour or hourly_price(cluster)
+    if not price:
+        raise Refusal(
+            "out-of-range", what="a dollar budget needs a price", where="run.yaml, key budget.usd",
+            fact=f"no price is known for {', '.join(sorted({d.kind for d in cluster.devices}))}",
+            remedy="set budget.usd_per_hour: the price of all devices together, dollars an hour",
+        )  # fmt: skip
+    paid_for = budget.usd / price * 3600
+    return paid_for if seconds is None else min(seconds, paid_for)
+
+
 def check(config: RunConfig) -> None:
     """Refuses what can be refused before any text is read: units, signs, shares, contradictions."""
     asked_parameters(config)
+    save_every_s(config)
+    time_budget_s(config)
     share = positive(parse_fraction, config.data_config.val, "data.val", "5%")
     if share > 0.5:
         raise out_of_range("data.val", config.data_config.val, "more than half would be held out", "set data.val: 5%")
     if config.train.tokens is not None:
         asked_tokens(config.train.tokens, 1)
-    if config.train.batch.global_ is not None:
-        asked_rows(config.train.batch.global_, 1)
-    if config.budget.time is not None:
-        positive(parse_seconds, config.budget.time, "budget.time", "1h")
-    positive(parse_seconds, config.checkpoint.every, "checkpoint.every", "5m")
-    if config.model.path is not None and not (folder := Path(config.model.path).expanduser()).exists():
-        raise missing_path(folder)
-    _check_contradictions(config)
-
-
-def _check_contradictions(config: RunConfig) -> None:
     model, batch = config.model, config.train.batch
-    sizes = {
-        "model.preset": model.preset,
-        "model.path": model.path,
-        "model.params": model.params,
-        "size": None if config.size == "auto" else config.size,
-    }
-    _at_most_one(sizes)
+    if batch.global_ is not None:
+        asked_rows(batch.global_, 1)
+    if model.path is not None and not (folder := Path(model.path).expanduser()).exists():
+        raise missing_path(folder)
+    size = None if config.size == "auto" else config.size
+    _at_most_one({"model.preset": model.preset, "model.path": model.path, "model.params": model.params, "size": size})
     _at_most_one({"train.batch.global": batch.global_, "train.batch.per_device": batch.per_device})
-    if model.path is not None:
-        shape = {
-            key: getattr(model, key) for key in ("family", "layers", "d_model", "heads", "kv_heads", "d_ff", "tied")
-        }
-        for key, value in shape.items():
-            if value is not None:
-                _at_most_one({"model.path": model.path, f"model.{key}": value})
+    for knob in ("family", *KNOBS):
+        _at_most_one({"model.path": model.path, f"model.{knob}": getattr(model, knob)})
 
 
 def _at_most_one(values: Mapping[str, object]) -> None:

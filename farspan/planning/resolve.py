@@ -31,12 +31,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve(
-    config: RunConfig,
-    corpus: CorpusManifest,
-    cluster: Cluster,
-    *,
-    matmul_flops: Callable[[], float],
-    measure: Measure,
+    config: RunConfig, corpus: CorpusManifest, cluster: Cluster, *, matmul_flops: Callable[[], float], measure: Measure
 ) -> Resolved:
     """The model and the training that `config` asks for on this corpus and these devices.
 
@@ -46,12 +41,10 @@ def resolve(
     """
     check(config)
     chosen = choose_model(config, corpus, cluster, matmul_flops)
-    probe = measure(chosen.model, draft(config, chosen, len(cluster.devices)))
-    trained = choose_train(config, chosen, corpus, cluster, probe)
+    drafted = draft(config, chosen, len(cluster.devices))
+    probe = measure(chosen.model, drafted)
+    train, origin, warnings = choose_train(config, chosen, drafted, corpus, cluster, probe)
     return Resolved(
-        model=chosen.model,
-        train=trained.train,
-        probe=probe,
-        warnings=(*chosen.warnings, *trained.warnings),
-        origin={**chosen.origin, **trained.origin},
-    )
+        model=chosen.model, train=train, probe=probe, warnings=chosen.warnings + warnings,
+        origin=chosen.origin | origin,
+    )  # fmt: skip

@@ -16,9 +16,8 @@ FRESH_EPOCHS = 4
 #: The exact count may miss the asked one by so much.
 TOLERANCE = 0.1
 
-#: What `size: auto` chooses between. The least is [fitted] on two minutes of training on the built-in corpus, 2 cores,
-#: vocabulary 8,192, where 2.0 M parameters reached 4.40 nats, 2.9 M 4.16 and 5.2 M 4.83: below it the embedding is
-#: nearly all of the model. The most is the range farspan is made for.
+#: What `size: auto` chooses between. Below the least the embedding of a usual vocabulary is nearly all of the model: a
+#: choice, not a fit. The most is the range farspan is made for.
 SMALLEST, LARGEST = 3_000_000, 2_000_000_000
 
 #: Single knobs that a user may fix, by their names in `model:`.

@@ -36,6 +36,10 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     #: Validations in a row without a better loss.
     stale: int = 0
     loss_scale: float = 1.0
+    #: Steps in a row without an overflow, which decide when the loss scale doubles.
+    quiet: int = 0
+    #: Steps of the whole run, where its time budget made them fewer than the plan's.
+    steps: int | None = None
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

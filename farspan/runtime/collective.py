@@ -1,28 +1,62 @@
-"""The workers of one run as a group: the few exchanges that a training loop needs beside gradients."""
+"""The workers of one run as a group: where they meet, who is alive, and the few exchanges beside gradients."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-#: A peer that says nothing for this long is lost: better an end with a message than a hang.
-TIMEOUT_S = 30.0
+#: Workers may come so far apart: some import torch from a slow disk, or were started by hand.
+START_S = 300.0
+#: A worker that says nothing for this long is lost; each says every BEAT_S that it is there.
+SILENCE_S, BEAT_S = 20.0, 2.0
+#: An exchange waits this long for a worker that is alive but busy with a long step or with writing a checkpoint: 24 GB
+#: (2 B parameters) at 5 MB/s take 80 minutes. Beyond that the workers wait for each other.
+BUSY_S = 2 * 3600.0
+
+
+def meet(rank: int, world: int) -> dist.Store | None:
+    """The store at MASTER_ADDR and MASTER_PORT that all workers share: rank 0's, or that of the torchrun that started
+    them; None for a worker alone. Raises torch.distributed.DistError where they do not all come within START_S."""
+    if world == 1:
+        return None
+    start = timedelta(seconds=START_S)
+    store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=start))
+    store.add(_beats(rank), 1)
+    store.wait([_beats(peer) for peer in range(world)], start)
+    return store
 
 
 class Group:
-    """All workers of a run. With one worker every exchange is a no-op."""
+    """All workers of a run, met in `store`. With one worker every exchange is a no-op."""
 
-    def __init__(self, rank: int, world: int, device: torch.device) -> None:
+    def __init__(self, rank: int, world: int, device: torch.device, store: dist.Store | None = None) -> None:
         self.rank, self.world, self.device = rank, world, device
+        #: Held while files are written: a worker whose peers are lost ends when the files are whole, not before.
+        self.writing = threading.Lock()
+        self._heartbeat = Heartbeat(store, rank, world) if store is not None else None
         if world > 1:
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
+                store=store,
                 rank=rank,
                 world_size=world,
-                timeout=timedelta(seconds=TIMEOUT_S),
+                timeout=timedelta(seconds=BUSY_S),
             )
+
+    def watch(self, lost: Callable[[int], None]) -> None:
+        """From now on call `lost`, in a thread of its own, with the rank of the first worker that falls silent."""
+
+        def when_written(peer: int) -> None:
+            with self.writing:
+                lost(peer)
+
+        if self._heartbeat is not None:
+            self._heartbeat.watch(when_written)
 
     def sum(self, *values: float) -> list[float]:
         """Each value summed over all workers, in double precision."""
@@ -38,6 +72,68 @@ class Group:
         one_hot[self.rank] = value
         return self.sum(*one_hot)
 
-    def close(self) -> None:
+    def share(self, content: bytes) -> bytes:
+        """Rank 0's content, on every worker."""
+        size = int(self.sum(len(content) if self.rank == 0 else 0)[0])
+        packed = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        if self.rank == 0:
+            packed.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        self.share_tensor(packed)
+        return bytes(packed.cpu().numpy())
+
+    def share_tensor(self, tensor: torch.Tensor) -> None:
+        """Rank 0's values, on every worker."""
         if self.world > 1:
+            dist.broadcast(tensor, src=0)
+
+    def close(self) -> None:
+        """Part from the others, once all have come here: who ends first must not look lost."""
+        if self._heartbeat is not None:
+            self.sum(0.0)
+            self._heartbeat.end()
             dist.destroy_process_group()
+
+
+class Heartbeat:
+    """Says in `store` that this worker is alive, and hears the others: rank 0 all of them, each of them rank 0.
+
+    Where one is lost rank 0 ends, and the others with it. Collectives cannot tell: a lost machine closes no connection,
+    and a peer that is busy is as silent in them as one that is gone.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world: int) -> None:
+        self._store, self._rank = store.clone(), rank
+        self._silent_s = dict.fromkeys(range(1, world) if rank == 0 else (0,), 0.0)
+        self._ended = threading.Event()
+        threading.Thread(target=self._talk, daemon=True).start()
+
+    def watch(self, lost: Callable[[int], None]) -> None:
+        threading.Thread(target=self._count, args=(lost,), daemon=True).start()
+
+    def end(self) -> None:
+        self._ended.set()
+
+    def _talk(self) -> None:
+        """Count up one's own key, see whether the others' moved. Waits for ever where the store is lost."""
+        heard: dict[int, int] = {}
+        with suppress(dist.DistError):  # The store is gone, and rank 0 with it: silence from now on.
+            while True:
+                self._store.add(_beats(self._rank), 1)
+                for peer in self._silent_s:
+                    beats = self._store.add(_beats(peer), 0)
+                    if beats != heard.get(peer, 0):
+                        heard[peer], self._silent_s[peer] = beats, 0.0
+                if self._ended.wait(BEAT_S):
+                    return
+
+    def _count(self, lost: Callable[[int], None]) -> None:
+        """Seconds are counted, not read from a clock: machines that were suspended together blame nobody."""
+        while not self._ended.wait(1.0):
+            for peer in self._silent_s:
+                self._silent_s[peer] += 1.0
+                if self._silent_s[peer] > SILENCE_S:
+                    return lost(peer)
+
+
+def _beats(rank: int) -> str:
+    return f"farspan/beats/{rank}"

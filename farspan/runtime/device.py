@@ -53,7 +53,7 @@ def detect(backend: str, workers: int | None) -> Cluster:
     else:
         count = workers or 1
         share = Device(
-            kind=_cpu_name(), backend="cpu", memory=_memory_limit(memory.total) // count, dtypes=_cpu_dtypes(),
+            kind=_cpu_name(), backend="cpu", memory=usable_memory(torch.device("cpu")) // count, dtypes=_cpu_dtypes(),
             threads=max(1, cores // count),
         )  # fmt: skip
         devices = [share] * count
@@ -65,18 +65,41 @@ def detect(backend: str, workers: int | None) -> Cluster:
             fact=f"this machine has {len(devices)} {backend} devices",
             remedy=f"set parallel.workers to {len(devices)}" if devices else "set parallel.device to cpu",
         )
-    host = Host(name=platform.node(), devices=tuple(devices), cpus=cores, memory=memory.total)
+    host = Host(name=platform.node(), devices=tuple(devices), cpus=cores, memory=memory.total, enter=())
     return Cluster(sites=(Site(name="here", hosts=(host,)),))
 
 
-def _memory_limit(total: int) -> int:
-    """The cgroup's memory limit where there is one below the machine's own memory."""
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            return min(total, int(Path(path).read_text()))
-        except (OSError, ValueError):
+def usable_memory(device: torch.device) -> int:
+    """Free bytes of a GPU; of a CPU what the machine, and each control group that this process is in, allow."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return min([psutil.virtual_memory().total, *_limits()])
+
+
+def _limits() -> list[int]:
+    """Memory limits of this process's control groups and their parents, version 2 and version 1."""
+    found = []
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, name = Path("/sys/fs/cgroup"), "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
+        else:
             continue
-    return total
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
+            try:
+                found.append(int((folder / name).read_text()))
+            except (OSError, ValueError):
+                continue  # No limit there ("max"), or the group lies outside what this process sees.
+            if folder == root:
+                break
+    return found
 
 
 def _cpu_name() -> str:

@@ -13,12 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: On CPUs attention through whole score matrices beats the flash kernel up to this many positions
-#: (2 cores, AVX-512 bf16, forward and backward: 2.7x at 256, 1.5x at 1024); its memory grows with the square.
-MATRIX_ATTENTION_POSITIONS = 1024
-
-#: Logits are made this many bytes at a time, so that long batches with large vocabularies stay small.
-LOGITS_CHUNK_BYTES = 64 * 2**20
+from farspan.estimate.memory import CPU_SCORES_POSITIONS, LOGITS_CHUNK_BYTES
 
 
 @functools.lru_cache(maxsize=8)
@@ -60,7 +55,7 @@ class MatrixAttention(torch.autograd.Function):
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q (B, H, S, E), k and v (B, K, S, E) -> (B, H, S, E), by the fastest exact path for the device and length."""
-    if q.device.type == "cpu" and q.shape[2] <= MATRIX_ATTENTION_POSITIONS:
+    if q.device.type == "cpu" and q.shape[2] <= CPU_SCORES_POSITIONS:
         return MatrixAttention.apply(q, k, v)
     return torch.nn.functional.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]

@@ -7,6 +7,7 @@ what one real training step takes in time and memory.
 from __future__ import annotations
 
 import gc
+import os
 import statistics
 import sys
 import time
@@ -15,7 +16,7 @@ from collections.abc import Callable
 import msgspec
 import torch
 
-from farspan.domain.cluster import Cluster
+from farspan.domain.cluster import DType
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import PlannedDevice
 from farspan.domain.probe import ProbeResult, Speed
@@ -23,6 +24,7 @@ from farspan.domain.problems import Problem, Refusal
 from farspan.domain.train import Precision, TrainSpec
 from farspan.runtime.device import detect, open_device, peak_memory
 from farspan.runtime.model import Decoder, initialise
+from farspan.runtime.rates import allreduce_seconds, device_rates
 from farspan.runtime.state import TrainState, learning_rate
 
 #: Steps before the timed ones: allocators and kernels settle.
@@ -55,7 +57,27 @@ class Measure(msgspec.Struct, frozen=True, tag="measure"):
     seconds: float
 
 
-Request = Describe | MatmulRate | Measure
+class Rates(msgspec.Struct, frozen=True, tag="rates"):
+    """What can the device do? `shapes` are (m, k, n). Answered by DeviceRates."""
+
+    device: PlannedDevice
+    shapes: tuple[tuple[int, int, int], ...]
+    dtypes: tuple[DType, ...]
+
+
+class AllReduce(msgspec.Struct, frozen=True, tag="allreduce"):
+    """Time all-reduces with the other probes of a group that meet at the same place. Answered by seconds by bytes."""
+
+    device: PlannedDevice
+    rank: int
+    world: int
+    address: str
+    port: int
+    interface: str | None
+    sizes: tuple[int, ...]
+
+
+Request = Describe | MatmulRate | Measure | Rates | AllReduce
 
 
 def matmul_rate(request: MatmulRate) -> dict[str, float]:
@@ -118,9 +140,16 @@ def _step_times(request: Measure, precision: Precision, device: torch.device) ->
     return times[WARMUP_STEPS:] if len(times) >= WARMUP_STEPS + 2 else times
 
 
-def answer(request: Request) -> Cluster | ProbeResult | dict[str, float]:
+def answer(request: Request) -> object:
     if isinstance(request, Describe):
         return detect(request.backend, request.workers)
+    if isinstance(request, Rates):
+        return device_rates(request.device, request.shapes, request.dtypes)
+    if isinstance(request, AllReduce):
+        os.environ |= {"MASTER_ADDR": request.address, "MASTER_PORT": str(request.port)}
+        if request.interface:
+            os.environ |= {"GLOO_SOCKET_IFNAME": request.interface, "NCCL_SOCKET_IFNAME": request.interface}
+        return allreduce_seconds(request.rank, request.world, request.device, request.sizes)
     return matmul_rate(request) if isinstance(request, MatmulRate) else measure(request)
 
 

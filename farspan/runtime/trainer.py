@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 from msgspec.structs import replace
@@ -18,6 +18,8 @@ from farspan.domain.problems import Refusal
 from farspan.domain.results import Event, Saved, Step, Validated, Warned
 from farspan.domain.run import RunFolder
 from farspan.runtime import checkpoint
+from farspan.runtime.budget import TimeBudget
+from farspan.runtime.checkpoint import Progress
 from farspan.runtime.collective import Group
 from farspan.runtime.data import Order, Windows, samples_of
 from farspan.runtime.device import peak_memory
@@ -28,8 +30,6 @@ from farspan.runtime.state import TrainState, learning_rate
 #: Loss scaling for fp16 as in arXiv 1710.03740, section 4.2: start high, halve on overflow, double after a quiet while.
 FIRST_LOSS_SCALE = 2.0**16
 QUIET_STEPS = 2000
-#: A run that is nearly done at its deadline may take this share more, so that its learning rate still decays.
-DEADLINE_GRACE = 0.05
 
 
 @dataclass
@@ -46,10 +46,8 @@ class Worker:
     val: Windows
     emit: Callable[[Event], None]
     clock: Callable[[], float]
-    #: Set by a signal handler; looked at between steps.
-    stop: list[str] = field(default_factory=list)
-    #: Process that started this one; when that is gone nobody would ever stop the run.
-    launcher: int = field(default_factory=os.getppid)
+    #: Asked between steps: whether to save and end.
+    stop: Callable[[], bool] = lambda: False
 
     @property
     def stage(self) -> Stage:
@@ -59,68 +57,68 @@ class Worker:
 class Trainer:
     """Runs the steps of a plan from where its newest whole checkpoint left off."""
 
-    def __init__(self, worker: Worker) -> None:
-        self.w = worker
+    def __init__(self, worker: Worker, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self.w, self.monotonic = worker, monotonic
         self.order = Order(worker.train.count, worker.plan.train.seed)
         self.reducer = Reducer(worker.state, worker.stage.grad_sync.bucket_bytes) if worker.group.world > 1 else None
-        self.progress = checkpoint.Progress(step=0, plan=worker.plan.hash, elapsed_s=0.0)
-        #: Updates made so far, by this start and those before it.
-        self.step = 0
+        self.progress = Progress(step=0, plan=worker.plan.hash, elapsed_s=0.0)
+        deadline_s, planned = worker.plan.train.deadline_s, worker.plan.train.steps
+        self.budget = TimeBudget(deadline_s, planned) if deadline_s is not None else None
+        #: Updates made so far, by this start and those before it, and updates in all.
+        self.step, self.steps = 0, planned
         self.loss_scale = FIRST_LOSS_SCALE if worker.plan.train.precision == "fp16" else 1.0
         self.quiet = 0
-        self._started = self._saved_at = time.monotonic()
+        self._started = self._saved_at = monotonic()
         self._saved_step = self._validated_step = -1
 
     @property
     def elapsed_s(self) -> float:
-        return self.progress.elapsed_s + time.monotonic() - self._started
+        return self.progress.elapsed_s + self.monotonic() - self._started
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
     def run(self) -> str:
         """Train to the end, the deadline, an early stop or a signal; returns which. The last state is saved."""
-        train, reason = self.w.plan.train, "" if self.step < self.w.plan.train.steps else "done"
+        train, reason = self.w.plan.train, self._ended()
         while not reason:
-            began = time.perf_counter()
+            began, steps = time.perf_counter(), self.steps
             loss, norm, tokens, lr = self._step(self.step)
             self.step += 1
             self.w.emit(Step(
                 at=self.w.clock(), step=self.step, loss=loss, lr=lr, grad_norm=norm, tokens=tokens,
                 step_s=time.perf_counter() - began, memory_bytes=peak_memory(self.w.group.device),
             ))  # fmt: skip
-            if self.step % train.validate_every == 0 or self.step == train.steps:
+            if self.step % train.validate_every == 0 or self.step == self.steps:
                 self._validate()
             reason = self._reason_to_stop()
             if reason == "deadline" and self._validated_step != self.step:
                 self._validate()
-            if not reason and time.monotonic() - self._saved_at >= train.checkpoint_every_s:
+            # A new number of steps changes all that follows: saved at once, no resumption can miss it.
+            if not reason and (self.steps != steps or self.monotonic() - self._saved_at >= train.checkpoint_every_s):
                 self.save()
         self.save()
         return reason
 
+    def _ended(self) -> str:
+        if self.step >= self.w.plan.train.steps:
+            return "done"
+        return "deadline" if self.step >= self.steps else ""
+
     def _reason_to_stop(self) -> str:
         """Agreed by all workers: a signal anywhere stops all; rank 0's clock and validations decide the rest."""
-        train, mine = self.w.plan.train, 0
-        if self.w.stop or os.getppid() != self.w.launcher:
-            mine = 100
-        elif self.w.group.rank == 0 and self._too_late():
-            mine = 10
-        elif self.w.group.rank == 0 and train.patience and self.progress.stale >= train.patience:
-            mine = 1
-        total = self.w.group.sum(mine)[0]
-        if total >= 100:
-            return "interrupted"
-        if self.step >= train.steps:
-            return "done"
-        return "deadline" if total >= 10 else "early-stop" if total else ""
+        steps, stale, patience = 0, False, self.w.plan.train.patience
+        if self.w.group.rank == 0:
+            steps = self.budget.steps(self.step, self.elapsed_s, self.steps) if self.budget else self.steps
+            stale = 0 < patience <= self.progress.stale
+        interrupted, any_stale, all_steps = self.w.group.sum(self.w.stop(), stale, steps)
+        self._replan(int(all_steps))
+        return "interrupted" if interrupted else self._ended() or ("early-stop" if any_stale else "")
 
-    def _too_late(self) -> bool:
-        """Past the deadline, and what is left would not fit in the grace after it."""
-        deadline_s = self.w.plan.train.deadline_s
-        if deadline_s is None or self.elapsed_s < deadline_s:
-            return False
-        left_s = (self.w.plan.train.steps - self.step) * self.elapsed_s / self.step
-        return self.elapsed_s + left_s > deadline_s * (1 + DEADLINE_GRACE)
+    def _replan(self, steps: int) -> None:
+        if self.step < steps != self.steps and self.w.group.rank == 0:
+            message = f"at the pace so far {steps} steps fit the time budget, not {self.steps}"
+            self.w.emit(Warned(at=self.w.clock(), message=f"{message}; the learning rate follows"))
+        self.steps = steps
 
     def _step(self, step: int) -> tuple[float, float, int, float]:
         """One update. Returns the mean loss, the gradient norm before clipping, valid tokens, and the learning rate."""
@@ -142,7 +140,7 @@ class Trainer:
         norm = self.w.state.grad_norm() / self.loss_scale
         local = float(total) / valid_tokens
         loss_mean = group.sum(local)[0]
-        lr = learning_rate(train.schedule, train.optimizer.lr, step, train.steps)
+        lr = learning_rate(train.schedule, train.optimizer.lr, step, self.steps)
         if self._finite(step, local, loss_mean, norm):
             clip = train.optimizer.clip
             excess = max(1.0, norm / clip) if clip else 1.0
@@ -199,7 +197,8 @@ class Trainer:
             at=self.w.clock(), step=self.step, loss=loss, bits_per_byte=bits, tokens=tokens, seconds=seconds, best=best
         ))  # fmt: skip
         if best and self.w.group.rank == 0:
-            checkpoint.write_best(self.w.run.best, self.w.state, self._current())
+            with self.w.group.writing:
+                checkpoint.write_best(self.w.run.best, self.w.state, self._current())
 
     @torch.no_grad()
     def validation_loss(self) -> tuple[float, int, float]:
@@ -218,22 +217,37 @@ class Trainer:
         total, counted = group.sum(total, tokens)
         return total / max(1.0, counted), int(counted), time.perf_counter() - began
 
-    def _current(self) -> checkpoint.Progress:
-        return replace(self.progress, step=self.step, elapsed_s=self.elapsed_s, loss_scale=self.loss_scale)
+    def _current(self) -> Progress:
+        return replace(
+            self.progress, step=self.step, steps=self.steps, elapsed_s=self.elapsed_s, loss_scale=self.loss_scale,
+            quiet=self.quiet,
+        )  # fmt: skip
 
     def save(self) -> None:
         """Write a checkpoint of the state as it is, unless that was the last one written."""
-        self._saved_at = time.monotonic()
+        self._saved_at = self.monotonic()
         if self.step == self._saved_step or self.w.group.rank != 0:
             return
         began = time.perf_counter()
-        path, size = checkpoint.write(self.w.run.checkpoints, self.w.state, self._current(), self.w.plan.train.keep)
+        with self.w.group.writing:
+            path, size = checkpoint.write(self.w.run.checkpoints, self.w.state, self._current(), self.w.plan.train.keep)
         self._saved_step = self.step
         self.w.emit(Saved(
             at=self.w.clock(), step=self.step, path=str(path), size_bytes=size, seconds=time.perf_counter() - began
         ))  # fmt: skip
 
     def restore(self) -> None:
+        """Go on from the newest whole checkpoint, if any. Rank 0 reads it; the others get its state from rank 0."""
+        if self.w.group.rank == 0:
+            self._read_newest()
+        progress = msgspec.json.decode(self.w.group.share(msgspec.json.encode(self._current())), type=Progress)
+        if self.w.group.rank != 0:
+            self._adopt(progress)
+        for tensor in (self.w.state.master, self.w.state.exp_avg, self.w.state.exp_avg_sq):
+            self.w.group.share_tensor(tensor)
+        self.w.state.publish()
+
+    def _read_newest(self) -> None:
         """Load the newest whole checkpoint, if any; corrupt ones are named, and the one before them is used."""
         corrupt: list[str] = []
         newest: int | None = None
@@ -257,7 +271,7 @@ class Trainer:
                 remedy="start again: farspan train run.yaml --run NEW_FOLDER",
             )
 
-    def _adopt(self, progress: checkpoint.Progress) -> None:
+    def _adopt(self, progress: Progress) -> None:
         if progress.plan != self.w.plan.hash:
             raise Refusal(
                 "plan-mismatch",
@@ -266,5 +280,6 @@ class Trainer:
                 fact=f"made by plan {progress.plan}, this is plan {self.w.plan.hash}",
                 remedy="restore this run's plan.json, or start a new run: farspan train run.yaml --run NEW_FOLDER",
             )
-        self.progress, self.loss_scale = progress, progress.loss_scale
+        self.progress, self.loss_scale, self.quiet = progress, progress.loss_scale, progress.quiet
         self.step = self._saved_step = progress.step
+        self.steps = progress.steps or self.w.plan.train.steps

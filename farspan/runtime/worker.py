@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
 import shutil
 import signal
 import sys
@@ -18,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from farspan.corpus import tokenizer as tokenizers
 from farspan.corpus.tokens import TokenFile
@@ -30,12 +32,13 @@ from farspan.domain.results import Estimate, Event, Finished, Sampled, Started
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.units import format_bytes
 from farspan.runtime import checkpoint, huggingface
-from farspan.runtime.collective import Group
+from farspan.runtime.collective import SILENCE_S, Group, meet
 from farspan.runtime.data import Windows
 from farspan.runtime.device import environment, open_device
 from farspan.runtime.events import EventLog
 from farspan.runtime.generate import generate
 from farspan.runtime.model import Decoder, initialise
+from farspan.runtime.ship import share
 from farspan.runtime.state import TrainState
 from farspan.runtime.trainer import Trainer, Worker
 
@@ -59,7 +62,7 @@ def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
     model = Decoder(plan.model, attention=plan.train.attention, recompute=plan.train.recompute)
     if record.initial is None:
         initialise(model, plan.train.seed)
-    else:
+    elif group.rank == 0:  # The others get the state from rank 0: `Trainer.restore`.
         model.load_state_dict(huggingface.read(Path(record.initial))[1])
     model.to(group.device)
     state = TrainState(model, plan.train.precision)
@@ -67,7 +70,7 @@ def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
         compile_blocks(model, group.device)
     return Worker(
         plan=plan, run=run, group=group, model=model, state=state, manifest=manifest, train=train, val=val,
-        emit=emit, clock=time.time, launcher=int(os.environ.get("FARSPAN_LAUNCHER", os.getppid())),
+        emit=emit, clock=time.time,
     )  # fmt: skip
 
 
@@ -82,7 +85,7 @@ def compile_blocks(model: Decoder, device: torch.device) -> None:
         block.compile()
 
 
-def train(plan: Plan, run: RunFolder, rank: int, world: int) -> None:
+def train(plan: Plan, run: RunFolder, rank: int, world: int, store: dist.Store | None, parent: int) -> None:
     """Train from the newest checkpoint to the end. How it ends is the last event."""
     began = time.monotonic()
     device = open_device(plan.devices[rank])
@@ -91,32 +94,55 @@ def train(plan: Plan, run: RunFolder, rank: int, world: int) -> None:
             "plan-mismatch", what=f"the plan has {len(plan.devices)} workers", where=f"rank {rank}",
             fact=f"{world} were started", remedy=f"farspan resume {run.path}",
         )  # fmt: skip
-    group = Group(rank, world, device)
+    group = Group(rank, world, device, store)
     with EventLog(run.events if rank == 0 else run.logs / f"rank-{rank}.events.jsonl") as log:
         worker = build(plan, run, group, log.write)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda n, _: worker.stop.append(signal.Signals(n).name))
+        worker.stop = stop_requests(parent)
         trainer = Trainer(worker)
+
+        def finish(reason: str, problem: Problem | None = None) -> None:
+            seconds = time.monotonic() - began
+            log.write(Finished(at=time.time(), step=trainer.step, reason=reason, seconds=seconds, problem=problem))
+
+        def lost(peer: int) -> None:
+            problem = silent(peer, plan, run)
+            finish("failed", problem)
+            leave_word(problem, run, rank)
+            # Nothing gentler: the main thread may be in a call that waits for the lost worker.
+            os._exit(problem.exit_code)
+
+        group.watch(lost)
         checkpoint.check_disk(run.path, (plan.train.keep + 2) * checkpoint.bytes_needed(len(worker.state.master)))
         trainer.restore()
-        estimate = load(run.estimate, Estimate) if run.estimate.exists() else None
-        here = environment(device)
-        log.write(Started(
-            at=time.time(), step=trainer.progress.step, plan=plan.hash, world=world, environment=here,
-            estimate=estimate, peak_flops=catalog.peak_flops(here.device, plan.train.precision, world),
-        ))  # fmt: skip
-        problem, reason = None, "failed"
+        log.write(started(trainer, world))
         try:
             reason = trainer.run()
             if rank == 0 and reason != "interrupted":
                 sample(worker, trainer.step)
         except BaseException as error:
-            problem = as_problem(error, plan, run, rank)
+            finish("failed", problem := as_problem(error, plan, run, rank))
             raise Refusal.of(problem) from error
-        finally:
-            seconds = time.monotonic() - began
-            log.write(Finished(at=time.time(), step=trainer.step, reason=reason, seconds=seconds, problem=problem))
+        finish(reason)
     group.close()
+
+
+def stop_requests(parent: int) -> Callable[[], bool]:
+    """Whether this worker was asked to save and end: by a signal, or by the end of the process that started it, without
+    which nobody would stop it."""
+    signals: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda received, _: signals.append(received))
+    return lambda: bool(signals) or os.getppid() != parent
+
+
+def started(trainer: Trainer, world: int) -> Started:
+    plan, run = trainer.w.plan, trainer.w.run
+    here = environment(trainer.w.group.device)
+    return Started(
+        at=time.time(), step=trainer.step, plan=plan.hash, world=world, environment=here,
+        estimate=load(run.estimate, Estimate) if run.estimate.exists() else None,
+        peak_flops=catalog.peak_flops(here.device, plan.train.precision, world),
+    )  # fmt: skip
 
 
 def sample(worker: Worker, step: int) -> None:
@@ -130,12 +156,12 @@ def sample(worker: Worker, step: int) -> None:
         worker.emit(Sampled(at=time.time(), step=step, prompt=prompt, text=text))
 
 
-def as_problem(error: BaseException, plan: Plan, run: RunFolder, rank: int) -> Problem:
-    """What a worker's exception means to the user."""
+def as_problem(error: BaseException, plan: Plan | None, run: RunFolder, rank: int) -> Problem:
+    """What a worker's exception means to the user; `plan` is None before it is there."""
     if isinstance(error, Refusal):
         return error.problem
     message = " ".join(str(error).split())
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in message:
+    if plan and (isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in message):
         predicted = load(run.estimate, Estimate).memory_bytes if run.estimate.exists() else None
         return Problem(
             code="out-of-memory",
@@ -152,25 +178,43 @@ def as_problem(error: BaseException, plan: Plan, run: RunFolder, rank: int) -> P
         )  # fmt: skip
     return Problem(
         code="worker-lost",
-        what=f"rank {rank} failed",
+        what=f"rank {rank} on {plan.devices[rank].host if plan else platform.node()} failed",
         where=f"{type(error).__name__} in {run.logs}/rank-{rank}.log",
         fact=message[:300] or "no message",
         remedy=f"farspan resume {run.path}",
     )
 
 
+def silent(peer: int, plan: Plan, run: RunFolder) -> Problem:
+    """What it means to the user that another worker is not heard any more."""
+    return Problem(
+        code="worker-lost", what=f"rank {peer} on {plan.devices[peer].host} was lost",
+        where=f"{run.logs}/rank-{peer}.log",
+        fact=f"it has said nothing for {SILENCE_S:.0f} s: the machine, the network or the process stands still",
+        remedy=f"farspan resume {run.path}",
+    )  # fmt: skip
+
+
+def leave_word(problem: Problem, run: RunFolder, rank: int) -> None:
+    """Say to the launcher what ends this worker; where the disk is full the exit code alone has to."""
+    with suppress(OSError):
+        save(problem, run.logs / f"rank-{rank}.problem.json")
+
+
 def main() -> int:
-    plan_path, run_path = Path(sys.argv[1]), Path(sys.argv[2])
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    run, plan = RunFolder(run_path), load(plan_path, Plan)
+    run, plan = RunFolder(Path(sys.argv[2])), None
+    rank, world, parent = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.getppid()
     try:
-        train(plan, run, rank, world)
+        store = meet(rank, world)
+        if store is not None:
+            share(store, rank, world, run)
+        plan = load(Path(sys.argv[1]), Plan)
+        train(plan, run, rank, world, store, parent)
         return 0
     except Exception as error:
         traceback.print_exc()
         problem = as_problem(error, plan, run, rank)
-        with suppress(OSError):  # Where the disk is full the exit code alone has to say it.
-            save(problem, run.logs / f"rank-{rank}.problem.json")
+        leave_word(problem, run, rank)
         return problem.exit_code
 
 

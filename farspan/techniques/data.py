@@ -32,7 +32,7 @@ def plan(model: ModelSpec, cluster: Cluster, train: TrainSpec, *, corpus: str) -
     smallest = min(cluster.devices, key=lambda device: device.memory)
     fitting = _rows_that_fit(model, train, smallest)
     if fitting < 1:
-        return _too_large(model, train, smallest)
+        return _too_large(model, train, smallest, ranks)
     microbatches = -(-rows[0] // min(fitting, rows[0]))
     stage = Stage(
         layers=(0, model.layers),
@@ -56,14 +56,19 @@ def _rows_that_fit(model: ModelSpec, train: TrainSpec, device: Device) -> int:
     return int(free // activation_bytes_per_row(model, train, device.backend))
 
 
-def _too_large(model: ModelSpec, train: TrainSpec, device: Device) -> Problem:
+def _too_large(model: ModelSpec, train: TrainSpec, device: Device, ranks: int) -> Problem:
+    needed = memory_bytes(model, train, 1, device.backend)
+    remedy = "lower model.context or the size" if train.recompute else "set train.recompute: true, or lower the size"
+    # Workers on CPUs share their host's memory: fewer of them have more each.
+    if device.backend == "cpu" and (fitting := int(FILL * device.memory * ranks // needed)) >= 1:
+        remedy = f"set parallel.workers: {fitting}"
     return Problem(
         code="out-of-memory",
         what="the model does not fit one device, one sequence at a time",
         where=f"device {device.kind}",
-        fact=f"predicted {format_bytes(memory_bytes(model, train, 1, device.backend))}, "
+        fact=f"predicted {format_bytes(needed)}, "
         f"usable {format_bytes(FILL * device.memory)} of {format_bytes(device.memory)}",
-        remedy="lower model.context or the size" if train.recompute else "set train.recompute: true, or lower the size",
+        remedy=remedy,
     )
 
 

@@ -18,9 +18,9 @@ def train_spec(**changes):
     return TrainSpec(**({"steps": 100, "batch": 12, "seq_len": 64, "precision": "fp32"} | changes))
 
 
-def cluster(devices, **changes):
+def cluster(devices, cpus=None, **changes):
     device = Device(**({"kind": "cpu", "backend": "cpu", "memory": 8 * 10**9, "dtypes": ("fp32", "bf16")} | changes))
-    host = Host(name="here", devices=(device,) * devices, cpus=devices, memory=16 * 10**9)
+    host = Host(name="here", devices=(device,) * devices, cpus=cpus or devices, memory=16 * 10**9)
     return Cluster(sites=(Site(name="home", hosts=(host,)),))
 
 
@@ -74,6 +74,17 @@ def test_a_step_takes_the_busiest_ranks_rows_at_the_measured_speed():
     assert found.tokens_per_s == pytest.approx(12 * 64 / found.step_s)
     assert found.run_s == pytest.approx(100 * found.step_s / 0.9)
     assert found.usd is None
+
+
+def test_workers_without_a_core_of_their_own_share_the_cores_there_are():
+    def step_s(devices, **changes):
+        here = cluster(devices, **changes)
+        return estimate(plan(MODEL, here, train_spec(), corpus="c"), here, probe()).step_s
+
+    # Six workers with 2 rows each are no faster on two cores than two workers with 6 rows each.
+    assert step_s(6, cpus=2) == pytest.approx(step_s(2, cpus=2))
+    assert step_s(3, cpus=4, threads=2) == pytest.approx(1.5 * step_s(3, cpus=6, threads=2))
+    assert step_s(2, cpus=1, backend="cuda") == step_s(2, cpus=2, backend="cuda")
 
 
 def test_money_deadline_and_memory():

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +23,6 @@ from farspan.domain.problems import Refusal
 from farspan.domain.results import Event, Finished, Saved, Step, Validated, Warned, read_events
 from farspan.domain.run import RunFolder
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
-from farspan.launch.local import LocalWorkers
 from farspan.runtime import checkpoint
 from farspan.runtime.data import Order, Windows
 from farspan.runtime.model import Decoder, initialise
@@ -32,7 +36,7 @@ TRAIN = TrainSpec(
 
 
 def launch(run: RunFolder) -> list[Event]:
-    with LocalWorkers(run.load_plan(), run) as workers:
+    with tiny.workers(run) as workers:
         return list(workers)
 
 
@@ -124,11 +128,11 @@ def test_bf16_stays_near_fp32(whole, tmp_path):
 def interrupt_after(run: RunFolder, step: int, number: signal.Signals) -> list[Event]:
     """Start the run and signal its first worker once `step` is done."""
     seen: list[Event] = []
-    with LocalWorkers(run.load_plan(), run) as workers:
+    with tiny.workers(run) as workers:
         for event in workers:
             seen.append(event)
             if isinstance(event, Step) and event.step == step:
-                os.kill(workers.pids[0], number)
+                os.kill(workers.processes[0].pid, number)
     return seen
 
 
@@ -168,10 +172,10 @@ def test_kill_9_loses_only_what_was_not_saved(whole, tmp_path):
 def test_a_lost_worker_ends_the_others_soon_and_is_named(tmp_path):
     run = tiny.run_folder(tmp_path / "run", tiny.plan(replace(TRAIN, steps=100_000), rows=(3, 3)))
     began = 0.0
-    with pytest.raises(Refusal) as refusal, LocalWorkers(run.load_plan(), run) as workers:
+    with pytest.raises(Refusal) as refusal, tiny.workers(run) as workers:
         for event in workers:
             if isinstance(event, Step) and not began:
-                os.kill(workers.pids[1], signal.SIGKILL)
+                os.kill(workers.processes[1].pid, signal.SIGKILL)
                 began = time.monotonic()
     assert time.monotonic() - began < 30
     assert "rank 1" in refusal.value.problem.what
@@ -293,7 +297,7 @@ def test_another_corpus_than_planned_is_refused(tmp_path):
 
 def test_two_interrupts_end_the_workers_at_once(tmp_path):
     run = tiny.run_folder(tmp_path / "run", tiny.plan(replace(TRAIN, steps=10**6)))
-    with LocalWorkers(run.load_plan(), run) as workers:
+    with tiny.workers(run) as workers:
         for event in workers:
             if isinstance(event, Step):
                 workers.interrupt()
@@ -301,3 +305,59 @@ def test_two_interrupts_end_the_workers_at_once(tmp_path):
         threading.Timer(0.0, workers.interrupt).start()
         with pytest.raises(Refusal):
             list(workers)
+
+
+def wait_for(run: RunFolder, kind: type[Event]) -> None:
+    """Until the run has had an event of this kind."""
+    deadline = time.monotonic() + 120
+    while not run.events.exists() or not any(isinstance(event, kind) for event in read_events(run.events)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_worker_whose_launcher_is_killed_saves_and_ends(tmp_path):
+    run = tiny.run_folder(tmp_path / "run", tiny.plan(replace(TRAIN, steps=10**6)))
+    launcher = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid, flush=True); sys.stdin.read()"
+    worker = [sys.executable, "-m", "farspan.runtime.worker", str(run.plan), str(run.path)]
+    with subprocess.Popen(
+        [sys.executable, "-c", launcher, *worker], env={**os.environ, "RANK": "0", "WORLD_SIZE": "1"},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        pid = int(process.stdout.readline())
+        wait_for(run, Step)
+        process.kill()
+    try:
+        wait_for(run, Finished)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    *_, saved, finished = read_events(run.events)
+    assert isinstance(finished, Finished) and finished.reason == "interrupted"
+    assert isinstance(saved, Saved) and saved.step == finished.step < 10**6
+
+
+def test_a_worker_that_stands_still_is_named_by_the_others(tmp_path):
+    run = tiny.run_folder(tmp_path / "run", tiny.plan(replace(TRAIN, steps=10**6), rows=(3, 3)))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    program = "from farspan.runtime import collective, worker; collective.SILENCE_S = 3.0; sys.exit(worker.main())"
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", f"import sys; {program}", str(run.plan), str(run.path)],
+            env={**os.environ, **place, "RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        wait_for(run, Step)
+        workers[1].send_signal(signal.SIGSTOP)
+        assert workers[0].wait(60) == 24
+        problem = json.loads((run.logs / "rank-0.problem.json").read_text())
+        assert problem["code"] == "worker-lost" and "rank 1" in problem["what"]
+        *_, finished = read_events(run.events)
+        assert isinstance(finished, Finished) and finished.reason == "failed"
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()

@@ -38,6 +38,17 @@ def test_every_row_has_one_rank_and_a_microbatch_fits(devices, batch, spare, rec
     assert len(made.devices) == devices and [d.index for d in made.devices] == list(range(devices))
 
 
+@given(st.integers(2, 9), st.integers(1, 8))
+def test_workers_that_share_too_little_memory_are_told_how_many_fit(asked, fit):
+    train = train_spec(batch=100)
+    total = round(memory_bytes(MODEL, train, 1, "cpu") * (fit + 0.5) / FILL)
+    made = plan(MODEL, cluster(asked, memory=total // asked), train, corpus="c")
+    assert isinstance(made, Plan) == (asked <= fit)
+    if isinstance(made, Problem):
+        assert made.remedy == f"set parallel.workers: {fit}"
+        assert isinstance(plan(MODEL, cluster(fit, memory=total // fit), train, corpus="c"), Plan)
+
+
 def test_the_same_inputs_give_the_same_plan():
     first, second = (plan(MODEL, cluster(3), train_spec(), corpus="c") for _ in range(2))
     assert isinstance(first, Plan) and isinstance(second, Plan) and first.hash == second.hash

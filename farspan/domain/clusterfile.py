@@ -1,0 +1,266 @@
+"""cluster.yaml: the machines as a user writes them down, to a Cluster and back.
+
+Only the hosts must be given. Quantities are text ("57ms", "1Gbit/s", "24GB"); a bare number is SI.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from farspan.domain import catalog
+from farspan.domain.cluster import Cluster, Device, DType, Host, Link, MatmulRate, Origin, Site
+from farspan.domain.codec import load_yaml, write_atomically
+from farspan.domain.problems import Refusal, nearest
+from farspan.domain.units import parse_bytes, parse_fraction, parse_rate, parse_seconds
+
+T = TypeVar("T")
+Quantity = str | int | float
+Name = str
+#: Where a network ends being one: a minute of round trip, 10 Tbit/s.
+MAX_RTT_S, MAX_BANDWIDTH = 60.0, 10e12 / 8
+
+
+class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """`count` devices of a kind; what is set here goes before the catalogue."""
+
+    kind: Name
+    count: int = 1
+    backend: Literal["cpu", "cuda", "mps"] | None = None
+    memory: Quantity | None = None
+    bandwidth: Quantity | None = None
+    flops: dict[DType, float] | None = None
+    #: What it computes in hardware, where `flops` does not say it.
+    dtypes: tuple[DType, ...] | None = None
+    rates: tuple[MatmulRate, ...] = ()
+    watts: float | None = None
+    #: Dollars an hour.
+    price: float | None = None
+    threads: int = 1
+    enter: tuple[str, ...] | None = None
+    origin: Origin = "given"
+
+
+class HostEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    devices: tuple[Name | DeviceEntry, ...]
+    cpus: int | None = None
+    memory: Quantity | None = None
+    address: str | None = None
+    interface: str | None = None
+    enter: tuple[str, ...] | None = None
+    python: str = "python3"
+    folder: str | None = None
+
+
+class SiteEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    hosts: dict[Name, HostEntry]
+    #: Dollars an hour of each device of the site; goes before the catalogue.
+    price: float | None = None
+    #: Dollars for 10^9 bytes that leave the site.
+    egress: float = 0.0
+    lease: Quantity | None = None
+
+
+class LinkEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    between: tuple[Name, Name]
+    rtt: Quantity
+    bandwidth: Quantity | None = None
+    jitter: Quantity | None = None
+    window: Quantity | None = None
+    loss: Quantity | None = None
+    in_flight: dict[int, int] = {}
+    transfer_s: dict[int, float] = {}
+    origin: Origin = "given"
+
+
+class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The whole file. `prices` are dollars an hour by device kind."""
+
+    sites: dict[Name, SiteEntry]
+    links: tuple[LinkEntry, ...] = ()
+    prices: dict[Name, float] = {}
+    allreduce_s: dict[int, float] = {}
+    version: Literal[1] = 1
+
+
+def load_cluster(path: Path) -> Cluster:
+    """The cluster that a file describes; refuses what it leaves open, contradicts or cannot mean."""
+    return _Reader(load_yaml(path, ClusterFile), str(path)).cluster()
+
+
+class _Reader:
+    """One file on its way to a Cluster; `where` names it in refusals."""
+
+    def __init__(self, file: ClusterFile, where: str) -> None:
+        self._file, self._where, self._kinds = file, where, catalog.devices()
+
+    def cluster(self) -> Cluster:
+        file = self._file
+        hosts = Counter(name for site in file.sites.values() for name in site.hosts)
+        # A site may be called like its only host; more would make links to that name unclear.
+        clear = {name for name, site in file.sites.items() if list(site.hosts) == [name]}
+        twice = [name for name, count in hosts.items() if count > 1 or name in file.sites.keys() - clear]
+        if twice:
+            raise self._invalid(f"the name {twice[0]!r} is used twice", "sites",
+                                "hosts and sites share one space of names", f"rename one {twice[0]}")  # fmt: skip
+        for kind in file.prices:
+            self._check_kind(kind, "prices")
+        sites = tuple(self._site(name, entry) for name, entry in file.sites.items())
+        cluster = Cluster(sites=sites, links=self._links({*hosts, *file.sites}), allreduce_s=file.allreduce_s)
+        if not cluster.devices:
+            raise self._invalid("the cluster has no devices", "sites", f"{len(hosts)} hosts, no device among them",
+                                "give a host its devices: hosts: {gpu1: {devices: [a30, a30]}}")  # fmt: skip
+        return cluster
+
+    def _site(self, name: str, entry: SiteEntry) -> Site:
+        where = f"sites.{name}"
+        for key, number in (("price", entry.price), ("egress", entry.egress)):
+            if number is not None and not 0 <= number <= 1e6:
+                raise self._out_of_range(f"{where}.{key}", f"{number} is not a price in dollars")
+        lease = self._quantity(parse_seconds, entry.lease, f"{where}.lease", 1, 1e9)
+        hosts = tuple(self._host(host, found, where, entry.price) for host, found in entry.hosts.items())
+        return Site(name=name, hosts=hosts, egress_usd_per_byte=entry.egress / 1e9, lease_s=lease)
+
+    def _host(self, name: str, entry: HostEntry, site: str, price: float | None) -> Host:
+        where = f"{site}.hosts.{name}"
+        here = name in ("localhost", platform.node())
+        if entry.folder is not None and not entry.folder.startswith("/"):
+            raise self._out_of_range(f"{where}.folder", f"{entry.folder!r} does not begin with /")
+        devices: list[Device] = []
+        for index, written in enumerate(entry.devices):
+            given = DeviceEntry(kind=written) if isinstance(written, str) else written
+            if not 1 <= given.count <= 64:
+                raise self._out_of_range(f"{where}.devices[{index}].count", f"{given.count} is not between 1 and 64")
+            devices += [self._device(given, f"{where}.devices[{index}]", price)] * given.count
+        return Host(
+            name=name, devices=tuple(devices), cpus=entry.cpus,
+            memory=self._quantity(parse_bytes, entry.memory, f"{where}.memory", 2**20, 2**50),
+            address=entry.address, interface=entry.interface, enter=() if here and not entry.enter else entry.enter,
+            python=entry.python, folder=entry.folder,
+        )  # fmt: skip
+
+    def _device(self, entry: DeviceEntry, where: str, site_price: float | None) -> Device:
+        self._check_kind(entry.kind, where)
+        memory = self._quantity(parse_bytes, entry.memory, f"{where}.memory", 2**20, 2**50)
+        device = self._kinds[entry.kind].device(entry.kind, memory)
+        if device is None:
+            raise self._invalid(f"{entry.kind} needs its memory", where, "its kind comes in all sizes",
+                                f"write {{kind: {entry.kind}, memory: 8GB}}")  # fmt: skip
+        prices = (entry.price, site_price, self._file.prices.get(entry.kind), device.usd_per_hour)
+        set_here = {
+            "backend": entry.backend, "flops": entry.flops, "rates": entry.rates or None, "watts": entry.watts,
+            "dtypes": entry.dtypes or (tuple(entry.flops) if entry.flops else None), "threads": entry.threads,
+            "enter": entry.enter,
+            "bandwidth": self._quantity(parse_rate, entry.bandwidth, f"{where}.bandwidth", 1e6, 1e15),
+            "usd_per_hour": next((price for price in prices if price is not None), None),
+            "origin": None if entry == DeviceEntry(kind=entry.kind, count=entry.count) else entry.origin,
+        }  # fmt: skip
+        return msgspec.structs.replace(device, **{key: value for key, value in set_here.items() if value is not None})
+
+    def _links(self, names: set[str]) -> tuple[Link, ...]:
+        seen: set[frozenset[str]] = set()
+        links = []
+        for index, entry in enumerate(self._file.links):
+            where, pair = f"links[{index}]", frozenset(entry.between)
+            for name in sorted(pair - names):
+                raise self._unknown(name, names, f"{where}.between", "site or host")
+            if len(pair) == 1 or pair in seen:
+                fact = "it joins a name to itself" if len(pair) == 1 else "the same pair has a link above"
+                raise self._invalid("this link cannot be", where, fact, f"remove {where}")
+            seen.add(pair)
+            links.append(self._link(entry, where))
+        return tuple(links)
+
+    def _link(self, entry: LinkEntry, where: str) -> Link:
+        rtt = self._quantity(parse_seconds, entry.rtt, f"{where}.rtt", 1e-7, MAX_RTT_S)
+        assert rtt is not None
+        return Link(
+            a=entry.between[0], b=entry.between[1], rtt_s=rtt,
+            bandwidth=self._quantity(parse_rate, entry.bandwidth, f"{where}.bandwidth", 1e2, MAX_BANDWIDTH),
+            jitter_s=self._quantity(parse_seconds, entry.jitter, f"{where}.jitter", 0, MAX_RTT_S),
+            window=self._quantity(parse_bytes, entry.window, f"{where}.window", 1000, 2**40),
+            loss=self._quantity(parse_fraction, entry.loss, f"{where}.loss", 0, 0.99),
+            in_flight=entry.in_flight, transfer_s=entry.transfer_s, origin=entry.origin,
+        )  # fmt: skip
+
+    def _quantity(
+        self, parse: Callable[[Quantity], T], text: Quantity | None, where: str, low: float, high: float
+    ) -> T | None:
+        if text is None:
+            return None
+        try:
+            value: Any = parse(text)
+        except ValueError as error:
+            raise self._out_of_range(where, str(error)) from None
+        if not low <= value <= high:
+            raise self._out_of_range(where, f"{text} is not between {low:g} and {high:g}, in SI units")
+        return value  # type: ignore[no-any-return]
+
+    def _check_kind(self, kind: str, where: str) -> None:
+        if kind not in self._kinds:
+            raise self._unknown(kind, self._kinds, where, "device kind")
+
+    def _unknown(self, name: str, known: Iterable[str], where: str, what: str) -> Refusal:
+        names = sorted(known)
+        match = nearest(name, names)
+        return self._invalid(f"there is no {what} {name!r}", where, f"known: {', '.join(names)}",
+                             f"write {match}" if match else "farspan cluster list")  # fmt: skip
+
+    def _out_of_range(self, where: str, fact: str) -> Refusal:
+        return Refusal("out-of-range", what=f"{where} has a value that farspan cannot use", where=self._where,
+                       fact=fact, remedy=f"set {where} to a value that fits")  # fmt: skip
+
+    def _invalid(self, what: str, where: str, fact: str, remedy: str) -> Refusal:
+        return Refusal("cluster-invalid", what=what, where=f"{self._where}, {where}", fact=fact, remedy=remedy)
+
+
+def save_cluster(cluster: Cluster, path: Path, comment: str) -> None:
+    """Write a file that reads back as the same cluster. Numbers are SI: seconds, bytes, bytes a second, FLOP/s."""
+    import yaml
+
+    text = yaml.safe_dump(msgspec.to_builtins(to_file(cluster)), sort_keys=False, width=120)
+    write_atomically(path, f"# {comment}\n# Numbers are SI: seconds, bytes, bytes a second, FLOP/s.\n{text}".encode())
+
+
+def to_file(cluster: Cluster) -> ClusterFile:
+    """The cluster in the words of its file."""
+    return ClusterFile(
+        sites={
+            site.name: SiteEntry(
+                hosts={host.name: _host_entry(host) for host in site.hosts},
+                egress=site.egress_usd_per_byte * 1e9, lease=site.lease_s,
+            )
+            for site in cluster.sites
+        },
+        links=tuple(
+            LinkEntry(
+                between=(link.a, link.b), rtt=link.rtt_s, bandwidth=link.bandwidth, jitter=link.jitter_s,
+                window=link.window, loss=link.loss, in_flight=link.in_flight, transfer_s=link.transfer_s,
+                origin=link.origin,
+            )
+            for link in cluster.links
+        ),
+        allreduce_s=cluster.allreduce_s,
+    )  # fmt: skip
+
+
+def _host_entry(host: Host) -> HostEntry:
+    devices = tuple(
+        DeviceEntry(
+            kind=device.kind, backend=device.backend, memory=device.memory, bandwidth=device.bandwidth,
+            flops=device.flops or None, rates=device.rates, enter=device.enter, watts=device.watts,
+            price=device.usd_per_hour,
+            dtypes=None if device.dtypes == tuple(device.flops) else device.dtypes, threads=device.threads,
+            origin=device.origin,
+        )
+        for device in host.devices
+    )  # fmt: skip
+    return HostEntry(
+        devices=devices, cpus=host.cpus, memory=host.memory, address=host.address, interface=host.interface,
+        enter=host.enter, python=host.python, folder=host.folder,
+    )  # fmt: skip

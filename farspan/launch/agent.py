@@ -1,0 +1,273 @@
+"""What doctor and probe run on every host: a conversation about that host and its network, one JSON line each way.
+
+Sent there as text and run by whatever Python is there, so it uses the standard library only and is written for Python
+3.7: a host that lacks farspan, or has an old Python, must be able to say so. It ends with its standard input.
+Questions are `{"do": NAME, ...}`; an answer is what the function of that name returns, or `{"error": text}`.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import platform
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+BLOCK = 1 << 18
+PACKAGES = ("farspan", "torch", "ray", "numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+
+
+class Server:
+    """Answers pings, swallows streams and counts datagrams, on one port of every address."""
+
+    def __init__(self) -> None:
+        self.tcp = socket.socket()
+        self.tcp.bind(("", 0))
+        self.tcp.listen(64)
+        self.port = self.tcp.getsockname()[1]
+        self.udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self.udp.bind(("", self.port))
+        self.received = 0
+        self.datagrams: dict[str, int] = {}
+        for work in (self.accept, self.listen):
+            threading.Thread(target=work, daemon=True).start()
+
+    def accept(self) -> None:
+        while True:
+            connection, _ = self.tcp.accept()
+            threading.Thread(target=self.answer, args=(connection,), daemon=True).start()
+
+    def answer(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        buffer = bytearray(BLOCK)
+        try:
+            if connection.recv(1) == b"p":
+                while connection.recv(1):
+                    connection.sendall(struct.pack("!d", time.time()))
+                return
+            while True:
+                count = connection.recv_into(buffer)
+                if not count:
+                    # The last byte has arrived: say so, for who times a transfer.
+                    connection.sendall(b"e")
+                    return
+                self.received += count
+        except OSError:
+            pass
+        finally:
+            connection.close()
+
+    def listen(self) -> None:
+        while True:
+            tag = self.udp.recv(64).decode(errors="replace").strip()
+            self.datagrams[tag] = self.datagrams.get(tag, 0) + 1
+
+
+SERVER: list[Server] = []
+SENDERS: list[threading.Thread] = []
+
+
+def serve() -> dict[str, Any]:
+    if not SERVER:
+        SERVER.append(Server())
+    return {"port": SERVER[0].port}
+
+
+def free_port() -> dict[str, Any]:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return {"port": probe.getsockname()[1]}
+
+
+def received() -> dict[str, Any]:
+    """Bytes swallowed so far, at this host's own time."""
+    return {"bytes": SERVER[0].received, "at": time.monotonic()}
+
+
+def datagrams(tag: str) -> dict[str, Any]:
+    return {"count": SERVER[0].datagrams.get(tag, 0)}
+
+
+def facts() -> dict[str, Any]:
+    return {
+        "hostname": platform.node(),
+        "python": platform.python_version(),
+        "system": platform.system(),
+        "packages": {name: version(name) for name in PACKAGES},
+        "interfaces": interfaces(),
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "disk_free": shutil.disk_usage(Path.home()).free,
+        "gpus": gpus(),
+    }
+
+
+def version(name: str) -> str | None:
+    try:
+        from importlib import metadata
+    except ImportError:
+        return None
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def gpus() -> list[str]:
+    """Names and memory of NVIDIA GPUs, as their driver says."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+        done = subprocess.run(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line.strip() for line in done.stdout.decode().splitlines() if line.strip()]
+
+
+def interfaces() -> dict[str, str]:
+    """IPv4 addresses by interface; Linux only, elsewhere empty."""
+    found: dict[str, str] = {}
+    try:
+        import fcntl
+    except ImportError:
+        return found
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                packed = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue
+            found[name] = socket.inet_ntoa(packed[20:24])
+    return found
+
+
+def route(address: str) -> dict[str, Any]:
+    """The interface and the own address that packets to `address` leave by."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((socket.gethostbyname(address), 9))
+            own = probe.getsockname()[0]
+    except OSError:
+        return {"interface": None, "address": None}
+    return {"interface": next((name for name, ip in interfaces().items() if ip == own), None), "address": own}
+
+
+def reach(address: str, port: int, deadline: float, pings: int) -> dict[str, Any]:
+    """Connect and ping. `failed` is name, route, port or timeout."""
+    try:
+        ip = socket.gethostbyname(address)
+    except OSError as error:
+        return {"failed": "name", "fact": str(error)}
+    try:
+        connection = socket.create_connection((ip, port), timeout=deadline)
+    except TimeoutError:
+        return {"failed": "timeout", "fact": f"no answer within {deadline:g} s"}
+    except OSError as error:
+        refused = error.errno == errno.ECONNREFUSED
+        return {"failed": "port" if refused else "route", "fact": error.strerror or str(error)}
+    rtts, offsets = [], []
+    with connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(b"p")
+        end = time.monotonic() + deadline
+        try:
+            for _ in range(pings):
+                began, sent = time.perf_counter(), time.time()
+                connection.sendall(b".")
+                answer = connection.recv(8)
+                rtt = time.perf_counter() - began
+                if len(answer) < 8:
+                    break
+                rtts.append(rtt)
+                offsets.append(struct.unpack("!d", answer)[0] - sent - rtt / 2)
+                if time.monotonic() > end:
+                    break
+        except TimeoutError:
+            pass
+    if not rtts:
+        return {"failed": "timeout", "fact": "connected, then no answer"}
+    return {"failed": None, "rtts": rtts, "clock_offset": offsets[rtts.index(min(rtts))]}
+
+
+def say(address: str, port: int, tag: str, count: int, gap: float) -> dict[str, Any]:
+    """Send datagrams, which need no way back."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as out:
+            target = (socket.gethostbyname(address), port)
+            for _ in range(count):
+                out.sendto(tag.encode(), target)
+                time.sleep(gap)
+    except OSError as error:
+        return {"error": str(error)}
+    return {"sent": count}
+
+
+def stream(address: str, port: int, streams: int, seconds: float) -> dict[str, Any]:
+    """Send as fast as the network takes it, in the background, over so many connections."""
+    end = time.monotonic() + seconds
+    for _ in range(streams):
+        sender = threading.Thread(target=pour, args=(address, port, end), daemon=True)
+        sender.start()
+        SENDERS.append(sender)
+    return {"streams": streams}
+
+
+def pour(address: str, port: int, end: float) -> None:
+    block = bytes(BLOCK)
+    try:
+        with socket.create_connection((address, port), timeout=10) as out:
+            out.sendall(b"s")
+            while time.monotonic() < end:
+                out.sendall(block)
+            # What is still queued would go on after the end and disturb the next measurement.
+            out.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    except OSError:
+        pass
+
+
+def settle() -> dict[str, Any]:
+    """Wait until every stream has ended."""
+    while SENDERS:
+        SENDERS.pop().join(15)
+    return {}
+
+
+def transfer(address: str, port: int, size: int, repeats: int) -> dict[str, Any]:
+    """Seconds to send `size` bytes and learn that the last one arrived, over one warm connection each."""
+    times = []
+    for _ in range(repeats):
+        with socket.create_connection((address, port), timeout=30) as out:
+            out.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            out.sendall(b"s")
+            began = time.perf_counter()
+            out.sendall(bytes(size))
+            out.shutdown(socket.SHUT_WR)
+            out.recv(1)
+            times.append(time.perf_counter() - began)
+    return {"seconds": times}
+
+
+DO = (serve, free_port, received, datagrams, facts, route, reach, say, stream, settle, transfer)
+
+
+def main() -> None:
+    functions = {function.__name__: function for function in DO}
+    for line in sys.stdin.buffer:
+        question = json.loads(line.decode())
+        try:
+            answer = functions[question.pop("do")](**question)
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

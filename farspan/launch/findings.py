@@ -1,0 +1,137 @@
+"""What an examination of a cluster means: each finding with the one command that fixes it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import msgspec
+
+from farspan.domain.cluster import Cluster, Host
+from farspan.domain.problems import Problem
+from farspan.domain.units import format_bytes, format_seconds
+from farspan.launch.examine import Examination, HostFacts, Way, address
+
+#: Clocks further apart than this make events of several hosts hard to read side by side.
+MAX_SKEW_S = 1.0
+LITTLE_DISK = 5 * 10**9
+OLDEST_PYTHON = (3, 11)
+#: Interfaces that only this machine sees: loopback, and the bridges of Docker, libvirt and LXC.
+PRIVATE = re.compile(r"(lo\d*|docker\d*|br-[0-9a-f]{12}|virbr\d*|lxcbr\d*|cni\d*)$")
+
+
+class Finding(Problem, frozen=True, kw_only=True):
+    """A problem of a cluster. A `refused` one stops a run, a `warned` one only makes it worse."""
+
+    severity: str
+
+
+def findings(cluster: Cluster, found: Examination) -> tuple[Finding, ...]:
+    """Every finding, those that stop a run first."""
+    everything = [
+        *(Finding(severity="refused", **msgspec.structs.asdict(problem)) for problem in found.unreachable.values()),
+        *(finding for way in found.ways for finding in _of_way(way, cluster, found)),
+        *(finding for host in cluster.hosts if host.name in found.hosts for finding in _of_host(host, found)),
+        *_of_versions(found),
+    ]
+    return tuple(sorted(everything, key=lambda finding: finding.severity != "refused"))
+
+
+def _of_way(way: Way, cluster: Cluster, found: Examination) -> Iterator[Finding]:
+    hosts = {host.name: host for host in cluster.hosts}
+    if way.failed:
+        yield _unreachable(way, found, hosts)
+    if way.interface is not None and PRIVATE.match(way.interface):
+        yield Finding(
+            severity="refused", code="host-unreachable", what=f"{way.a} would reach {way.b} over {way.interface}",
+            where=f"link {way.a} -> {way.b}", fact="only this machine sees that interface",
+            remedy=f"set address: of {way.b} in the cluster file to its address in your network",
+        )  # fmt: skip
+    # Each pair is seen twice, and the sign says nothing about who is wrong.
+    if way.a < way.b and abs(way.clock_offset_s or 0.0) > MAX_SKEW_S:
+        yield Finding(
+            severity="warned", code="version-mismatch", what=f"the clocks of {way.a} and {way.b} differ",
+            where=f"hosts {way.a}, {way.b}", fact=f"{way.b} is {_offset(way.clock_offset_s or 0.0)}",
+            remedy="sudo timedatectl set-ntp true   (on both)",
+        )  # fmt: skip
+
+
+def _offset(seconds: float) -> str:
+    return f"{format_seconds(abs(seconds))} {'ahead' if seconds > 0 else 'behind'}"
+
+
+def _unreachable(way: Way, found: Examination, hosts: dict[str, Host]) -> Finding:
+    """Who has to do what: names, routes and firewalls fail in different ways, and in one direction or in both."""
+    back = next(other for other in found.ways if (other.a, other.b) == (way.b, way.a))
+    target = address(hosts[way.b])
+    own = found.hosts[way.a].interfaces.get(way.interface or "", way.a)
+    if way.failed == "name":
+        what, remedy = f"{way.a} does not know the name {target}", f"set address: of {way.b} in the cluster file"
+    elif back.failed is None:
+        what = f"{way.b} refuses connections from {way.a}; the other direction works"
+        remedy = f"on {way.b}: sudo ufw allow proto tcp from {own}"
+    elif way.one_way and back.one_way:
+        what = f"{way.b} refuses connections from {way.a}, though packets arrive"
+        remedy = f"on {way.b}: sudo ufw allow proto tcp from {own}"
+    elif way.one_way:
+        what, remedy = f"answers of {way.b} do not reach {way.a}", f"see the link {way.b} -> {way.a}"
+    else:
+        what = f"the link {way.a} -> {way.b} is cut: nothing of {way.a} arrives at {way.b}"
+        remedy = f"on {way.a}: traceroute {target}"
+    return Finding(severity="refused", code="host-unreachable", what=what, where=f"link {way.a} -> {way.b}",
+                   fact=f"{way.failed}: {way.fact}", remedy=remedy)  # fmt: skip
+
+
+def _of_host(host: Host, found: Examination) -> Iterator[Finding]:
+    facts, where = found.hosts[host.name], f"host {host.name}"
+    if host.interface is not None and (host.interface not in facts.interfaces or PRIVATE.match(host.interface)):
+        why = "is seen by that machine alone" if host.interface in facts.interfaces else "does not exist"
+        usable = ", ".join(name for name in facts.interfaces if not PRIVATE.match(name)) or "none"
+        yield Finding(severity="refused", code="host-unreachable", what=f"interface {host.interface} {why}",
+                      where=where, fact=f"it has {usable}",
+                      remedy=f"set interface: of {host.name} to one of them, or leave it out")  # fmt: skip
+    if facts.disk_free < LITTLE_DISK:
+        yield Finding(severity="warned", code="disk-full", what=f"{host.name} has little disk space", where=where,
+                      fact=f"{format_bytes(facts.disk_free)} free, {format_bytes(LITTLE_DISK)} is comfortable",
+                      remedy=f"on {host.name}: du -xh ~ | sort -h | tail")  # fmt: skip
+    wanted = sum(device.backend == "cuda" for device in host.devices)
+    if wanted > len(facts.gpus):
+        yield Finding(severity="refused", code="device-missing", what=f"{host.name} has fewer GPUs than the file says",
+                      where=where, fact=f"{wanted} in the file, {len(facts.gpus)} there",
+                      remedy=f"on {host.name}: nvidia-smi, then mend its devices: in the cluster file")  # fmt: skip
+    if _numbers(facts.python)[:2] < OLDEST_PYTHON:
+        yield Finding(severity="refused", code="version-mismatch", what=f"Python of {host.name} is too old",
+                      where=where, fact=f"{facts.python}; farspan needs 3.11",
+                      remedy=f"set python: of {host.name} in the cluster file to a newer interpreter")  # fmt: skip
+        return
+    missing = [name for name in ("farspan", "torch") if facts.packages[name] is None]
+    if missing:
+        yield Finding(severity="refused", code="extra-missing", what=f"{host.name} lacks {' and '.join(missing)}",
+                      where=where, fact=f"not installed for {host.python} there",
+                      remedy=f"on {host.name}: {host.python} -m pip install 'farspan[train]'")  # fmt: skip
+
+
+def _of_versions(found: Examination) -> Iterator[Finding]:
+    """One for each thing whose versions differ: major and minor must agree, patches should; Python only should."""
+    for name in ("python", "farspan", "torch", "ray", "nvidia-nccl-cu12", "nvidia-nccl-cu13"):
+        there = {host: version for host, facts in found.hosts.items() if (version := _version(facts, name))}
+        if len(set(there.values())) < 2:
+            continue
+        parts = {_numbers(version)[:2] for version in there.values()}
+        newest = max(there.values(), key=_numbers)
+        package = f"{name}=={newest.split('+')[0]}"
+        yield Finding(
+            severity="refused" if len(parts) > 1 and name != "python" else "warned", code="version-mismatch",
+            what=f"{name} differs between hosts", where=f"hosts {', '.join(there)}",
+            fact=", ".join(f"{host} {version}" for host, version in there.items()),
+            remedy=f"set python: in the cluster file to interpreters of version {newest}" if name == "python"
+            else f"on {', '.join(host for host, version in there.items() if version != newest)}: pip install {package}",
+        )  # fmt: skip
+
+
+def _version(facts: HostFacts, name: str) -> str | None:
+    return facts.python if name == "python" else facts.packages.get(name)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version.split("+")[0])[:3])

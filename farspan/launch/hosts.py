@@ -1,0 +1,146 @@
+"""Reaching hosts: the command that runs something on one, and a conversation with the agent that runs there."""
+
+from __future__ import annotations
+
+import select
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from importlib import resources
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from farspan.domain.cluster import Host
+from farspan.domain.problems import Refusal
+
+#: A host that has not answered the first question by then is not reachable (ssh itself gives up after CONNECT_S).
+START_S, CONNECT_S = 12.0, 8
+#: Reads its program from standard input first: command lines have a limit, and ssh needs no quoting for it.
+BOOTSTRAP = "import sys; exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())).decode())"
+
+
+def command(host: Host, words: Sequence[str], *, device: int | None = None) -> list[str]:
+    """The command on this machine that runs `words` on `host`, confined to one of its devices where it can be."""
+    enter = host.enter if device is None else host.devices[device].enter or host.enter
+    if enter is None:
+        enter = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}", host.name)
+    # ssh hands one text to the shell there.
+    return [*enter, shlex.join(words)] if enter[:1] == ("ssh",) else [*enter, *words]
+
+
+def interpreter(host: Host) -> str:
+    """The Python there: this one where the host is this machine."""
+    return sys.executable if host.enter == () else host.python
+
+
+class Agent:
+    """The agent on one host, for the time of a `with`. Raises Refusal (host-unreachable) with what failed and why."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self._asking = threading.Lock()
+
+    def __enter__(self) -> Agent:
+        words = command(self.host, [interpreter(self.host), "-u", "-c", BOOTSTRAP])
+        try:
+            self._process = subprocess.Popen(
+                words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+            )
+        except OSError as error:
+            raise self._unreachable("command", f"{words[0]}: {error.strerror}") from None
+        self._errors: list[bytes] = []
+        self._reader = threading.Thread(target=self._read_errors, daemon=True)
+        self._reader.start()
+        program = resources.files("farspan.launch").joinpath("agent.py").read_bytes()
+        try:
+            self._write(b"%d\n%b" % (len(program), program))
+            #: Where the agent answers pings, streams and datagrams.
+            self.port = int(self.ask("serve", deadline_s=START_S)["port"])
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def ask(self, do: str, *, deadline_s: float = 30.0, **values: Any) -> dict[str, Any]:
+        """One question; what the agent answers within the deadline."""
+        with self._asking:
+            self._write(msgspec.json.encode({"do": do, **values}) + b"\n")
+            line = self._line(time.monotonic() + deadline_s)
+        if line is None:
+            raise self._unreachable("timeout", f"no answer to {do!r} within {deadline_s:g} s")
+        answer: dict[str, Any] = msgspec.json.decode(line)
+        if error := answer.get("error"):
+            raise self._unreachable("agent", str(error))
+        return answer
+
+    def _write(self, content: bytes) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(content)
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._ended() from None
+
+    def _line(self, deadline: float) -> bytes | None:
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return None
+        line = self._process.stdout.readline()
+        if not line:
+            raise self._ended()
+        return line
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        self._errors.extend(self._process.stderr)
+
+    def _ended(self) -> Refusal:
+        """Why the command that should have reached the host ended, in the words of ssh or of the shell there."""
+        self._process.wait(timeout=5)
+        self._reader.join(timeout=2)
+        words = " ".join(b" ".join(self._errors).decode(errors="replace").split())
+        return self._unreachable(_cause(words), words[-300:] or f"exit code {self._process.returncode}")
+
+    def _unreachable(self, cause: str, fact: str) -> Refusal:
+        name = self.host.name
+        remedy = {
+            "name": f"add {name} to ~/.ssh/config with its HostName",
+            "route": f"ping {name}",
+            "port": f"start its ssh server there: sudo systemctl start ssh   (port 22 of {name})",
+            "authentication": f"ssh-copy-id {name}",
+            "host key": f"ssh {name}   (once, to see and accept its key)",
+            "python": f"set python: of {name} in the cluster file to an interpreter that is there",
+        }.get(cause, shlex.join(command(self.host, ["true"])))
+        return Refusal("host-unreachable", what=f"{name} cannot be reached: {cause}", where=f"host {name}", fact=fact,
+                       remedy=remedy)  # fmt: skip
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        process = self._process
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                try:
+                    stream.close()
+                except BrokenPipeError:
+                    continue
+        try:
+            process.wait(timeout=2)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(timeout=10)
+
+
+def _cause(words: str) -> str:
+    """What failed, from the message of OpenSSH (its strings are stable) or of a shell."""
+    causes = {
+        "Permission denied": "authentication", "Too many authentication": "authentication",
+        "Host key verification failed": "host key", "Could not resolve hostname": "name",
+        "Connection refused": "port", "No route to host": "route", "Network is unreachable": "route",
+        "timed out": "route", "not found": "python", "No such file": "python",
+    }  # fmt: skip
+    return next((cause for sign, cause in causes.items() if sign in words), "command")

@@ -1,0 +1,36 @@
+"""Launchers, one file each: `Launch(plan, run, cluster, argument)` is a `Workers` that starts workers in its own way.
+
+The file name is the launcher's name; a leading underscore is not a launcher. Listing them imports none.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from farspan.domain.cluster import Cluster
+from farspan.domain.plan import Plan
+from farspan.domain.problems import Refusal, nearest
+from farspan.domain.run import RunFolder
+from farspan.launch.workers import Workers
+
+
+def names() -> list[str]:
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+
+
+def launch(name: str, plan: Plan, run: RunFolder, cluster: Cluster) -> Workers:
+    """The workers of `plan` on hosts of `cluster`, to be started by entering them.
+
+    `name` is a launcher's, with an argument after a colon where it takes one (`ray:10.0.0.1:6379`). Raises Refusal
+    (launcher-unusable).
+    """
+    kind, _, argument = name.partition(":")
+    if kind not in names() or (argument and kind != "ray"):
+        match = nearest(kind, names())
+        raise Refusal(
+            "launcher-unusable", what=f"there is no launcher {name!r}", where="--launcher",
+            fact=f"known: {', '.join(names())}, ray:ADDRESS", remedy=f"--launcher {match or 'local'}",
+        )  # fmt: skip
+    made: Workers = importlib.import_module(f"{__name__}.{kind}").Launch(plan, run, cluster, argument)
+    return made

@@ -1,0 +1,35 @@
+"""One process a device, started from here: on this machine, and on hosts that an `enter` command leads to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from farspan.launch.hosts import interpreter
+from farspan.launch.meeting import arrange
+from farspan.launch.workers import (
+    HostProcess,
+    Process,
+    Workers,
+    place,
+    run_folder,
+    with_environment,
+    worker_environment,
+)
+
+
+class Launch(Workers):
+    def start(self) -> Iterator[Process]:
+        meeting = arrange(self.hosts)
+        by_name = {host.name: host for host in self.hosts}
+        for rank, device in enumerate(self.plan.devices):
+            host = by_name[device.host]
+            folder = run_folder(host, self.plan, self.run)
+            values = {
+                **worker_environment(device.threads), **place(host, meeting),
+                "RANK": str(rank), "WORLD_SIZE": str(len(self.plan.devices)),
+            }  # fmt: skip
+            worker = [interpreter(host), "-m", "farspan.runtime.worker", str(folder.plan), str(folder.path)]
+            yield HostProcess(
+                host, (rank,), with_environment(values, worker), log=self.log(f"rank-{rank}"), keep_open=self.keep_open,
+                device=device.index,
+            )  # fmt: skip

@@ -1,0 +1,241 @@
+"""A Ray actor a device, each running one worker.
+
+`ray` starts a Ray cluster on the run's hosts for the time of the run, with a token of its own; `ray:ADDRESS` uses the
+one that runs there, with the user's token (RAY_AUTH_TOKEN, or the file that `ray get-auth-token --generate` writes).
+Ray itself is imported only by the driver, a process on the first host (`farspan.launch.ray_driver`).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from farspan.domain import catalog
+from farspan.domain.cluster import Cluster, Host, Site
+from farspan.domain.codec import load
+from farspan.domain.problems import Problem, Refusal
+from farspan.launch.examine import address, agents
+from farspan.launch.hosts import interpreter
+from farspan.launch.meeting import Meeting, arrange
+from farspan.launch.workers import HostProcess, Process, Workers, run_folder, with_environment, worker_environment
+
+#: Token authentication, and labels that actors are placed by, exist since then.
+OLDEST_RAY = (2, 52)
+#: Joining a cluster takes Ray seconds.
+JOIN_S = 60.0
+#: Where the driver writes what it saw of workers that were lost, by rank.
+LOST = "lost.json"
+#: Where Ray's own dashboard may listen: it can start jobs.
+LOOPBACK = "127.0.0.1"
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What the driver is told: the plan's ranks by host, and each host's run folder and environment."""
+
+    address: str
+    hosts: tuple[str, ...]
+    ranks: tuple[str, ...]
+    folders: dict[str, str]
+    caches: dict[str, str]
+    threads: tuple[int, ...]
+
+
+class Node(msgspec.Struct, frozen=True, kw_only=True):
+    """A node of a running Ray cluster; `accelerator` is Ray's name of its GPUs' kind."""
+
+    name: str
+    address: str
+    site: str
+    cpus: int
+    gpus: int
+    accelerator: str | None
+    memory: int
+    #: Whether it is this machine.
+    here: bool
+
+
+def read_cluster(where: str) -> Cluster:
+    """The Ray cluster at an address, as a cluster whose sites are its nodes' `site` labels, this machine's first.
+
+    Raises Refusal (launcher-unusable) where this machine cannot join it.
+    """
+    require_ray({"this machine": installed("ray")})
+    environment = {**os.environ, "RAY_AUTH_MODE": "token", **require_token(os.environ, Path.home())}
+    words = [sys.executable, "-m", "farspan.launch.ray_driver", "describe", where]
+    try:
+        done = subprocess.run(words, capture_output=True, env=environment, timeout=JOIN_S)
+    except subprocess.TimeoutExpired:
+        raise _unusable(where, f"no answer within {JOIN_S:.0f} s") from None
+    if done.returncode:
+        raise _unusable(where, (done.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1])
+    nodes = msgspec.json.decode(done.stdout, type=list[Node])
+    sites = {node.site: [other for other in nodes if other.site == node.site] for node in nodes}
+    return Cluster(sites=tuple(Site(name=site, hosts=tuple(map(_host, here))) for site, here in sites.items()))
+
+
+def _host(node: Node) -> Host:
+    """A node's GPUs, or its CPU as one device. Folders are its own: Ray says nothing of shared disks."""
+    kinds = catalog.devices()
+    if node.gpus:
+        kind = (node.accelerator or "").lower()
+        if kind not in kinds:
+            raise _unusable(node.address, f"the catalogue knows no GPU called {node.accelerator!r}")
+        devices = (kinds[kind].device(kind),) * node.gpus
+    else:
+        devices = (kinds["cpu-avx2"].device("cpu-avx2", node.memory),)
+    found = tuple(msgspec.structs.replace(one, threads=1 if node.gpus else node.cpus) for one in devices if one)
+    return Host(
+        name=node.name, address=node.address, devices=found, cpus=node.cpus, memory=node.memory,
+        enter=() if node.here else None, python=sys.executable, folder=None if node.here else "~/.cache/farspan",
+    )  # fmt: skip
+
+
+def _unusable(where: str, fact: str) -> Refusal:
+    return Refusal("launcher-unusable", what="the Ray cluster cannot be read", where=where, fact=fact[:400],
+                   remedy=f"ray status --address={where}, on this machine, with the same RAY_AUTH_TOKEN")  # fmt: skip
+
+
+class Launch(Workers):
+    _temporary: str | None = None
+
+    def start(self) -> Iterator[Process]:
+        head, running = self.hosts[0], self.argument
+        (self.run.logs / LOST).unlink(missing_ok=True)
+        if running:
+            require_ray({"this machine": installed("ray")})
+            token = require_token(os.environ, Path.home())
+            yield self._driver(head, running, token)
+            return
+        for host in self.hosts:
+            refuse_public(host)
+        meeting = arrange(self.hosts)
+        with agents(self.hosts) as (reached, _):
+            require_ray({name: agent.ask("facts")["packages"]["ray"] for name, agent in reached.items()})
+        # Not below the run: Ray's sockets lie there, and a socket's path has 107 bytes at most.
+        self._temporary = tempfile.mkdtemp(prefix="farspan-ray-")
+        token = {"RAY_AUTH_TOKEN_PATH": str(_write_token(Path(self._temporary) / "token"))}
+        for host in self.hosts:
+            yield self._node(host, meeting, token)
+        yield self._driver(head, f"{_ip(meeting.address)}:{meeting.port}", token)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def lost(self, process: Process) -> dict[int, Problem]:
+        """What the driver saw of workers that ended without a word."""
+        found = self.run.logs / LOST
+        return load(found, dict[int, Problem]) if found.exists() else super().lost(process)
+
+    def _node(self, host: Host, meeting: Meeting, token: dict[str, str]) -> HostProcess:
+        where = _ip(address(host))
+        first = host is self.hosts[0]
+        join = [f"--port={meeting.port}", "--head"] if first else [f"--address={_ip(meeting.address)}:{meeting.port}"]
+        words = [
+            interpreter(host), "-m", "farspan.launch.ray_node", *join, f"--node-ip-address={where}",
+            f"--num-cpus={len(host.devices)}", f"--dashboard-host={LOOPBACK}",
+            f"--labels=farspan-host={host.name},site={self.cluster.site_of(host.name).name}",
+            f"--temp-dir={self._temporary}/{host.name}", "--disable-usage-stats", "--include-log-monitor=false",
+        ]  # fmt: skip
+        # Ray's own niceness for workers, 15, leaves them what others leave over.
+        environment = {"RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0", **token}
+        return HostProcess(host, (), with_environment(environment, words), log=self.log(f"ray-{host.name}"),
+                           keep_open=self.keep_open, hold_stdin=True)  # fmt: skip
+
+    def _driver(self, head: Host, where: str, token: dict[str, str]) -> HostProcess:
+        plan = self.plan
+        job = Job(
+            address=where, hosts=tuple(host.name for host in self.hosts),
+            ranks=tuple(device.host for device in plan.devices),
+            folders={host.name: str(run_folder(host, plan, self.run).path) for host in self.hosts},
+            caches={host.name: str(Path(host.folder) / "cache") for host in self.hosts if host.folder},
+            threads=tuple(device.threads for device in plan.devices),
+        )  # fmt: skip
+        words = [interpreter(head), "-m", "farspan.launch.ray_driver", msgspec.json.encode(job).decode()]
+        environment = {"RAY_AUTH_MODE": "token", **token, **worker_environment(1)}
+        ranks = tuple(range(len(plan.devices)))
+        return HostProcess(
+            head, ranks, with_environment(environment, words), log=self.log("rank-0"), keep_open=self.keep_open
+        )
+
+
+def installed(package: str) -> str | None:
+    """The version of a package of this interpreter."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def require_ray(versions: dict[str, str | None]) -> None:
+    """Refuse where Ray, by host, is missing or too old to ask for a token."""
+    for host, version in versions.items():
+        if version is None:
+            raise Refusal(
+                "extra-missing", what=f"Ray is not installed on {host}", where=f"host {host}",
+                fact="--launcher ray needs it there", remedy="pip install 'farspan[ray]'   (there)",
+            )  # fmt: skip
+        if tuple(map(int, version.split(".")[:2])) < OLDEST_RAY:
+            raise Refusal(
+                "version-mismatch", what=f"Ray of {host} is too old", where=f"host {host}",
+                fact=f"{version}; token authentication exists since {'.'.join(map(str, OLDEST_RAY))}",
+                remedy="pip install -U 'farspan[ray]'   (there)",
+            )  # fmt: skip
+
+
+def require_token(environment: os._Environ[str] | dict[str, str], home: Path) -> dict[str, str]:
+    """The user's own token for a cluster that runs already, as the variables that name it."""
+    if environment.get("RAY_AUTH_MODE") == "disabled":
+        return {"RAY_AUTH_MODE": "disabled"}
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        if value := environment.get(name):
+            return {name: value}
+    default = home / ".ray" / "auth_token"
+    if default.is_file():
+        return {"RAY_AUTH_TOKEN_PATH": str(default)}
+    raise Refusal(
+        "launcher-unusable", what="there is no token for the Ray cluster", where="--launcher ray:ADDRESS",
+        fact=f"neither RAY_AUTH_TOKEN nor {default}; without one anybody on the network may run code there",
+        remedy="ray get-auth-token --generate   (then start Ray with RAY_AUTH_MODE=token, the same token on each host)",
+    )  # fmt: skip
+
+
+def refuse_public(host: Host) -> None:
+    """Ray listens on its node's address, and whoever holds the token may run code: never on the open internet."""
+    where = _ip(address(host))
+    if ipaddress.ip_address(where).is_global:
+        raise Refusal(
+            "launcher-unusable", what=f"Ray would listen on the public address of {host.name}",
+            where=f"host {host.name}", fact=f"{where} can be reached from the internet",
+            remedy=f"set address: of {host.name} in the cluster file to a private one, or use --launcher torchrun",
+        )  # fmt: skip
+
+
+def _ip(name: str) -> str:
+    try:
+        return socket.gethostbyname(name)
+    except OSError as error:
+        raise Refusal(
+            "host-unreachable", what=f"the name {name} is not known here", where=f"host {name}", fact=str(error),
+            remedy=f"set address: of {name} in the cluster file",
+        ) from None  # fmt: skip
+
+
+def _write_token(path: Path) -> Path:
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+    return path.absolute()

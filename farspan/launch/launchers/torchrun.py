@@ -1,0 +1,62 @@
+"""One `torchrun` a host, which starts the workers of that host.
+
+Where farspan cannot start them, run the same command by hand on every host, or set the variables that it sets (RANK,
+WORLD_SIZE, MASTER_ADDR, MASTER_PORT) and start `python -m farspan.runtime.worker PLAN RUN_DIR`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from farspan.domain.cluster import Host
+from farspan.domain.plan import Plan
+from farspan.domain.problems import Problem
+from farspan.domain.run import RunFolder
+from farspan.launch.hosts import interpreter
+from farspan.launch.meeting import Meeting, arrange
+from farspan.launch.workers import (
+    HostProcess,
+    Process,
+    Workers,
+    place,
+    run_folder,
+    with_environment,
+    worker_environment,
+)
+
+ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)", re.DOTALL)
+
+
+class Launch(Workers):
+    def start(self) -> Iterator[Process]:
+        meeting = arrange(self.hosts)
+        for host, words in zip(self.hosts, commands(self.plan, self.run, self.hosts, meeting), strict=True):
+            ranks = tuple(rank for rank, device in enumerate(self.plan.devices) if device.host == host.name)
+            yield HostProcess(host, ranks, words, log=self.log(f"rank-{ranks[0]}"), keep_open=self.keep_open)
+
+    def lost(self, process: Process) -> dict[int, Problem]:
+        """What torchrun itself names as the first failure, at the end of what it prints."""
+        log = (self.run.logs / f"rank-{process.ranks[0]}.log").read_text(errors="replace")
+        if not (found := ROOT_CAUSE.findall(log)):
+            return super().lost(process)
+        rank, code = map(int, found[-1])
+        return {rank: self.wordless(process, rank, code)}
+
+
+def commands(plan: Plan, run: RunFolder, hosts: tuple[Host, ...], meeting: Meeting) -> list[list[str]]:
+    """The command that each host runs, in node order."""
+    made = []
+    for node, host in enumerate(hosts):
+        here = [device for device in plan.devices if device.host == host.name]
+        folder = run_folder(host, plan, run)
+        made.append(with_environment(
+            worker_environment(max(device.threads for device in here)) | place(host, meeting),
+            [
+                interpreter(host), "-m", "torch.distributed.run", f"--nnodes={len(hosts)}", f"--node-rank={node}",
+                f"--nproc-per-node={len(here)}", f"--master-addr={meeting.address}",
+                f"--master-port={meeting.port}", "--max-restarts=0", "-m", "farspan.runtime.worker",
+                str(folder.plan), str(folder.path),
+            ],
+        ))  # fmt: skip
+    return made

@@ -1,0 +1,163 @@
+"""Measures a cluster: every device, every link, the collectives over all. The result is a Cluster like any other."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import combinations
+
+import msgspec
+
+from farspan.domain.cluster import Cluster, Device, Host, Link
+from farspan.domain.model import ModelSpec
+from farspan.domain.plan import PlannedDevice
+from farspan.domain.problems import Refusal
+from farspan.launch.examine import Way, address, agents, rate, reach
+from farspan.launch.hosts import Agent
+from farspan.launch.meeting import arrange
+from farspan.launch.probe import Probe
+
+STREAMS = (1, 2, 4, 8, 16)
+PINGS = 40
+#: Datagrams that loss is counted on, and the pause between two.
+DATAGRAMS, GAP_S = 2000, 0.0005
+#: Bytes of the all-reduces: one that only the round trips cost, a bucket, and one that the line decides.
+ALLREDUCE_BYTES = (8, 4_000_000, 64_000_000)
+#: Rows of the matrix products: a CPU is busy with a few hundred, a GPU with a few thousand.
+ROWS = {"cpu": 512, "mps": 2048, "cuda": 8192}
+#: Sequences whose activations are sent at once, and bytes of one of their numbers: a microbatch of a pipeline in bf16.
+SENT_ROWS, SENT_BYTES = 8, 2
+#: A single stream is window-limited where several get this much more.
+LIMITED = 1.5
+
+
+def measure(cluster: Cluster, model: ModelSpec, say: Callable[[str], None]) -> Cluster:
+    """The same cluster with measured devices, links and collectives, at the shapes of `model`.
+
+    Raises Refusal (host-unreachable) for a host or a link that does not work.
+    """
+    activation_bytes = SENT_ROWS * model.context * model.d_model * SENT_BYTES
+    found = links(cluster, activation_bytes, say)
+    with ExitStack() as stack:
+        probes = {
+            host.name: [
+                stack.enter_context(Probe(host, threads=one.threads, device=i)) for i, one in enumerate(host.devices)
+            ]
+            for host in cluster.hosts
+        }
+        with ThreadPoolExecutor(len(cluster.hosts)) as pool:
+            measured = list(pool.map(lambda host: _devices(host, probes[host.name], model, say), cluster.hosts))
+        by_name = dict(zip(probes, measured, strict=True))
+        sites = tuple(
+            msgspec.structs.replace(
+                site, hosts=tuple(msgspec.structs.replace(h, devices=by_name[h.name]) for h in site.hosts)
+            )
+            for site in cluster.sites
+        )
+        allreduce = _allreduce(cluster, probes, say) if len(cluster.devices) > 1 else {}
+    return msgspec.structs.replace(cluster, sites=sites, links=found, allreduce_s=allreduce)
+
+
+def shapes(model: ModelSpec, rows: int) -> list[tuple[int, int, int]]:
+    """(m, k, n) of the model's matrix products: queries with keys and values, output, up, down, head."""
+    d, kv = model.d_model, model.kv_heads * (model.d_model // model.heads)
+    products = [(d, d + 2 * kv), (d, d), (d, model.d_ff), (model.d_ff, d), (d, model.vocab_size)]
+    return [(rows, k, n) for k, n in dict.fromkeys(products)]
+
+
+def _devices(host: Host, probes: Sequence[Probe], model: ModelSpec, say: Callable[[str], None]) -> tuple[Device, ...]:
+    """A host's devices one after another: those that share cores must not disturb each other."""
+    done = []
+    for index, (device, probe) in enumerate(zip(host.devices, probes, strict=True)):
+        say(f"device {index} of {host.name}: {device.kind}")
+        found = probe.rates(_planned(host, index), shapes(model, ROWS[device.backend]), device.dtypes)
+        done.append(msgspec.structs.replace(
+            device, rates=found.rates, bandwidth=found.bandwidth, memory=min(device.memory, found.memory),
+            origin="measured",
+        ))  # fmt: skip
+    return tuple(done)
+
+
+def _planned(host: Host, index: int) -> PlannedDevice:
+    device = host.devices[index]
+    return PlannedDevice(host=host.name, backend=device.backend, index=index, threads=device.threads)
+
+
+def _allreduce(cluster: Cluster, probes: dict[str, list[Probe]], say: Callable[[str], None]) -> dict[int, float]:
+    say(f"all-reduce over {len(cluster.devices)} devices")
+    meeting = arrange(cluster.hosts)
+    ranks = [(host, index) for host in cluster.hosts for index in range(len(host.devices))]
+
+    def ask(rank: int) -> dict[int, float]:
+        host, index = ranks[rank]
+        return probes[host.name][index].allreduce(
+            _planned(host, index), rank, len(ranks), meeting, meeting.interfaces.get(host.name), ALLREDUCE_BYTES
+        )
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return next(iter(pool.map(ask, range(len(ranks)))))
+
+
+def links(cluster: Cluster, activation_bytes: int, say: Callable[[str], None]) -> tuple[Link, ...]:
+    """Every link: between hosts of a site, and between the first hosts of two sites.
+
+    Raises Refusal (host-unreachable) for a host or a link that does not work.
+    """
+    with agents(cluster.hosts) as (reached, unreachable):
+        for problem in unreachable.values():
+            raise Refusal.of(problem)
+        found = []
+        for a, b in _pairs(cluster):
+            one_site = cluster.site_of(a.name) is cluster.site_of(b.name)
+            names = (a.name, b.name) if one_site else (cluster.site_of(a.name).name, cluster.site_of(b.name).name)
+            say(f"link {names[0]} - {names[1]}")
+            link = _link(reached[a.name], reached[b.name], activation_bytes)
+            found.append(msgspec.structs.replace(link, a=names[0], b=names[1]))
+    return tuple(found)
+
+
+def _pairs(cluster: Cluster) -> list[tuple[Host, Host]]:
+    inside = [pair for site in cluster.sites for pair in combinations(site.hosts, 2)]
+    return inside + [(a.hosts[0], b.hosts[0]) for a, b in combinations(cluster.sites, 2)]
+
+
+def _link(a: Agent, b: Agent, activation_bytes: int) -> Link:
+    there, back = _working(reach(a, b, PINGS)), _working(reach(b, a, PINGS))
+    rtt = min(there.rtt_s or 0.0, back.rtt_s or 0.0)
+    rates = {count: rate(a, b, count, rtt) for count in STREAMS}
+    # The way back is timed where the line decides; the slower way counts.
+    bandwidth = min(max(rates.values()), rate(b, a, STREAMS[-1], rtt))
+    limited = bandwidth > LIMITED * rates[1]
+    return Link(
+        a=a.host.name, b=b.host.name, rtt_s=rtt, jitter_s=max(there.jitter_s or 0.0, back.jitter_s or 0.0),
+        bandwidth=bandwidth, window=round(rates[1] * rtt) if limited else None,
+        in_flight={count: round(found * rtt) for count, found in rates.items()},
+        transfer_s={activation_bytes: _transfer(a, b, activation_bytes, rtt)},
+        loss=_loss(a, b), origin="measured",
+    )  # fmt: skip
+
+
+def _working(way: Way) -> Way:
+    if way.failed:
+        raise Refusal(
+            "host-unreachable", what=f"{way.a} cannot reach {way.b}", where=f"link {way.a} -> {way.b}",
+            fact=f"{way.failed}: {way.fact}", remedy="farspan doctor --cluster, with the same cluster",
+        )  # fmt: skip
+    return way
+
+
+def _transfer(a: Agent, b: Agent, size: int, rtt_s: float) -> float:
+    """Seconds from the first byte sent to the last one received: the answer's way back is taken off."""
+    times = a.ask("transfer", address=address(b.host), port=b.port, size=size, repeats=5, deadline_s=120)["seconds"]
+    return float(max(0.0, statistics.median(times) - rtt_s / 2))
+
+
+def _loss(a: Agent, b: Agent) -> float:
+    tag = f"loss-{a.host.name}"
+    before = b.ask("datagrams", tag=tag)["count"]
+    a.ask("say", address=address(b.host), port=b.port, tag=tag, count=DATAGRAMS, gap=GAP_S)
+    # A question over the control connection takes longer than what is still under way.
+    a.ask("reach", address=address(b.host), port=b.port, deadline=5, pings=3)
+    return 1 - float(b.ask("datagrams", tag=tag)["count"] - before) / DATAGRAMS

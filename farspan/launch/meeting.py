@@ -1,0 +1,64 @@
+"""Where the workers of a run meet: an address and a port of rank 0's host, and each host's interface towards it.
+
+Hosts that cannot reach rank 0's are refused before any worker starts.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+import msgspec
+
+from farspan.domain.cluster import Host
+from farspan.domain.problems import Problem, Refusal
+from farspan.launch.examine import address, agents, reach
+from farspan.launch.findings import PRIVATE
+from farspan.launch.hosts import Agent
+
+
+class Meeting(msgspec.Struct, frozen=True, kw_only=True):
+    address: str
+    port: int
+    #: Network interface by host; a host that is not in it lets the system choose.
+    interfaces: dict[str, str] = {}
+
+
+def arrange(hosts: Sequence[Host]) -> Meeting:
+    """A free port where all hosts (the first is rank 0's) can meet. Raises Refusal (host-unreachable)."""
+    if len(hosts) == 1 and hosts[0].enter == ():
+        return Meeting(address="127.0.0.1", port=_free_port())
+    with agents(hosts) as (reached, unreachable):
+        for problem in unreachable.values():
+            raise Refusal.of(problem)
+        first, *others = (reached[host.name] for host in hosts)
+        port = first.ask("free_port")["port"]
+        if not others:
+            return Meeting(address="127.0.0.1", port=port)
+        interfaces = {agent.host.name: _interface(agent, first) for agent in others}
+        interfaces[first.host.name] = _interface(first, others[0])
+    return Meeting(address=address(first.host), port=port, interfaces=interfaces)
+
+
+def _interface(agent: Agent, other: Agent) -> str:
+    """The interface of `agent`'s host towards `other`'s, which must answer."""
+    way = reach(agent, other, pings=1)
+    if way.failed:
+        raise _lost(agent.host, other.host, f"{way.failed}: {way.fact}")
+    name = agent.host.interface or way.interface
+    if name is None or PRIVATE.match(name):
+        raise _lost(agent.host, other.host, f"it would use the interface {name}, which only that machine sees")
+    return name
+
+
+def _lost(a: Host, b: Host, fact: str) -> Refusal:
+    return Refusal.of(Problem(
+        code="host-unreachable", what=f"{a.name} cannot reach {b.name}", where=f"link {a.name} -> {b.name}", fact=fact,
+        remedy="farspan doctor --cluster, with the same cluster",
+    ))  # fmt: skip
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,324 @@
+"""Watching the workers of a run, wherever a launcher started them: pass on what they say, and leave none behind."""
+
+from __future__ import annotations
+
+import fcntl
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Protocol
+
+import msgspec
+
+from farspan.domain.cluster import Cluster, Host
+from farspan.domain.codec import parse_json
+from farspan.domain.plan import Plan
+from farspan.domain.problems import EXIT_CODES, Problem, Refusal
+from farspan.domain.results import Event, Finished
+from farspan.domain.run import RunFolder
+from farspan.launch.hosts import command
+from farspan.launch.meeting import Meeting
+
+#: How often the event file and the processes are looked at.
+POLL_S = 0.1
+#: After one worker has failed the others get this long to end by themselves (they may be writing a message).
+GRACE_S = 5.0
+#: After an interrupt workers get this long to finish their step and save.
+SAVE_S = 120.0
+#: A service, such as a Ray node, ends within this.
+SERVICE_S = 30.0
+
+
+class Process(Protocol):
+    """What a launcher started on one host: one worker, or something that runs several."""
+
+    @property
+    def host(self) -> Host: ...
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+    def poll(self) -> int | None:
+        """The exit code (negative: a signal), or None while it runs."""
+        ...
+
+    def signal(self, number: signal.Signals) -> None: ...
+    def wait(self, timeout: float) -> None: ...
+    def read(self, path: Path) -> bytes | None:
+        """A file of that host; None where there is none."""
+        ...
+
+
+def run_folder(host: Host, plan: Plan, run: RunFolder) -> RunFolder:
+    """The run's folder on a host: the same where it shares this machine's disk, else one that no other plan has."""
+    name = f"{run.path.absolute().name}-{plan.hash[:8]}"
+    return RunFolder(Path(host.folder) / "runs" / name if host.folder else run.path.absolute())
+
+
+def worker_environment(threads: int) -> dict[str, str]:
+    """What a process that trains starts with, beside the environment that is there.
+
+    glibc gives large freed blocks back to the kernel and faults them in again, zeroed, on every step; kept instead, a
+    small model's step takes less time (row `nanogpt-bf16-malloc` of benchmarks/results/training.json).
+    """
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "MALLOC_MMAP_THRESHOLD_": str(2**31 - 1),
+        "MALLOC_TRIM_THRESHOLD_": str(2**33),
+        "MALLOC_TOP_PAD_": str(2**26),
+        "TOKENIZERS_PARALLELISM": "false",
+        # Its warnings about names of peers that it cannot look up say nothing to a user.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def place(host: Host, meeting: Meeting) -> dict[str, str]:
+    """Where a host's workers meet the others, and keep what is sent to them."""
+    values = {"MASTER_ADDR": meeting.address, "MASTER_PORT": str(meeting.port)}
+    if name := meeting.interfaces.get(host.name):
+        values |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    if host.folder:
+        values["FARSPAN_CACHE"] = str(Path(host.folder) / "cache")
+    return values
+
+
+def with_environment(values: dict[str, str], words: Sequence[str]) -> list[str]:
+    """A command that sets its own environment: ssh and `enter` commands pass none on."""
+    return ["env", *(f"{name}={value}" for name, value in values.items()), *words]
+
+
+class HostProcess:
+    """A process on a host, started through the host's `enter` command. Without ranks it is a service of the others.
+
+    With `hold_stdin` its standard input closes when this process ends, however that happens.
+    """
+
+    def __init__(
+        self, host: Host, ranks: tuple[int, ...], words: Sequence[str], *, log: IO[bytes], keep_open: int,
+        device: int | None = None, hold_stdin: bool = False,
+    ) -> None:  # fmt: skip
+        self._host, self._ranks = host, ranks
+        # A session of its own: Ctrl-C reaches only the launcher, which passes it on once.
+        # It inherits the run's lock, which holds as long as any worker lives, even without its launcher.
+        self._process = subprocess.Popen(
+            command(host, words, device=device), stdin=subprocess.PIPE if hold_stdin else subprocess.DEVNULL,
+            stdout=log, stderr=log,
+            start_new_session=True, pass_fds=[keep_open],
+        )  # fmt: skip
+
+    @property
+    def host(self) -> Host:
+        return self._host
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self._ranks
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def wait(self, timeout: float) -> None:
+        self._process.wait(timeout)
+
+    def read(self, path: Path) -> bytes | None:
+        if self._host.folder is None:
+            return path.read_bytes() if path.exists() else None
+        try:
+            done = subprocess.run(command(self._host, ["cat", str(path)]), capture_output=True, timeout=10)
+        except subprocess.TimeoutExpired:
+            return None
+        return done.stdout if done.returncode == 0 else None
+
+
+class Workers:
+    """The workers of one plan. A launcher fills in `start`. Iterating yields their events until all have ended.
+
+    Leaving the `with` block lets what still runs save, then ends it. Raises the Refusal of the first worker that
+    failed, and refuses a run whose workers still run.
+    """
+
+    def __init__(self, plan: Plan, run: RunFolder, cluster: Cluster, argument: str = "") -> None:
+        self.plan, self.run, self.cluster, self.argument = plan, run, cluster, argument
+        planned = {device.host for device in plan.devices}
+        #: Those that the plan uses, rank 0's first.
+        self.hosts = tuple(host for host in cluster.hosts if host.name in planned)
+        for name in planned - {host.name for host in self.hosts}:
+            raise Refusal(
+                "plan-mismatch", what=f"the cluster has no host {name}", where=run.path,
+                fact=f"it has {', '.join(host.name for host in cluster.hosts)}", remedy="farspan train run.yaml",
+            )  # fmt: skip
+        run.logs.mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(run)
+        for stale in run.logs.glob("rank-*.problem.json"):
+            stale.unlink()
+        self._events_from = run.events.stat().st_size if run.events.exists() else 0
+        self._interrupted_at: float | None = None
+        self._finished: Finished | None = None
+        self._logs: list[IO[bytes]] = []
+        self.processes: list[Process] = []
+        #: Those that were ended from here, because others had failed or the user said so.
+        self._culled: list[Process] = []
+
+    def start(self) -> Iterator[Process]:
+        """Start every process, one after another."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Workers:
+        try:
+            for process in self.start():
+                self.processes.append(process)
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    @property
+    def keep_open(self) -> int:
+        """The descriptor of the run's lock, for processes to inherit."""
+        return self._lock.fileno()
+
+    def log(self, name: str) -> IO[bytes]:
+        """A log on this machine, to be closed with the others."""
+        log = open(self.run.logs / f"{name}.log", "ab")  # noqa: SIM115 - closed by __exit__
+        self._logs.append(log)
+        return log
+
+    def interrupt(self) -> None:
+        """Ask the workers to save and end; a second call ends them at once."""
+        if self._interrupted_at is not None:
+            self._end()
+            return
+        self._interrupted_at = time.monotonic()
+        self._signal(signal.SIGTERM)
+
+    def __iter__(self) -> Iterator[Event]:
+        decoder, position, failed_at = msgspec.json.Decoder(Event), self._events_from, None
+        while True:
+            codes = [process.poll() for process in self.processes if process.ranks]
+            position, lines = _new_lines(self.run.events, position)
+            for event in map(decoder.decode, lines):
+                self._finished = event if isinstance(event, Finished) else None
+                yield event
+            if None not in codes:
+                break
+            if failed_at is None and any(codes):
+                failed_at = time.monotonic()
+            waited = time.monotonic() - failed_at if failed_at is not None else 0.0
+            saving = time.monotonic() - self._interrupted_at if self._interrupted_at is not None else 0.0
+            if waited > GRACE_S or saving > SAVE_S:
+                self._end()
+            time.sleep(POLL_S)
+        self._refuse_if_failed()
+
+    def _refuse_if_failed(self) -> None:
+        failed = [process for process in self.processes if process.ranks and process.poll()]
+        failed = [process for process in failed if process not in self._culled] or failed
+        # A torchrun that was asked to end says that it failed, though its workers have saved and ended well.
+        if not failed or (self._finished is not None and self._finished.reason == "interrupted"):
+            return
+        # Workers that lost a peer fail too. The cause is a problem that is about something else, or a worker that was
+        # killed before it could say anything.
+        problems = [found for process in failed for found in self._problems(process)]
+        said, cause = min(problems, key=lambda found: (found[1].code == "worker-lost", found[0]))
+        killed = any((process.poll() or 0) < 0 for process in failed)
+        if self._interrupted_at is not None and killed and not said:
+            raise Refusal(
+                "interrupted", what="stopped at once, as asked", where=self.run.path,
+                fact="steps since the last save are not kept",
+                remedy=f"farspan resume {shlex.quote(str(self.run.path))}",
+            )  # fmt: skip
+        raise Refusal.of(cause)
+
+    def lost(self, process: Process) -> dict[int, Problem]:
+        """Workers of a failed process that ended without a word, by rank, as far as it knows them."""
+        rank = process.ranks[0]
+        return {rank: self.wordless(process, rank, process.poll() or 0)}
+
+    def _problems(self, process: Process) -> Iterator[tuple[bool, Problem]]:
+        """What ended each worker of a process, and whether the worker said so itself."""
+        logs, said = run_folder(process.host, self.plan, self.run).logs, set()
+        for rank in process.ranks:
+            where = logs / f"rank-{rank}.problem.json"
+            if content := process.read(where):
+                said.add(rank)
+                yield True, parse_json(content, Problem, where)
+        yield from ((False, problem) for rank, problem in self.lost(process).items() if rank not in said)
+
+    def wordless(self, process: Process, rank: int, code: int) -> Problem:
+        """What an exit code (negative: a signal) says of a worker that said nothing."""
+        log = self.run.logs / f"rank-{process.ranks[0]}.log"
+        cause = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if code == -signal.SIGKILL:
+            cause += ", as the kernel does when memory runs out"
+        name = next((name for name, number in EXIT_CODES.items() if number == code), "worker-lost")
+        return Problem(
+            code=name, what=f"rank {rank} on {process.host.name} was lost", where=str(log),
+            fact=f"{cause}; last words: {_last_line(log)}", remedy=f"farspan resume {shlex.quote(str(self.run.path))}",
+        )  # fmt: skip
+
+    def _signal(self, number: signal.Signals, services: bool = False) -> None:
+        for process in self.processes:
+            if process.poll() is None and bool(process.ranks) is not services:
+                process.signal(number)
+
+    def _end(self) -> None:
+        self._culled += [process for process in self.processes if process.poll() is None]
+        self._signal(signal.SIGKILL)
+        for process in self.processes:
+            if process.ranks:
+                process.wait(timeout=10)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._interrupted_at is None:
+            self._signal(signal.SIGTERM)
+            deadline = time.monotonic() + SAVE_S
+            while time.monotonic() < deadline and any(p.ranks and p.poll() is None for p in self.processes):
+                time.sleep(POLL_S)
+        self._end()
+        # Services take what they have started with them, if they are asked.
+        self._signal(signal.SIGTERM, services=True)
+        for process in self.processes:
+            process.wait(timeout=SERVICE_S)
+        for file in (*self._logs, self._lock):
+            file.close()
+
+
+def _locked(run: RunFolder) -> IO[bytes]:
+    """The run's lock, held; it goes with the last process that has it open, however that ends."""
+    lock = open(run.lock, "wb")  # noqa: SIM115 - closed by __exit__
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise Refusal(
+            "run-busy", what="this run is being trained already", where=run.path,
+            fact="another process holds its lock", remedy=f"fuser {shlex.quote(str(run.lock))}",
+        ) from None  # fmt: skip
+    return lock
+
+
+def _new_lines(path: Path, position: int) -> tuple[int, list[bytes]]:
+    """Whole lines written after `position`, and where they end."""
+    if not path.exists():
+        return position, []
+    with open(path, "rb") as file:
+        file.seek(position)
+        content = file.read()
+    whole = content[: content.rfind(b"\n") + 1]
+    return position + len(whole), whole.splitlines()
+
+
+def _last_line(log: Path) -> str:
+    text = log.read_text(errors="replace") if log.exists() else ""
+    lines = [line for line in text.splitlines() if any(map(str.isalpha, line))]
+    return lines[-1][:200] if lines else "none"

@@ -1,0 +1,90 @@
+"""What one device and one group of devices can do: matrix products, memory, collectives. No training step."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from farspan.domain.cluster import DType, MatmulRate
+from farspan.domain.plan import PlannedDevice
+from farspan.domain.probe import DeviceRates
+from farspan.runtime.collective import Group, meet
+from farspan.runtime.device import open_device, usable_memory
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+#: Seconds that each figure is taken over: several periods of a CPU quota, whose pauses are part of the rate.
+TIMED_S = 0.5
+#: Bytes that are copied to time memory: past any cache. Less where a device has little.
+COPIED = 2**28
+#: An all-reduce that would take longer than this, by a smaller one, is left out.
+LONGEST_S = 20.0
+
+
+def device_rates(
+    planned: PlannedDevice, shapes: tuple[tuple[int, int, int], ...], dtypes: tuple[DType, ...]
+) -> DeviceRates:
+    """Rates of one device. `shapes` are (m, k, n) of `[m, k] @ [k, n]`."""
+    device = open_device(planned)
+    memory = usable_memory(device)
+    rates = []
+    for m, k, n in shapes:
+        flops: dict[DType, float] = {}
+        for dtype in dtypes:
+            a = torch.ones(m, k, dtype=DTYPES[dtype], device=device)
+            b = torch.ones(k, n, dtype=DTYPES[dtype], device=device)
+            flops[dtype] = 2 * m * k * n / _seconds(lambda a=a, b=b: a @ b, device)
+        rates.append(MatmulRate(m=m, k=k, n=n, flops=flops))
+    source = torch.ones(min(COPIED, memory // 8) // 4, device=device)
+    target = torch.empty_like(source)
+    # Every byte is read once and written once.
+    bandwidth = 2 * source.nbytes / _seconds(lambda: target.copy_(source), device)
+    return DeviceRates(rates=tuple(rates), bandwidth=bandwidth, memory=memory)
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Mean seconds of one call, over TIMED_S and at least three."""
+    work()
+    _settle(device)
+    calls, began = 0, time.perf_counter()
+    while (spent := time.perf_counter() - began) < TIMED_S or calls < 3:
+        work()
+        _settle(device)
+        calls += 1
+    return spent / calls
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def allreduce_seconds(rank: int, world: int, device: PlannedDevice, sizes: tuple[int, ...]) -> dict[int, float]:
+    """Seconds of an all-reduce over all devices, by bytes: the slowest rank's median.
+
+    MASTER_ADDR and MASTER_PORT say where the ranks meet.
+    """
+    group = Group(rank, world, open_device(device), meet(rank, world))
+    times: dict[int, float] = {}
+    for size in sorted(sizes):
+        # Large ones grow with their size; the time of a small one says nothing about them.
+        if times and max(times) > 1e6 and times[max(times)] * size / max(times) > LONGEST_S:
+            break
+        tensor = torch.zeros(max(1, size // 4), device=group.device)
+        dist.all_reduce(tensor)
+        taken = []
+        for _ in range(5 if size < 1e6 else 2):
+            group.sum(0.0)  # All start together.
+            began = time.perf_counter()
+            dist.all_reduce(tensor)
+            _settle(group.device)
+            taken.append(time.perf_counter() - began)
+        # Every rank goes on with the same figure, or they would disagree on when to stop.
+        times[size] = max(group.gather(statistics.median(taken)))
+    group.close()
+    return times

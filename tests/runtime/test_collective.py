@@ -1,0 +1,118 @@
+"""Who is lost and who is only busy: real processes that meet, wait, stand still and write."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+SILENCE_S = 3.0
+MEMBER = f"""
+import os, signal, sys, time
+import torch
+from farspan.runtime import collective
+from farspan.runtime.collective import Group, meet
+
+collective.SILENCE_S, collective.BEAT_S = {SILENCE_S}, 0.2
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+group = Group(rank, world, torch.device("cpu"), meet(rank, world))
+
+
+def lost(peer):
+    print("lost", peer, flush=True)
+    os._exit(3)
+
+
+def stand_still():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+group.watch(lost)
+"""
+
+
+@contextmanager
+def members(world: int, program: str) -> Iterator[list[subprocess.Popen[str]]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", MEMBER + program], env={**os.environ, **place, "RANK": str(rank)},
+            stdout=subprocess.PIPE, text=True,
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+def test_a_busy_worker_is_waited_for_far_longer_than_a_silent_one():
+    program = f"""
+assert group.sum(1.0) == [3.0]
+if rank == 0:
+    time.sleep({2 * SILENCE_S})
+assert group.gather(rank) == [0.0, 1.0, 2.0]
+group.close()
+if rank == 0:
+    time.sleep({2 * SILENCE_S})
+"""
+    with members(3, program) as started:
+        assert [process.wait(120) for process in started] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("still", [0, 1])
+def test_a_worker_that_stands_still_is_lost_and_named(still):
+    program = f"""
+group.sum(1.0)
+if rank == {still}:
+    stand_still()
+group.sum(1.0)
+"""
+    with members(3, program) as started:
+        others = [rank for rank in range(3) if rank != still]
+        watcher = started[others[0]]
+        assert watcher.wait(120) == 3
+        assert watcher.stdout.read().split() == ["lost", str(still)]
+        assert started[others[1]].wait(120) != 0
+        assert started[still].poll() is None
+
+
+def test_a_loss_waits_until_what_is_being_written_is_whole():
+    program = f"""
+group.sum(1.0)
+if rank == 1:
+    stand_still()
+with group.writing:
+    time.sleep({3 * SILENCE_S})
+    print("written", flush=True)
+group.sum(1.0)
+"""
+    with members(2, program) as started:
+        assert started[0].wait(120) == 3
+        assert started[0].stdout.read().split() == ["written", "lost", "1"]
+
+
+def test_a_killed_worker_is_noticed_without_waiting_for_silence():
+    program = """
+collective.SILENCE_S = 10_000.0
+group.sum(1.0)
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+group.sum(1.0)
+"""
+    with members(2, program) as started:
+        assert started[1].wait(120) == -signal.SIGKILL
+        assert started[0].wait(120) == 1

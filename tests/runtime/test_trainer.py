@@ -1,0 +1,123 @@
+"""The training loop in this process, under a clock that the test turns: time budgets, fp16's loss scale, resumption."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from farspan.domain.results import Event, Saved, Step, Warned
+from farspan.domain.run import RunFolder
+from farspan.domain.train import Optimizer, Schedule, TrainSpec
+from farspan.runtime import checkpoint, trainer
+from farspan.runtime.collective import Group
+from farspan.runtime.trainer import Trainer
+from farspan.runtime.worker import build
+from tests import tiny
+
+TRAIN = TrainSpec(
+    steps=60, batch=2, seq_len=16, precision="fp32", optimizer=Optimizer(lr=1e-2),
+    schedule=Schedule(warmup_steps=3, floor=0.1), validate_every=1000, seed=3,
+)  # fmt: skip
+
+
+@dataclass
+class Start:
+    """One start of a run, restored from its newest checkpoint. Each step takes `pace(step)` seconds of its clock."""
+
+    run: RunFolder
+    pace: Callable[[int], float] = lambda step: 1.0
+    until: int = 10**9
+    now: float = 0.0
+    events: list[Event] = field(default_factory=list)
+
+    def train(self) -> tuple[str, Trainer]:
+        worker = build(self.run.load_plan(), self.run, Group(0, 1, torch.device("cpu")), self.emit)
+        worker.stop = lambda: self.steps[-1].step >= self.until
+        made = Trainer(worker, lambda: self.now)
+        made.restore()
+        return made.run(), made
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, Step):
+            self.now += self.pace(event.step)
+
+    @property
+    def steps(self) -> list[Step]:
+        return [event for event in self.events if isinstance(event, Step)]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """On a busy machine two threads spend these tiny steps waiting for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def make(tmp_path):
+    def run(name: str, **changes) -> RunFolder:
+        return tiny.run_folder(tmp_path / name, tiny.plan(replace(TRAIN, **changes)))
+
+    return run
+
+
+def weights(run: RunFolder) -> dict[str, torch.Tensor]:
+    return checkpoint.read_weights(next(checkpoint.newest_first(run.checkpoints)))
+
+
+def test_a_machine_slower_than_its_trial_still_ends_its_decay_within_the_budget(make):
+    start = Start(make("run", deadline_s=66.0), pace=lambda step: 2.0)  # 1.1 s a step were planned.
+    reason, made = start.train()
+    assert reason == "deadline"
+    assert 0.9 * 66 <= start.now <= 66
+    assert start.steps[-1].lr == pytest.approx(0.1 * TRAIN.optimizer.lr)
+    assert made.step == made.steps == start.steps[-1].step < 60
+    warned = [event for event in start.events if isinstance(event, Warned)]
+    assert len(warned) == 1 and f"{made.steps} steps fit" in warned[0].message
+    again = Start(start.run)
+    assert again.train()[0] == "deadline" and not again.steps
+
+
+def test_a_machine_as_fast_as_its_trial_keeps_the_plan(make):
+    with_budget, without = Start(make("with", deadline_s=66.0)), Start(make("without"))
+    assert with_budget.train()[0] == without.train()[0] == "done"
+    assert [step.lr for step in with_budget.steps] == [step.lr for step in without.steps]
+
+
+def test_a_replanned_run_resumes_bitwise_also_where_it_was_killed(make):
+    def pace(step: int) -> float:
+        return 2.0
+
+    whole = Start(make("whole", deadline_s=66.0), pace)
+    whole.train()
+    first = Start(make("run", deadline_s=66.0), pace, until=12)
+    assert first.train()[0] == "interrupted"
+    replanned = next(i for i, event in enumerate(first.events) if isinstance(event, Warned))
+    assert isinstance(first.events[replanned + 1], Saved)  # A kill after this point loses no decision.
+    second = Start(first.run, pace)
+    assert second.train()[0] == "deadline"
+    assert [(s.step, s.loss, s.lr) for s in first.steps + second.steps] == [(s.step, s.loss, s.lr) for s in whole.steps]
+    ours, theirs = weights(first.run), weights(whole.run)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_fp16_doubles_its_scale_at_the_same_steps_however_often_it_was_resumed(make, monkeypatch):
+    monkeypatch.setattr(trainer, "QUIET_STEPS", 8)
+    monkeypatch.setattr(trainer, "FIRST_LOSS_SCALE", 4.0)
+    whole = Start(make("whole", precision="fp16", steps=20))
+    scale = whole.train()[1].loss_scale
+    assert scale == 16.0  # Doubled after 8 and 16 steps.
+    run = make("run", precision="fp16", steps=20)
+    starts = [Start(run, until=until) for until in (5, 11, 10**9)]
+    scales = [start.train()[1].loss_scale for start in starts]
+    assert scales == [4.0, 8.0, scale]
+    assert [s.loss for start in starts for s in start.steps] == [s.loss for s in whole.steps]
+    ours, theirs = weights(run), weights(whole.run)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
