@@ -80,7 +80,7 @@ def main() -> None:
     (given.work / "run.yaml").write_text("data: pydocs\n")
     steps = -(-given.tokens // 2048)
     todo: SimpleQueue[tuple[str, int]] = SimpleQueue()
-    for precision, seed in ((p, s) for s in given.seeds for p in ("fp32", "bf16")):
+    for precision, seed in ((p, s) for p in ("fp32", "bf16") for s in given.seeds):  # The longest first.
         if not ended(given.work / f"{precision}-{seed}"):
             todo.put((precision, seed))
 

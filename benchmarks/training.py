@@ -23,8 +23,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from farspan.cli.runs import cache
-from farspan.launch.local import worker_environment
+from farspan.domain.run import cache_folder
+from farspan.launch.workers import worker_environment
 
 RESULTS = Path(__file__).parent / "results"
 CHILD = Path(__file__).parent / "_contestants.py"
@@ -48,7 +48,7 @@ class Contestant:
 
     def __init__(self, name: str, corpus: Path, threads: int) -> None:
         tuned = name.startswith(("farspan", "gemm")) or name.endswith("malloc")
-        environment = worker_environment(threads) if tuned else dict(os.environ)
+        environment = {**os.environ, **(worker_environment(threads) if tuned else {})}
         environment |= {"OMP_NUM_THREADS": str(threads), "TRANSFORMERS_VERBOSITY": "error"}
         # Trainer prints to standard output; its timings must not be lost among that.
         self._out, writing = os.pipe()
@@ -81,7 +81,7 @@ def prepared() -> Path:
     from farspan.domain.config import DataConfig, TokenizerConfig
 
     folder, _ = prepare(
-        DataConfig(source="pydocs"), TokenizerConfig(vocab=8192), cache() / "corpora", workers=2, say=print
+        DataConfig(source="pydocs"), TokenizerConfig(vocab=8192), cache_folder() / "corpora", workers=2, say=print
     )
     return folder
 

@@ -10,27 +10,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
+from farspan.cli import clusters
 from farspan.cli.console import Console
-from farspan.cli.runs import as_yaml, cache
+from farspan.cli.runs import as_yaml
 from farspan.domain.cluster import Cluster
-from farspan.domain.codec import save, to_json, write_atomically
+from farspan.domain.codec import load, load_yaml, save, to_json, write_atomically
 from farspan.domain.config import RunConfig
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Plan, PlannedDevice
 from farspan.domain.probe import ProbeResult
-from farspan.domain.problems import Problem, Refusal
+from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.results import Estimate, Finished, Measurement
-from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.run import RunFolder, RunRecord, cache_folder
 from farspan.domain.train import TrainSpec
 from farspan.domain.units import format_bytes
-
-if TYPE_CHECKING:
-    import rich.console
 
 #: Seconds of trial steps in each precision.
 PROBE_S = 3.0
@@ -56,7 +53,7 @@ def prepare(config: RunConfig, console: Console) -> tuple[Path, CorpusManifest]:
     check(config)
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     folder, manifest = prepare_corpus(
-        config.data_config, config.tokenizer_config, cache() / "corpora", workers=workers, say=console.say
+        config.data_config, config.tokenizer_config, cache_folder() / "corpora", workers=workers, say=console.say
     )
     for skipped in manifest.skipped:
         console.say(f"skipped {skipped}")
@@ -65,8 +62,8 @@ def prepare(config: RunConfig, console: Console) -> tuple[Path, CorpusManifest]:
 
 def plan(config: RunConfig, console: Console) -> Planned:
     """Prepare the text, look at the machine, try the model on it, and plan."""
-    from farspan.estimate.price import estimate
-    from farspan.launch.probe import LocalProbe
+    from farspan.estimate.price import crowding, estimate
+    from farspan.launch.probe import Probe
     from farspan.planning.resolve import resolve
     from farspan.retrieval.stores import resolve as resolve_store
     from farspan.techniques import data
@@ -75,14 +72,15 @@ def plan(config: RunConfig, console: Console) -> Planned:
     resolve_store(config.index.store)
     folder, manifest = prepare(config, console)
     workers = config.parallel.workers
-    with LocalProbe(threads=1) as scout:
-        cluster = scout.describe(config.parallel.device, None if workers == "auto" else workers)
-    device = first_device(cluster)
-    precisions = cluster.devices[0].dtypes if config.train.precision == "auto" else (config.train.precision,)
-    with LocalProbe(threads=device.threads) as probe:
+    given = given_cluster(config)
+    with Probe(given.hosts[0], threads=given.devices[0].threads, device=0) if given else Probe() as probe:
+        cluster = given or probe.describe(config.parallel.device, None if workers == "auto" else workers)
+        device = first_device(cluster)
+        precisions = cluster.devices[0].dtypes if config.train.precision == "auto" else (config.train.precision,)
 
         def matmul_flops() -> float:
-            return len(cluster.devices) * max(probe.matmul_flops(device, precisions).values())
+            everywhere = len(cluster.devices) / crowding(cluster)
+            return everywhere * max(probe.matmul_flops(device, precisions).values())
 
         def measure(model: ModelSpec, train: TrainSpec) -> ProbeResult:
             # As many rows as fit: what does not fit at all is refused before it is tried.
@@ -104,6 +102,21 @@ def plan(config: RunConfig, console: Console) -> Planned:
     )  # fmt: skip
 
 
+def given_cluster(config: RunConfig) -> Cluster | None:
+    """The cluster that the run asks for, with as many of its devices as `workers` says; None is this machine."""
+    if config.parallel.cluster is None:
+        return None
+    cluster, workers = clusters.find(config.parallel.cluster), config.parallel.workers
+    if workers == "auto":
+        return cluster
+    if workers > len(cluster.devices):
+        raise Refusal(
+            "device-missing", what=f"the cluster has no {workers} devices", where="run.yaml, key parallel.workers",
+            fact=f"it has {len(cluster.devices)}", remedy=f"set parallel.workers: {len(cluster.devices)}",
+        )  # fmt: skip
+    return cluster.first(workers)
+
+
 def require_torch() -> None:
     """Refuse where training is not installed."""
     from importlib.util import find_spec
@@ -121,24 +134,44 @@ def first_device(cluster: Cluster) -> PlannedDevice:
     return PlannedDevice(host=host.name, backend=device.backend, index=0, threads=device.threads)
 
 
-def open_run(path: Path, config: RunConfig, planned: Planned) -> RunFolder:
-    """Make the run directory; refuses one that exists, also one that was made while this run was planned."""
-    refuse_existing(path, f"farspan train run.yaml --run {path}-2")
+def start(path: Path, config: RunConfig, console: Console) -> RunFolder:
+    """Plan what `config` asks for, say what that will take, and make its run directory at `path`."""
+    planned = plan(config, console)
+    say_plan(planned, console)
+    # Again: it may have been made while this run was planned.
+    refuse_existing(path, command("train", "run.yaml", "--run", f"{path}-2"))
     run = RunFolder(path)
-    path.mkdir(parents=True, exist_ok=True)
-    run.logs.mkdir(exist_ok=True)
+    run.logs.mkdir(parents=True)
     record = RunRecord(
         corpus=str(planned.corpus_folder.resolve()), command=tuple(sys.argv),
         created=datetime.now(UTC).isoformat(timespec="seconds"), warnings=planned.warnings,
         initial=str(Path(config.model.path).expanduser().resolve()) if config.model.path else None,
+        launcher=asked if (asked := config.parallel.cluster or "").startswith("ray:") else config.parallel.launcher,
     )  # fmt: skip
     write_atomically(run.config, as_yaml(config))
     write_atomically(run.corpus, to_json(planned.corpus))
     write_atomically(run.tokenizer, (planned.corpus_folder / "tokenizer.json").read_bytes())
     save(planned.estimate, run.estimate)
+    save(planned.cluster, run.cluster)
     save(record, run.record)
     save(planned.plan, run.plan)
     return run
+
+
+def say_plan(planned: Planned, console: Console) -> None:
+    """The plan line, and what there is to be warned about, before training; refuses what does not fit."""
+    from farspan.report.text import plan_line
+
+    console.say(plan_line(planned.plan, planned.estimate, planned.corpus))
+    for warning in planned.warnings:
+        console.say(f"warning: {warning}")
+    usable = min(device.memory for device in planned.cluster.devices)
+    if planned.estimate.memory_bytes > usable:
+        raise Refusal(
+            "out-of-memory", what="the plan needs more memory than a device has", where="plan",
+            fact=f"predicted {format_bytes(planned.estimate.memory_bytes)}, there is {format_bytes(usable)}",
+            remedy="set train.recompute: true, or a smaller size, in run.yaml",
+        )  # fmt: skip
 
 
 def refuse_existing(path: Path, remedy: str) -> None:
@@ -150,22 +183,30 @@ def refuse_existing(path: Path, remedy: str) -> None:
         )  # fmt: skip
 
 
-def train(run: RunFolder, console: Console) -> Measurement:
-    """Train the run's plan from where it stands, showing progress; then write its report."""
+def train(run: RunFolder, console: Console) -> Measurement | None:
+    """Train the run's plan from where it stands, showing progress; then write its report and say what it took."""
+    import rich.console
+
     from farspan.cli.progress import Progress
-    from farspan.launch.local import LocalWorkers
-    from farspan.report.measure import measure
+    from farspan.launch.launchers import launch
+    from farspan.report.history import open_run
     from farspan.report.page import write_page
     from farspan.report.tensorboard import TensorBoard
 
-    plan = run.load_plan()
-    ended: Finished | None = None
+    require_torch()
+    plan, record, config = run.load_plan(), load(run.record, RunRecord), load_yaml(run.config, RunConfig)
+    asked = config.parallel.cluster or ""
+    # A lab that was made anew has other processes to enter; all else is as it was planned.
+    cluster = clusters.find(asked) if asked.startswith("lab:") else load(run.cluster, Cluster)
+    board, ended = TensorBoard(run.tensorboard), None
+    if record.launcher != "local" or len(cluster.hosts) > 1:
+        hosts = ", ".join(dict.fromkeys(device.host for device in plan.devices))
+        console.say(f"starting {len(plan.devices)} workers on {hosts} through {record.launcher}")
     try:
         with (
-            LocalWorkers(plan, run) as workers,
+            launch(record.launcher, plan, run, cluster) as workers,
             passing_signals(workers.interrupt, console),
-            TensorBoard(run.tensorboard) as board,
-            Progress(plan, terminal(console), time.time) as progress,
+            Progress(plan, rich.console.Console(stderr=console.json), time.time) as progress,
         ):
             for event in workers:
                 progress.show(event)
@@ -173,13 +214,13 @@ def train(run: RunFolder, console: Console) -> Measurement:
                 ended = event if isinstance(event, Finished) else ended
     finally:
         if run.events.exists():
-            write_page(run.path)
+            write_page(open_run(run.path))
     if ended is not None and ended.reason == "interrupted":
         raise Refusal(
-            "interrupted", what=f"stopped as asked; step {ended.step} is saved", where=run.path,
-            fact=f"{plan.train.steps - ended.step} steps are left", remedy=f"farspan resume {run.path}",
+            "interrupted", what=f"stopped as asked; step {ended.step:,} of {plan.train.steps:,} is saved",
+            where=run.path, fact="nothing of it is lost", remedy=command("resume", run.path),
         )  # fmt: skip
-    return measure(run.path)
+    return say_result(run, console)
 
 
 @contextmanager
@@ -198,32 +239,13 @@ def passing_signals(interrupt: Callable[[], None], console: Console) -> Iterator
             signal.signal(number, handler)
 
 
-def say_plan(planned: Planned, console: Console) -> None:
-    """The plan line, and what there is to be warned about, before training."""
-    from farspan.report.text import plan_line
-
-    console.say(plan_line(planned.plan, planned.estimate, planned.corpus))
-    for warning in planned.warnings:
-        console.say(f"warning: {warning}")
-    usable = min(device.memory for device in planned.cluster.devices)
-    if planned.estimate.memory_bytes > usable:
-        raise Refusal(
-            "out-of-memory", what="the plan needs more memory than a device has", where="plan",
-            fact=f"predicted {format_bytes(planned.estimate.memory_bytes)}, there is {format_bytes(usable)}",
-            remedy="set train.recompute: true, or a smaller size, in run.yaml",
-        )  # fmt: skip
-
-
-def terminal(console: Console) -> rich.console.Console:
-    """Where progress is drawn: beside the `--json` answer, never in it."""
-    import rich.console
-
-    return rich.console.Console(stderr=console.json)
-
-
-def say_result(run: RunFolder, console: Console) -> None:
-    """The summary after training, and where to look next."""
+def say_result(run: RunFolder, console: Console) -> Measurement | None:
+    """The summary of a run, and where to look next."""
+    from farspan.report.history import open_run
+    from farspan.report.measure import measure
     from farspan.report.text import summary
 
-    console.say(summary(run.path))
+    done = open_run(run.path)
+    console.say(summary(done))
     console.say(f"report: {run.report}")
+    return measure(done)

@@ -10,20 +10,25 @@ import pkgutil
 import shlex
 import signal
 import sys
+from itertools import takewhile
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import farspan
 from farspan.cli import commands
 from farspan.cli.console import Console
-from farspan.domain.problems import Refusal, nearest
+from farspan.domain.problems import Refusal, command, nearest
 
 #: The order in which `farspan --help` lists commands; those not named here follow by name.
 ORDER = ("demo", "init", "prepare", "plan", "train", "resume", "report", "generate", "embed", "search", "export")
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument errors are refusals like all others: one message, the nearest word, exit code 2."""
+    """Takes `--json` at every level. Argument errors are refusals like all others."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(**more)
+        self.add_argument("--json", action="store_true", help="print one JSON object, nothing else, on standard output")
 
     def error(self, message: str) -> NoReturn:
         raise Refusal(
@@ -39,82 +44,82 @@ def names() -> list[str]:
 
 
 def load(name: str) -> ModuleType:
+    """The module of a command; refuses a name that is none."""
+    if name not in names():
+        match = nearest(name, names())
+        raise Refusal(
+            "usage", what=f"there is no command {name!r}", where="farspan", fact=f"commands: {', '.join(names())}",
+            remedy=f"farspan {match} --help" if match else "farspan --help",
+        )  # fmt: skip
     return importlib.import_module(f"farspan.cli.commands.{name}")
 
 
 def overview() -> Parser:
     """The parser of `farspan` itself: it knows each command's help line, not its arguments."""
-    parser = Parser(prog="farspan", description=farspan.__doc__, add_help=True)
+    parser = Parser(prog="farspan", description=farspan.__doc__)
     parser.add_argument("--version", action="version", version=f"farspan {farspan.__version__}")
-    parsers = parser.add_subparsers(title="commands", metavar="COMMAND")
+    parsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in names():
-        parsers.add_parser(name, help=load(name).HELP, add_help=False)
+        parsers.add_parser(name, help=load(name).HELP)
     return parser
 
 
 def parser_of(name: str) -> Parser:
-    command = load(name)
-    parser = Parser(prog=f"farspan {name}", description=command.__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    command.configure(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on standard output")
+    module = load(name)
+    parser = Parser(prog=f"farspan {name}", description=module.__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    module.configure(parser)
     return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the process's exit code."""
     words = sys.argv[1:] if arguments is None else arguments
-    console = Console(json="--json" in words)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    console = Console(json="--json" in takewhile(lambda word: word != "--", words))
     try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.default_int_handler)
         if not words or words[0].startswith("-"):
-            overview().parse_args(words or ["--help"])
-            return 0
-        if words[0] not in names():
-            raise unknown(words[0])
-        given = parser_of(words[0]).parse_args(words[1:])
-        load(words[0]).run(given, console)
-        return 0
-    except Refusal as refusal:
-        return refused(refusal, console)
-    except KeyboardInterrupt:
-        return refused(interrupted(words), console)
+            parser = overview()
+            parser.parse_args(words or ["--help"])
+            parser.error("the command comes before its options")
+        else:
+            load(words[0]).run(parser_of(words[0]).parse_args(words[1:]), console)
     except BrokenPipeError:
         # Whoever read has gone: what Python still holds back for them must not fail at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except OSError as error:
-        return refused(unusable(error, f"farspan {words[0]}"), console)
+    except (Exception, KeyboardInterrupt) as error:
+        problem = as_refusal(error, words).problem
+        print(problem, file=sys.stderr)
+        console.answer({"problem": problem})
+        return problem.exit_code
+    return 0
 
 
-def refused(refusal: Refusal, console: Console) -> int:
-    print(refusal.problem, file=sys.stderr)
-    console.answer({"problem": refusal.problem})
-    return refusal.problem.exit_code
-
-
-def interrupted(words: list[str]) -> Refusal:
-    return Refusal(
-        "interrupted", what="stopped as asked", where=f"farspan {words[0]}",
-        fact="what was finished so far is kept and used again", remedy=shlex.join(["farspan", *words]),
-    )  # fmt: skip
-
-
-def unusable(error: OSError, command: str) -> Refusal:
-    """What the system says of a path that cannot be read or written."""
-    where, fact = error.filename or command, error.strerror or str(error)
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return Refusal(
-            "disk-full", what="a file could not be written", where=where, fact=fact, remedy="free some space: df -h"
-        )
-    return Refusal(
-        "path-unusable", what="the system refuses this path", where=where, fact=fact,
-        remedy=f"ls -ld {shlex.quote(str(where))}",
-    )  # fmt: skip
-
-
-def unknown(word: str) -> Refusal:
-    match = nearest(word, names())
-    return Refusal(
-        "usage", what=f"there is no command {word!r}", where="farspan", fact=f"commands: {', '.join(names())}",
-        remedy=f"farspan {match} --help" if match else "farspan --help",
-    )  # fmt: skip
+def as_refusal(error: BaseException, words: list[str]) -> Refusal:
+    """What the end of a command means to its user. Raises again what is a fault of farspan itself."""
+    name = " ".join(["farspan", *words[:1]])
+    match error:
+        case Refusal():
+            return error
+        case KeyboardInterrupt():
+            return Refusal(
+                "interrupted", what="stopped as asked", where=name,
+                fact="what was finished so far is kept and used again", remedy=command(*words),
+            )  # fmt: skip
+        case ModuleNotFoundError(name=str(module)) if not module.startswith("farspan"):
+            return Refusal(
+                "extra-missing", what="a library is missing that this needs", where=name,
+                fact=f"{module} is not installed for {sys.executable}", remedy="pip install 'farspan[train]'",
+            )  # fmt: skip
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+            return Refusal(
+                "disk-full", what="a file could not be written", where=error.filename or name,
+                fact=error.strerror or str(error), remedy="free some space: df -h",
+            )  # fmt: skip
+        case OSError():
+            where = error.filename or name
+            return Refusal(
+                "path-unusable", what="the system refuses this path", where=where, fact=error.strerror or str(error),
+                remedy=f"ls -ld {shlex.quote(str(where))}",
+            )  # fmt: skip
+    raise error

@@ -17,7 +17,7 @@ from farspan.domain.model import train_flops_per_token
 from farspan.domain.plan import Plan
 from farspan.domain.results import Event, Finished, Saved, Started, Step, Validated, Warned
 from farspan.domain.units import format_bytes, format_seconds
-from farspan.report.text import ENDINGS
+from farspan.report.text import ENDINGS, maybe
 
 #: Speeds and times to go are medians over so many last steps.
 RECENT_STEPS = 50
@@ -65,7 +65,7 @@ class Progress:
                 self._steps += 1
                 if self._live is None and self._clock() - self._line_at >= LINE_S:
                     self._line_at = self._clock()
-                    self._print(" · ".join([self._place(), *self._facts()]))
+                    self._print(" · ".join([f"step {event.step:,}/{self._plan.train.steps:,}", *self._facts()]))
             case Validated():
                 self._validated, self._pauses_s = event, self._pauses_s + event.seconds
                 loss = f"validation loss {event.loss:.3f} · {event.bits_per_byte:.3f} bits a byte"
@@ -84,14 +84,8 @@ class Progress:
         # A piped line stays one line. Text, not markup: messages may hold square brackets.
         self._console.print(Text(line, style=style), soft_wrap=not self._console.is_terminal)
 
-    def _place(self) -> str:
-        done = self._recent[-1].step if self._recent else self._started.step if self._started else 0
-        return f"step {done:,}/{self._plan.train.steps:,}"
-
     def _facts(self) -> list[str]:
-        """Loss, speed, memory, time to go; nothing before the first step."""
-        if not self._recent:
-            return []
+        """Loss, speed, memory, time to go: known from the first step on."""
         last = self._recent[-1]
         facts = [f"loss {last.loss:.3f}"]
         if self._validated is not None:
@@ -102,10 +96,8 @@ class Progress:
 
     def _mfu(self, tokens_per_s: float) -> str:
         peak_flops = self._started.peak_flops if self._started else None
-        if peak_flops is None:
-            return "n/a"
         flops = train_flops_per_token(self._plan.model, self._plan.train.seq_len)
-        return f"{flops * tokens_per_s / peak_flops:.1%}"
+        return maybe(flops * tokens_per_s / peak_flops if peak_flops else None, ".1%")
 
     def eta_s(self) -> float:
         """Seconds until the last step: each takes the median of recent ones and its share of validations and saves."""

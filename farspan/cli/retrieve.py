@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 
 from farspan.cli.console import Console
@@ -11,6 +10,7 @@ from farspan.corpus.documents import read_documents
 from farspan.domain.codec import load, load_yaml
 from farspan.domain.config import RunConfig
 from farspan.domain.corpus import CorpusManifest
+from farspan.domain.problems import command
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.retrieval.index import Index, Manifest, Origin, Recipe, build
 from farspan.retrieval.search import Answer
@@ -33,16 +33,12 @@ def make_index(run: RunFolder, console: Console) -> Manifest:
     )  # fmt: skip
 
 
-@contextmanager
-def opened(run: RunFolder) -> Iterator[Index]:
+def opened(run: RunFolder) -> closing[Index]:
     """The run's index, ready to be searched."""
     trained = load_model(run)
-    command = f"farspan embed {run.path}"
-    index = Index.open(run.index, trained.model, trained.tokenizer, origin=_origin(run, trained), command=command)
-    try:
-        yield index
-    finally:
-        index.close()
+    return closing(Index.open(
+        run.index, trained.model, trained.tokenizer, origin=_origin(run, trained), command=command("embed", run.path),
+    ))  # fmt: skip
 
 
 def say_answer(answer: Answer, console: Console) -> None:

@@ -1,67 +1,72 @@
-"""Finding what commands work on: run.yaml with its overrides, the newest run, the cache."""
+"""Arguments that several commands take, and what they name: run.yaml with its overrides, a run."""
 
 from __future__ import annotations
 
-import os
+import argparse
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from farspan.cli.console import Console
-from farspan.domain.codec import convert, load_yaml, missing_path, parse_yaml
+from farspan.domain.codec import convert, load_yaml, parse_yaml
 from farspan.domain.config import RunConfig
-from farspan.domain.problems import Refusal
+from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder
 
 
-def cache() -> Path:
-    """Prepared corpora live here: $FARSPAN_CACHE, or farspan's folder in the user's cache."""
-    if given := os.environ.get("FARSPAN_CACHE"):
-        return Path(given).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "farspan"
+def takes_config(parser: argparse.ArgumentParser) -> None:
+    """The arguments that `load_config` reads."""
+    parser.add_argument("config", metavar="RUN.YAML", nargs="?", default="run.yaml", type=Path)
+    for key in ("cluster", "launcher"):
+        parser.add_argument(f"--{key}", metavar=key.upper(), help=f"short for --set parallel.{key}={key.upper()}")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of run.yaml")
 
 
-def load_config(path: Path, overrides: list[str]) -> RunConfig:
+def load_config(given: argparse.Namespace) -> RunConfig:
     """run.yaml with `--set key.key=value` on top; each override is checked like a line of the file."""
+    path: Path = given.config
     if path.name == "run.yaml" and not path.exists() and path.absolute().parent.is_dir():
         raise Refusal(
             "path-missing", what="there is no run.yaml here", where=path.absolute(), fact="it says what to train",
-            remedy=f"farspan init FOLDER --out {path}",
+            remedy=command("init", "FOLDER", "--out", path),
         )  # fmt: skip
-    if not path.exists():
-        raise missing_path(path)
-    if not overrides:
-        return load_yaml(path, RunConfig)
-    load_yaml(path, RunConfig)
-    content: dict[str, Any] = parse_yaml(path.read_text(), path) or {}
-    for override in overrides:
-        _set(content, override)
-    return convert(content, RunConfig, f"{path} with --set")
+    config = load_yaml(path, RunConfig)
+    short = [f"parallel.{key}={value}" for key in ("cluster", "launcher") if (value := getattr(given, key))]
+    for override in (*short, *given.set):
+        config = _with(config, override)
+    return config
 
 
-def _set(content: dict[str, Any], override: str) -> None:
+def _with(config: RunConfig, override: str) -> RunConfig:
     keys, separator, value = override.partition("=")
     if not separator or not keys:
         raise Refusal(
             "usage", what=f"--set {override} is not KEY=VALUE", where="--set", fact="a key, an equals sign, a value",
             remedy="write it like --set train.steps=100",
         )  # fmt: skip
+    content: dict[str, Any] = msgspec.to_builtins(config)
+    if keys.startswith("data."):
+        content["data"] = msgspec.to_builtins(config.data_config)
     *folders, last = keys.split(".")
+    inner = content
     for key in folders:
-        inner = content.get(key)
-        if key == "data" and isinstance(inner, str):
-            inner = {"source": inner}
-        content[key] = inner = dict(inner) if isinstance(inner, dict) else {}
-        content = inner
-    content[last] = parse_yaml(value, f"--set {override}")
+        if not isinstance(inner.get(key), dict):
+            inner[key] = {}
+        inner = inner[key]
+    inner[last] = parse_yaml(value, f"--set {override}")
+    return convert(content, RunConfig, f"--set {override}")
 
 
-def find_run(given: str | None, console: Console) -> RunFolder:
+def takes_run(parser: argparse.ArgumentParser, name: str = "run", nargs: str | None = "?") -> None:
+    """The argument that `find_run` reads: a word of its own, or an option."""
+    parser.add_argument(name, metavar="RUN", nargs=nargs, help="run directory (default: the newest under runs/)")
+
+
+def find_run(given: argparse.Namespace, console: Console) -> RunFolder:
     """The run that was named, or the newest under `runs/`, said aloud."""
-    if given is not None:
-        return RunFolder.existing(Path(given))
+    if given.run is not None:
+        return RunFolder.existing(Path(given.run))
     started = sorted(Path("runs").glob("*/plan.json"), key=lambda path: path.stat().st_mtime)
     if not started:
         raise Refusal(
@@ -73,13 +78,17 @@ def find_run(given: str | None, console: Console) -> RunFolder:
     return run
 
 
+def positive(text: str) -> int:
+    """The type of an argument that counts."""
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
 def default_name(config: RunConfig) -> str:
     """A run's folder name: `name`, or made from its source ("~/papers" -> "papers")."""
-    if config.name:
-        return config.name
-    source = config.data_config.source
-    stem = Path(source.removeprefix("hf:").split(":")[0]).expanduser().stem
-    return stem or "run"
+    source = config.data_config.source.removeprefix("hf:").split(":")[0]
+    return config.name or Path(source).expanduser().stem or "run"
 
 
 def as_yaml(config: RunConfig) -> bytes:

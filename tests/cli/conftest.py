@@ -30,6 +30,8 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(40):
         text = "\n".join(" ".join(rng.choices(WORDS, k=12)) for _ in range(20))
         (folder / "docs" / f"{number:02}.txt").write_text(text)
+    (folder / "my docs").mkdir()
+    (folder / "my docs" / "plan.json").write_text("{}")
     (folder / "run.yaml").write_text(TINY)
     return folder
 

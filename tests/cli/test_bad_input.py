@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -28,22 +29,25 @@ def expect(done: subprocess.CompletedProcess[str], code: str, *words: str) -> No
 
 COMMANDS = [
     (["trian"], "usage", ["farspan train --help"]),
+    (["--json", "train"], "usage", ["the command comes before", "farspan --help"]),
+    (["--bogus"], "usage", ["COMMAND"]),
     (["train", "--bogus"], "usage", ["--bogus", "farspan train --help"]),
     (["init"], "usage", ["SOURCE"]),
     (["init", "dcs", "--out", "b.yaml"], "path-missing", ["docs"]),
     (["init", "docs"], "run-exists", ["run.yaml", "--out"]),
     (["init", "docs", "--out", "b.yaml", "--time", "soon"], "out-of-range", ["soon", "10m"]),
     (["train", "rum.yaml"], "path-missing", ["run.yaml"]),
-    (["prepare", "docs"], "unknown-key", ["Is a directory"]),
+    (["prepare", "docs"], "path-unusable", ["Is a directory"]),
     (["train", "--set", "steps"], "usage", ["KEY=VALUE"]),
     (["train", "--set", "train.step=3"], "unknown-key", ["'train.step'", "'steps'"]),
+    (["train", "--set", "train.steps={"], "file-unreadable", ["--set train.steps={", "YAML"]),
     (["resume", "docs"], "not-a-run", ["no plan.json"]),
     (["report", "runs/none"], "not-a-run", ["no such folder"]),
     (["generate", "hi", "--run", "none"], "not-a-run", []),
     (["generate", "--tokens", "0"], "usage", ["--tokens", "at least 1"]),
     (["generate", "--temperature", "nan"], "usage", ["--temperature"]),
     (["search", "  "], "usage", ["empty"]),
-    (["search", "x", "-k", "0"], "out-of-range", ["-k 0"]),
+    (["search", "x", "-k", "0"], "usage", ["-k", "at least 1"]),
     (["search", "x", "--system", "magic"], "usage", ["bm25"]),
 ]
 
@@ -56,16 +60,22 @@ def test_a_command_that_cannot_be_done_says_why(farspan: Farspan, words, code, p
 CONFIGS = [
     ("", "out-of-range", ["`data`"]),
     ("- data\n", "out-of-range", ["array"]),
-    ("data: [docs\n", "unknown-key", ["line 2"]),
-    ("data: docs\ndata: other\n", "unknown-key", ["'data' is set twice", "line 2"]),
-    ("data: docs\ntrain: {steps: 5, steps: 6}\n", "unknown-key", ["'steps' is set twice"]),
-    (b"data: caf\xe9\n", "unknown-key", ["0xe9", "position 9"]),
+    ("data: [docs\n", "file-unreadable", ["YAML", "line 2"]),
+    ("data: docs\ndata: other\n", "file-unreadable", ["'data' is set twice", "line 2"]),
+    ("data: docs\ntrain: {steps: 5, steps: 6}\n", "file-unreadable", ["'steps' is set twice"]),
+    (b"data: caf\xe9\n", "file-unreadable", ["UTF-8", "0xe9", "position 9"]),
+    ("data: docs\n? [a]\n: b\n", "file-unreadable", ["line 2", "unhashable"]),
+    ("data: docs\nname: 2026-13-01\n", "file-unreadable", ["month"]),
     ("data: ''\n", "out-of-range", ["data"]),
     ("data: dosc\n", "path-missing", ["docs"]),
     ("data: {source: docs, vall: 1%}\n", "unknown-key", ["run.yaml:1", "'data.vall'", "'val'"]),
     ("data: docs\ntrain: {batch: {globl: 3}}\n", "unknown-key", ["run.yaml:2", "'global'"]),
     ("data: docs\ntrain: {optimiser: {lr: 1}}\n", "unknown-key", ["'optimizer'"]),
     ("data: docs\ntrain: {optimizer: {lr: 0}}\n", "out-of-range", ["train.optimizer.lr", "> 0"]),
+    ("data: docs\ntrain: {precision: fp8}\n", "out-of-range", ["'fp8' is not one of auto, fp32, bf16, fp16"]),
+    ("data: docs\nmodel: {family: lama}\n", "out-of-range", ["gpt2, llama", "fix:   set model.family: llama"]),
+    ("data: docs\nparallel: {workers: all}\n", "out-of-range", ["a number, auto"]),
+    ("data: docs\nversion: 2\n", "out-of-range", ["2 is not one of 1"]),
     ("data: docs\ntrain: {optimizer: {clip: .inf}}\n", "out-of-range", ["train.optimizer.clip"]),
     ("data: docs\ntrain: {epochs: .inf}\n", "out-of-range", ["train.epochs"]),
     ("data: docs\ntrain: {steps: 99999999999999999999}\n", "out-of-range", ["train.steps"]),
@@ -143,18 +153,28 @@ def test_with_json_a_refusal_is_one_object(farspan: Farspan, words):
 
 
 def copied(run: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(run, tmp_path / "run"))
+    return Path(shutil.copytree(run, tmp_path / "my run"))
+
+
+def killed(run: Path) -> Path:
+    """The run as if it had been killed before it could say how it ended."""
+    *before, end = (run / "events.jsonl").read_text().splitlines(keepends=True)
+    assert '"event":"finished"' in end
+    (run / "events.jsonl").write_text("".join(before))
+    return run
 
 
 def test_a_run_and_an_export_are_never_written_over(run: Path, farspan: Farspan, tmp_path: Path):
     expect(farspan("train"), "run-exists", "farspan resume")
     (tmp_path / "x").write_text("mine")
+    expect(farspan("train", "--run", "my docs"), "run-exists", "--run 'my docs-2'", "farspan resume 'my docs'")
     expect(farspan("export", str(run), "--out", str(tmp_path)), "run-exists")
     assert [file.name for file in tmp_path.iterdir()] == ["x"]
 
 
 def test_search_before_embed_names_the_command(run: Path, farspan: Farspan, tmp_path: Path):
-    expect(farspan("search", "time", "--run", str(copied(run, tmp_path))), "no-index", "farspan embed")
+    hurt = copied(run, tmp_path)
+    expect(farspan("search", "time", "--run", str(hurt)), "no-index", f"farspan embed '{hurt}'")
 
 
 def test_truncated_weights_are_named(run: Path, farspan: Farspan, tmp_path: Path):
@@ -162,16 +182,14 @@ def test_truncated_weights_are_named(run: Path, farspan: Farspan, tmp_path: Path
     for weights in hurt.rglob("model.safetensors"):
         os.truncate(weights, 100)
     expect(farspan("generate", "a", "--run", str(hurt)), "checkpoint-corrupt", "best", "step-00000004")
-    expect(farspan("resume", str(hurt)), "checkpoint-corrupt", "model.safetensors", "--run")
+    expect(farspan("resume", str(killed(hurt))), "checkpoint-corrupt", "model.safetensors", "--run")
 
 
 def test_a_truncated_plan_is_named(run: Path, farspan: Farspan, tmp_path: Path):
     hurt = copied(run, tmp_path)
     os.truncate(hurt / "plan.json", 50)
-    done = farspan("resume", str(hurt))
-    assert (
-        done.returncode == EXIT_CODES["unknown-key"] and "plan.json" in done.stderr and "Traceback" not in done.stderr
-    )
+    for command in ("resume", "report"):
+        expect(farspan(command, str(hurt)), "file-unreadable", "plan.json", "JSON")
 
 
 def test_without_torch_training_is_refused_and_the_rest_works(run: Path, farspan: Farspan, tmp_path: Path):
@@ -181,10 +199,41 @@ def test_without_torch_training_is_refused_and_the_rest_works(run: Path, farspan
         "u.find_spec = lambda name, *a: None if name == 'torch' else find(name, *a)\n"
     )
     (tmp_path / "sitecustomize.py").write_text(hidden)
-    for words in (["train", "--run", "runs/new"], ["resume", str(run)], ["embed"], ["generate", "a"], ["demo"]):
-        expect(farspan(*words, PYTHONPATH=str(tmp_path)), "extra-missing", "pip install 'farspan[train]'")
+    stopped = killed(copied(run, tmp_path))
+    for words in (["train", "--run", "runs/new"], ["resume", str(stopped)], ["embed"], ["generate", "a"], ["demo"]):
+        expect(farspan(*words, PYTHONPATH=str(tmp_path)), "extra-missing", "torch", "pip install 'farspan[train]'")
     for words in (["--help"], ["prepare"], ["report"], ["init", "docs", "--out", str(tmp_path / "new.yaml")]):
         assert farspan(*words, PYTHONPATH=str(tmp_path)).returncode == 0
+
+
+def test_any_other_library_of_an_extra_is_named(run: Path, farspan: Farspan, tmp_path: Path):
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['safetensors'] = None\n")
+    expect(farspan("export", PYTHONPATH=str(tmp_path)), "extra-missing", "safetensors", "pip install 'farspan[train]'")
+
+
+INTERRUPT = """
+import os, signal, sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "{name}":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+"""
+SCRIPT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]["farspan"]
+STARTS = {"module": ["-m", "farspan"], "script": ["-c", "import sys; from {} import {} as f; sys.exit(f())"]}
+
+
+@pytest.mark.parametrize("name", ["farspan.cli.main", "argparse", "farspan.cli.commands.prepare"])
+@pytest.mark.parametrize("start", STARTS)
+def test_ctrl_c_while_starting_is_no_traceback(desk: Path, environment: dict[str, str], tmp_path: Path, start, name):
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPT.format(name=name))
+    words = [word.format(*SCRIPT.split(":")) for word in STARTS[start]]
+    done = subprocess.run(
+        [sys.executable, *words, "prepare"], cwd=desk, env={**environment, "PYTHONPATH": str(tmp_path)},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode in (-signal.SIGINT, EXIT_CODES["interrupted"])
+    assert "Traceback" not in done.stderr and done.stdout == ""
 
 
 @pytest.fixture

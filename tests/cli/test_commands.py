@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from farspan.cli import main
+from farspan.cli import main, runs
+from farspan.domain.codec import load_yaml
+from farspan.domain.config import DataConfig, RunConfig
 from tests.cli.conftest import Farspan
 
 
@@ -47,6 +49,30 @@ def test_with_json_a_command_answers_one_object_and_nothing_else(run: Path, fars
     assert set(json.loads(done.stdout)) == keys and done.stdout.count("\n") == 1
 
 
+def test_json_is_taken_at_every_level():
+    parser = main.Parser(prog="farspan lab")
+    parser.add_subparsers().add_parser("up")
+    assert parser.parse_args(["up", "--json"]).json
+
+
+def test_resuming_a_finished_run_says_so_and_changes_nothing(run: Path, farspan: Farspan):
+    before = {path: path.stat().st_mtime_ns for path in sorted(run.rglob("*"))}
+    done = farspan("resume", str(run))
+    assert done.returncode == 0 and "nothing is left to train" in done.stdout
+    assert "resumed" not in done.stdout and "step 4 of 4" in done.stdout
+    assert {path: path.stat().st_mtime_ns for path in sorted(run.rglob("*"))} == before
+
+
+def test_overrides_of_parts_keep_the_rest(tmp_path: Path):
+    (tmp_path / "run.yaml").write_text("data: {source: docs, dedup: false}\ntrain: {batch: {global: 4}}\n")
+    parser = main.Parser(prog="farspan plan")
+    runs.takes_config(parser)
+    words = ["--set", "data.val=2%", "--set", "train.optimizer.lr=6e-4", "--set", "size=30M"]
+    config = runs.load_config(parser.parse_args([str(tmp_path / "run.yaml"), *words]))
+    assert config.data == DataConfig(source="docs", val="2%", dedup=False) and config.size == "30M"
+    assert (config.train.optimizer.lr, config.train.batch.global_) == (6e-4, 4)
+
+
 def test_plan_prices_the_run_and_says_where_each_value_came_from(run: Path, farspan: Farspan, tmp_path: Path):
     done = farspan("plan", "--resolved", "--out", str(tmp_path / "plan.json"), "--json")
     answer = json.loads(done.stdout)
@@ -68,6 +94,14 @@ def test_init_writes_a_file_that_loads(desk: Path, farspan: Farspan, tmp_path: P
     out = tmp_path / "new.yaml"
     assert farspan("init", "docs", "--out", str(out)).returncode == 0
     assert farspan("prepare", str(out)).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["a: b", "true", " ".join(["my papers"] * 12)])
+def test_init_quotes_any_name_of_a_folder(farspan: Farspan, tmp_path: Path, name: str):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "a.txt").write_text("text")
+    assert farspan("init", name, cwd=tmp_path).returncode == 0
+    assert load_yaml(tmp_path / "run.yaml", RunConfig).data == name
 
 
 def test_a_reader_that_leaves_early_is_no_error(run: Path, environment: dict[str, str], desk: Path):

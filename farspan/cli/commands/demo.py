@@ -8,6 +8,7 @@ from pathlib import Path
 from farspan.cli import job
 from farspan.cli.console import Console
 from farspan.domain.config import BudgetConfig, RunConfig
+from farspan.domain.problems import command
 
 HELP = "the main job on the built-in corpus"
 
@@ -23,37 +24,29 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
-    job.require_torch()
     from farspan.cli.retrieve import make_index, opened, say_answer
     from farspan.retrieval.evaluate import table
     from farspan.retrieval.search import search
 
     config = RunConfig(data="pydocs", name="demo", size=SIZE, budget=BudgetConfig(time=given.time))
     path = _free(Path(given.run))
-    _head("text, tokens, plan", console)
-    planned = job.plan(config, console)
-    job.say_plan(planned, console)
-    folder = job.open_run(path, config, planned)
-    _head("training", console)
+    console.say("== text, tokens, plan")
+    folder = job.start(path, config, console)
+    console.say("\n== training")
     measured = job.train(folder, console)
-    job.say_result(folder, console)
-    _head("embeddings and vector database", console)
+    console.say("\n== embeddings and vector database")
     manifest = make_index(folder, console)
     if manifest.evaluation is not None:
         console.say(table(manifest.evaluation))
-    _head("three searches", console)
+    console.say("\n== three searches")
     answers = []
     with opened(folder) as index:
         for query in QUERIES:
             console.say(f"\n> {query}")
             answers.append(search(index, query, 3))
             say_answer(answers[-1], console)
-    console.say(f'\nyours now: farspan search "..." --run {path}   report: {folder.report}')
+    console.say(f"\nyours now: {command('search', '...', '--run', path)}   report: {folder.report}")
     console.answer({"run": str(path), "measurement": measured, "index": manifest, "answers": answers})
-
-
-def _head(text: str, console: Console) -> None:
-    console.say(f"\n== {text}")
 
 
 def _free(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""What is here, what is missing, and the one command that fixes each finding."""
+"""What is here, what is missing, and the one command that fixes each finding; with --cluster of all hosts and links."""
 
 from __future__ import annotations
 
@@ -7,29 +7,37 @@ import platform
 import shutil
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from farspan.cli import job
 from farspan.cli.console import Console
-from farspan.cli.runs import cache
 from farspan.domain.cluster import Cluster
 from farspan.domain.problems import Problem, Refusal
-from farspan.domain.units import format_bytes
+from farspan.domain.run import cache_folder
+from farspan.domain.units import format_bytes, format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from farspan.launch.examine import Examination, Way
 
 HELP = "say what is wrong and how to fix it"
 
 PACKAGES = ("torch", "numpy", "msgspec", "tokenizers", "tiktoken", "safetensors")
 #: A small model's checkpoints, its index and a corpus need about this much.
 LITTLE_DISK = 5 * 10**9
+#: Streams of the bandwidths that are measured: one shows the window, several the line.
+STREAMS = (1, 8)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
+    parser.add_argument("--cluster", metavar="CLUSTER", help="look at every host and link of a cluster file")
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
+    if given.cluster:
+        return _cluster(given.cluster, console)
     versions = {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
     findings: list[Problem] = []
     cluster: Cluster | None = None
@@ -47,21 +55,70 @@ def run(given: argparse.Namespace, console: Console) -> None:
         )
     free = shutil.disk_usage(".").free
     console.say(f"{'disk':12} {format_bytes(free)} free here")
-    for problem in findings:
+    _say_findings(findings, console)
+    console.answer({
+        "versions": versions, "devices": cluster.devices if cluster else [], "disk_free_bytes": free,
+        "findings": findings,
+    })  # fmt: skip
+    return None
+
+
+def _cluster(name: str, console: Console) -> None:
+    from farspan.cli.clusters import find
+    from farspan.launch.examine import examine
+    from farspan.launch.findings import findings
+
+    cluster = find(name)
+    console.say(f"looking at {len(cluster.hosts)} hosts and the links between them")
+    found = examine(cluster, streams=STREAMS)
+    _say_hosts(cluster, found, console)
+    if found.ways:
+        console.say(f"\n{_table(cluster, found)}\n")
+        console.say(f"from row to column: round trip, bandwidth with {STREAMS[0]} and {STREAMS[1]} streams, interface")
+    problems = findings(cluster, found)
+    _say_findings(problems, console)
+    console.answer({**msgspec.to_builtins(found, str_keys=True), "findings": msgspec.to_builtins(problems)})
+
+
+def _say_hosts(cluster: Cluster, found: Examination, console: Console) -> None:
+    for host in cluster.hosts:
+        if host.name in found.unreachable:
+            console.say(f"{host.name:12} cannot be reached")
+            continue
+        facts = found.hosts[host.name]
+        packages = ", ".join(f"{name} {version}" for name, version in facts.packages.items() if version)
+        devices = ", ".join(device.kind for device in host.devices)
+        console.say(
+            f"{host.name:12} Python {facts.python}, {packages or 'no packages'}; {devices}; "
+            f"{facts.cpus} cores, {format_bytes(facts.memory)}, {format_bytes(facts.disk_free)} free on disk"
+        )
+
+
+def _table(cluster: Cluster, found: Examination) -> str:
+    """Hosts by hosts. A cell that could not be measured names what failed."""
+    names = [host.name for host in cluster.hosts if host.name in found.hosts]
+    ways = {(way.a, way.b): way for way in found.ways}
+    cells = [[_cell(ways[a, b]) if a != b else "-" for b in names] for a in names]
+    width = max(len(text) for text in (*names, *(cell for row in cells for cell in row))) + 2
+    head = " " * 12 + "".join(f"{name:>{width}}" for name in names)
+    return "\n".join([head, *(f"{name:12}" + "".join(f"{cell:>{width}}" for cell in row)
+                              for name, row in zip(names, cells, strict=True))])  # fmt: skip
+
+
+def _cell(way: Way) -> str:
+    if way.failed:
+        return f"fails: {way.failed}"
+    if not way.bandwidth:
+        return format_seconds(way.rtt_s or 0.0)
+    rates = " / ".join(format_rate(rate) for rate in way.bandwidth.values())
+    return f"{format_seconds(way.rtt_s or 0.0)}, {rates}, {way.interface}"
+
+
+def _say_findings(problems: Any, console: Console) -> None:
+    for problem in problems:
         console.say(f"\n{problem}")
-    console.say("\nno findings" if not findings else f"\n{len(findings)} findings")
-    console.answer(_answer(versions, cluster, free, findings))
-
-
-def _answer(
-    versions: dict[str, str | None], cluster: Cluster | None, free: int, findings: list[Problem]
-) -> dict[str, Any]:
-    return {
-        "versions": versions,
-        "devices": msgspec.to_builtins(cluster.devices) if cluster else [],
-        "disk_free_bytes": free,
-        "findings": msgspec.to_builtins(findings),
-    }
+    count = len(problems)
+    console.say(f"\n{count or 'no'} finding{'s' * (count != 1)}")
 
 
 def _version(name: str) -> str | None:
@@ -72,16 +129,16 @@ def _version(name: str) -> str | None:
 
 
 def _describe(backend: str) -> Cluster:
-    from farspan.launch.probe import LocalProbe
+    from farspan.launch.probe import Probe
 
     job.require_torch()
-    with LocalProbe(threads=1) as probe:
+    with Probe() as probe:
         return probe.describe(backend, None)
 
 
 def _disk_findings() -> list[Problem]:
     found = []
-    corpora = next(path for path in (cache(), *cache().parents) if path.exists())
+    corpora = next(path for path in (cache_folder(), *cache_folder().parents) if path.exists())
     for what, path in (("runs", Path()), ("prepared corpora", corpora)):
         free = shutil.disk_usage(path).free
         if free < LITTLE_DISK:

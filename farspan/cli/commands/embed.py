@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import argparse
 
-from farspan.cli import job
 from farspan.cli.console import Console
-from farspan.cli.runs import find_run
+from farspan.cli.runs import find_run, takes_run
+from farspan.domain.problems import command
 
 HELP = "turn the model into a searchable index"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", nargs="?", help="run directory (default: the newest under runs/)")
+    takes_run(parser)
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
-    job.require_torch()
-    folder = find_run(given.run, console)
+    folder = find_run(given, console)
     from farspan.cli.retrieve import make_index
     from farspan.retrieval.evaluate import table
 
     manifest = make_index(folder, console)
     if manifest.evaluation is not None:
         console.say(table(manifest.evaluation))
-    console.say(f'index: {folder.index}; next: farspan search "..." --run {folder.path}')
+    console.say(f"index: {folder.index}; next: {command('search', '...', '--run', folder.path)}")
     console.answer({"run": str(folder.path), "index": str(folder.index), "manifest": manifest})

@@ -7,22 +7,22 @@ from pathlib import Path
 
 from farspan.cli import job
 from farspan.cli.console import Console
-from farspan.cli.runs import find_run
+from farspan.cli.runs import find_run, takes_run
+from farspan.domain.problems import command
 
 HELP = "write the model as a Hugging Face folder"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", nargs="?", help="run directory (default: the newest under runs/)")
+    takes_run(parser)
     parser.add_argument("--out", metavar="FOLDER", help="folder to write (default: RUN/export)")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
-    job.require_torch()
-    folder = find_run(given.run, console)
+    folder = find_run(given, console)
     out = Path(given.out) if given.out else folder.path / "export"
-    job.refuse_existing(out, f"farspan export {folder.path} --out {out}-2")
+    job.refuse_existing(out, command("export", folder.path, "--out", f"{out}-2"))
     from farspan.runtime.huggingface import export
     from farspan.runtime.inference import load
 

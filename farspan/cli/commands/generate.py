@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import argparse
 
-from farspan.cli import job
 from farspan.cli.console import Console
-from farspan.cli.runs import find_run
+from farspan.cli.runs import find_run, positive, takes_run
 
 HELP = "let the model write"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", default="")
-    parser.add_argument("--run", metavar="RUN", help="run directory (default: the newest under runs/)")
+    takes_run(parser, "--run", nargs=None)
     parser.add_argument("--tokens", type=positive, default=100)
     parser.add_argument("--temperature", type=not_negative, default=0.8, help="0: the likeliest token (default: 0.8)")
     parser.add_argument("--top-k", type=positive, default=50)
     parser.add_argument("--seed", type=int, default=0)
-
-
-def positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
 
 
 def not_negative(text: str) -> float:
@@ -33,8 +26,7 @@ def not_negative(text: str) -> float:
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
-    job.require_torch()
-    folder = find_run(given.run, console)
+    folder = find_run(given, console)
     from farspan.runtime.generate import generate
     from farspan.runtime.inference import load
 

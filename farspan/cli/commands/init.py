@@ -7,7 +7,7 @@ from pathlib import Path
 
 from farspan.cli.console import Console
 from farspan.domain.codec import missing_path, write_atomically
-from farspan.domain.problems import Refusal
+from farspan.domain.problems import Refusal, command
 from farspan.domain.units import parse_seconds
 
 HELP = "write a run.yaml for a folder of text"
@@ -33,6 +33,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
+    import yaml
+
     from farspan.corpus.sources import open_source
     from farspan.planning.quantities import positive
 
@@ -41,19 +43,14 @@ def run(given: argparse.Namespace, console: Console) -> None:
     if out.exists():
         raise Refusal(
             "run-exists", what="this file exists already", where=out, fact="it is not written over",
-            remedy=f"farspan train {out}, or: farspan init {given.source} --out OTHER.yaml",
+            remedy=f"{command('train', out)}, or: {command('init', given.source, '--out', 'OTHER.yaml')}",
         )  # fmt: skip
     if not out.absolute().parent.is_dir():
         raise missing_path(out.absolute().parent)
     source = open_source(given.source)
     source.fingerprint()
     name = given.source if given.source.startswith(("hf:", "pydocs")) else str(Path(given.source).expanduser())
-    write_atomically(out, TEMPLATE.format(source=_quoted(name), time=given.time).encode())
-    console.say(f"wrote {out}; next: farspan train {out}")
+    quoted = yaml.safe_dump(name, width=float("inf")).splitlines()[0]
+    write_atomically(out, TEMPLATE.format(source=quoted, time=given.time).encode())
+    console.say(f"wrote {out}; next: {command('train', out)}")
     console.answer({"path": str(out), "source": name})
-
-
-def _quoted(text: str) -> str:
-    import yaml
-
-    return str(yaml.safe_dump(text, default_style=None).splitlines()[0])

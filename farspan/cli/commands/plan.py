@@ -10,7 +10,7 @@ import msgspec
 
 from farspan.cli import job
 from farspan.cli.console import Console
-from farspan.cli.runs import load_config
+from farspan.cli.runs import load_config, takes_config
 from farspan.domain.codec import save
 from farspan.domain.model import train_flops_per_token
 
@@ -18,14 +18,13 @@ HELP = "say what a run would take"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="RUN.YAML", nargs="?", default="run.yaml")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of run.yaml")
+    takes_config(parser)
     parser.add_argument("--resolved", action="store_true", help="show each value and where it came from")
     parser.add_argument("--out", metavar="PLAN.JSON", help="write the plan to this file")
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
-    planned = job.plan(load_config(Path(given.config), given.set), console)
+    planned = job.plan(load_config(given), console)
     job.say_plan(planned, console)
     if given.resolved:
         for key, (value, origin) in resolved(planned).items():

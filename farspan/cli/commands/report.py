@@ -5,22 +5,22 @@ from __future__ import annotations
 import argparse
 
 from farspan.cli.console import Console
-from farspan.cli.runs import find_run
+from farspan.cli.runs import find_run, takes_run
 
 HELP = "show what a run did"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", nargs="?", help="run directory (default: the newest under runs/)")
+    takes_run(parser)
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
+    from farspan.report.history import open_run
     from farspan.report.measure import measure
     from farspan.report.page import write_page
     from farspan.report.text import report
 
-    folder = find_run(given.run, console)
-    page = write_page(folder.path)
-    console.say(report(folder.path))
-    console.say(f"\npage: {page}")
-    console.answer({"run": str(folder.path), "page": str(page), "measurement": measure(folder.path)})
+    run = open_run(find_run(given, console).path)
+    page = write_page(run)
+    console.say(f"{report(run)}\n\npage: {page}")
+    console.answer({"run": str(run.folder), "page": str(page), "measurement": measure(run)})

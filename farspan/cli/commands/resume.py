@@ -6,18 +6,22 @@ import argparse
 
 from farspan.cli import job
 from farspan.cli.console import Console
-from farspan.cli.runs import find_run
+from farspan.cli.runs import find_run, takes_run
 
 HELP = "go on with a stopped run"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", nargs="?", help="run directory (default: the newest under runs/)")
+    takes_run(parser)
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
-    job.require_torch()
-    folder = find_run(given.run, console)
-    measured = job.train(folder, console)
-    job.say_result(folder, console)
+    from farspan.report.history import is_complete
+
+    folder = find_run(given, console)
+    if is_complete(folder):
+        console.say("this run is finished: nothing is left to train")
+        measured = job.say_result(folder, console)
+    else:
+        measured = job.train(folder, console)
     console.answer({"run": str(folder.path), "measurement": measured})

@@ -4,42 +4,35 @@ from __future__ import annotations
 
 import argparse
 
-from farspan.cli import job
 from farspan.cli.console import Console
-from farspan.cli.runs import find_run
-from farspan.domain.problems import Refusal
+from farspan.cli.runs import find_run, positive, takes_run
+from farspan.domain.problems import Refusal, command
 
 HELP = "search the documents"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("query", metavar="QUERY", nargs="?")
-    parser.add_argument("--run", metavar="RUN", help="run directory (default: the newest under runs/)")
-    parser.add_argument("-k", type=int, default=5, help="results to show (default: 5)")
+    takes_run(parser, "--run", nargs=None)
+    parser.add_argument("-k", type=positive, default=5, help="results to show (default: 5)")
     parser.add_argument("--system", choices=("bm25", "model", "fused"), help="search this way, whatever was measured")
     parser.add_argument("--eval", action="store_true", help="show how well each way of searching was measured to do")
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
-    job.require_torch()
     if not given.eval and not (given.query or "").strip():
         raise Refusal(
             "usage", what="there is nothing to search for", where="farspan search", fact="the query is empty",
             remedy='farspan search "read a file line by line"',
         )  # fmt: skip
-    if given.k < 1:
-        raise Refusal(
-            "out-of-range", what=f"-k {given.k} is not at least 1", where="farspan search", fact="it counts results",
-            remedy=f"farspan search {given.query!r} -k 5",
-        )  # fmt: skip
-    folder = find_run(given.run, console)
+    folder = find_run(given, console)
     from farspan.cli.retrieve import opened, say_answer
     from farspan.retrieval.evaluate import table
     from farspan.retrieval.index import read_manifest
     from farspan.retrieval.search import search
 
     if given.eval:
-        evaluation = read_manifest(folder.index, f"farspan embed {folder.path}").evaluation
+        evaluation = read_manifest(folder.index, command("embed", folder.path)).evaluation
         console.say(table(evaluation) if evaluation else "not evaluated: no document has text after its first line")
         console.answer({"run": str(folder.path), "evaluation": evaluation})
         return

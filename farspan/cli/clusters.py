@@ -1,0 +1,75 @@
+"""`--cluster` as a user writes it: a file, a name of `farspan cluster list`, or `lab:NAME` for a lab that is up."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from farspan.domain.cluster import Cluster, Device, Host, Link, Site
+
+if TYPE_CHECKING:
+    from farspan.lab import lab
+
+
+def find(name: str) -> Cluster:
+    """The cluster that `--cluster` means."""
+    from farspan.launch import clusters
+
+    if name.startswith("lab:"):
+        from farspan.lab import state
+
+        return of_lab(state.status(name.removeprefix("lab:")))
+    return clusters.find(name)
+
+
+def of_lab(status: lab.Status) -> Cluster:
+    """A lab that is up, as the cluster that it emulates: a host a site, whose disks only the first site shares."""
+    from farspan.lab import state
+
+    sites = []
+    for number, site in enumerate(status.lab.sites):
+        devices = tuple(
+            _device(device, tuple(state.enter(status, site.name, index))) for index, device in enumerate(site.devices)
+        )
+        host = Host(
+            name=site.name, devices=devices, cpus=sum(device.cores for device in site.devices), address=site.address,
+            enter=tuple(state.enter(status, site.name)), python=sys.executable,
+            folder=str(state.home(status.lab.name) / site.name) if number else None,
+        )  # fmt: skip
+        sites.append(Site(name=site.name, hosts=(host,)))
+    both = {frozenset((link.source, link.target)): link for link in status.lab.links}
+    links = tuple(
+        Link(
+            a=link.source, b=link.target, rtt_s=max(2 * link.delay_s, 5e-5), bandwidth=link.bandwidth,
+            jitter_s=link.jitter_s, loss=link.loss, window=status.lab.window,
+        )
+        for link in both.values()
+    )  # fmt: skip
+    return Cluster(sites=tuple(sites), links=links)
+
+
+def _device(device: lab.Device, enter: tuple[str, ...]) -> Device:
+    """A device of a lab: its share of cores of this machine's kind."""
+    from farspan.domain import catalog
+
+    flags = _cpu_flags()
+    kind = "cpu-amx" if "amx_bf16" in flags else "cpu-avx512" if "avx512f" in flags else "cpu-avx2"
+    share = device.cores * (device.speed if device.speed is not None else 1.0)
+    flops = {dtype: rate * share for dtype, rate in catalog.devices()[kind].flops.items()}
+    return Device(
+        kind=kind, backend="cpu", memory=device.memory or _machine_memory(), flops=flops, threads=device.cores,
+        dtypes=("fp32", "bf16") if flags & {"amx_bf16", "avx512_bf16"} else ("fp32",), enter=enter,
+    )  # fmt: skip
+
+
+def _cpu_flags() -> set[str]:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("flags"):
+            return set(line.split())
+    return set()
+
+
+def _machine_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

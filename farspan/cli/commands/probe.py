@@ -1,0 +1,34 @@
+"""Measure a cluster's devices, links and collectives, and write what was found as a cluster file for the planner."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from farspan.cli import job
+from farspan.cli.clusters import find
+from farspan.cli.commands.cluster import show
+from farspan.cli.console import Console
+from farspan.domain.clusterfile import save_cluster, to_file
+
+HELP = "measure what a cluster can do"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cluster", metavar="CLUSTER", required=True, help="a cluster file, or a name of one")
+    parser.add_argument("-o", "--out", metavar="FILE", required=True, help="where to write the measured cluster")
+    parser.add_argument("--model", metavar="PRESET", default="gpt2", help="whose shapes to measure at (default: gpt2)")
+
+
+def run(given: argparse.Namespace, console: Console) -> None:
+    from farspan import models
+    from farspan.launch.measure import measure
+
+    job.require_torch()
+    model, cluster, out = models.preset(given.model).spec, find(given.cluster), Path(given.out)
+    job.refuse_existing(out, f"farspan probe --cluster {given.cluster} -o {out.with_stem(out.stem + '-2')}")
+    measured = measure(cluster, model, console.say)
+    save_cluster(measured, out, f"Measured by farspan probe --cluster {given.cluster} --model {given.model}.")
+    show(measured, console)
+    console.say(f"written: {out}")
+    console.answer(to_file(measured))

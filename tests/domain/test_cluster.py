@@ -1,0 +1,198 @@
+"""Cluster files: what they mean, what they are refused for, and links that nobody wrote down."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farspan.domain import catalog
+from farspan.domain.cluster import Cluster, Device, Host, Link, MatmulRate, Site
+from farspan.domain.clusterfile import load_cluster, save_cluster
+from farspan.domain.problems import Refusal
+from farspan.launch import clusters
+
+LEAST = "sites: {utah: {hosts: {gpu1: {devices: [rtx6000, rtx6000]}}}, star: {hosts: {gpu2: {devices: [a30, t4]}}}}\n"
+
+
+def read(tmp_path, text):
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    return load_cluster(path)
+
+
+def test_the_least_file_takes_the_rest_from_the_catalogue(tmp_path):
+    cluster = read(tmp_path, LEAST)
+    assert [device.kind for device in cluster.devices] == ["rtx6000", "rtx6000", "a30", "t4"]
+    rtx, _, a30, t4 = cluster.devices
+    assert (rtx.memory, t4.memory) == (24_000_000_000, 16_000_000_000)
+    assert "bf16" in a30.dtypes
+    assert "bf16" not in rtx.dtypes + t4.dtypes, "Turing has no bf16"
+    assert rtx.origin == "catalogue"
+    assert cluster.link("gpu1", "gpu2") is None, "nobody said anything about this link"
+
+
+def test_prices_of_a_device_a_site_and_the_file_go_before_the_catalogue_in_that_order(tmp_path):
+    cluster = read(
+        tmp_path,
+        "sites:\n  a: {price: 0.25, hosts: {x: {devices: [t4, {kind: t4, price: 0.1}]}}}\n"
+        "  b: {hosts: {y: {devices: [t4, a40]}}}\nprices: {t4: 0.2}\n",
+    )
+    listed = catalog.devices()["a40"].price
+    assert [device.usd_per_hour for device in cluster.devices] == [0.25, 0.1, 0.2, listed.usd_per_hour]
+
+
+def test_quantities_are_read_in_their_units(tmp_path):
+    cluster = read(
+        tmp_path,
+        "sites:\n  a: {egress: 0.09, lease: 24h, hosts: {x: {devices: [t4], memory: 32GB}}}\n"
+        "  b: {hosts: {y: {devices: [t4]}}}\n"
+        "links: [{between: [a, b], rtt: 57ms, bandwidth: 1Gbit/s, window: 4MB, loss: 0.1%, jitter: 2ms}]\n",
+    )
+    link = cluster.link("x", "y")
+    found = (link.rtt_s, link.bandwidth, link.window, link.loss, link.jitter_s)
+    assert found == pytest.approx((0.057, 125e6, 4e6, 0.001, 0.002))
+    assert link.origin == "given"
+    assert cluster.sites[0].lease_s == 86400
+    assert cluster.sites[0].egress_usd_per_byte == pytest.approx(9e-11)
+    assert cluster.hosts[0].memory == 32 * 10**9
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "words"),
+    [
+        ("sites: {a: {hosts: {x: {devices: [rtx600]}}}}", "cluster-invalid", ["rtx6000"]),
+        ("sites: {a: {hosts: {x: {devices: []}}}}", "cluster-invalid", ["no devices"]),
+        ("sites: {}", "cluster-invalid", ["no devices"]),
+        ("sites: {a: {hosts: {x: {devices: [t4]}}}, b: {hosts: {x: {devices: [t4]}}}}", "cluster-invalid", ["'x'"]),
+        (LEAST + "links: [{between: [utah, mars], rtt: 1ms}]", "cluster-invalid", ["mars"]),
+        (LEAST + "links: [{between: [utah, utah], rtt: 1ms}]", "cluster-invalid", ["itself"]),
+        (LEAST + "links: [{between: [utah, star], rtt: 1ms}, {between: [star, utah], rtt: 2ms}]", "cluster-invalid",
+         ["links[1]"]),
+        (LEAST + "links: [{between: [utah, star], rtt: -5ms}]", "out-of-range", ["links[0].rtt"]),
+        (LEAST + "links: [{between: [utah, star], rtt: 0}]", "out-of-range", ["links[0].rtt"]),
+        (LEAST + "links: [{between: [utah, star], rtt: 5 parsec}]", "out-of-range", ["parsec"]),
+        (LEAST + "links: [{between: [utah, star], rtt: 2h}]", "out-of-range", ["links[0].rtt"]),
+        (LEAST + "links: [{between: [utah, star], rtt: 1ms, bandwidth: 900Tbit/s}]", "out-of-range", ["bandwidth"]),
+        (LEAST + "links: [{between: [utah, star], rtt: 1ms, loss: 120%}]", "out-of-range", ["loss"]),
+        (LEAST + "prices: {t44: 1}", "cluster-invalid", ["t4"]),
+        ("sites: {a: {price: -1, hosts: {x: {devices: [t4]}}}}", "out-of-range", ["sites.a.price"]),
+        ("sites: {a: {hosts: {x: {devices: [{kind: t4, count: 0}]}}}}", "out-of-range", ["count"]),
+        ("sites: {a: {hosts: {x: {devices: [t4], folder: data}}}}", "out-of-range", ["folder"]),
+        ("sites: {a: {hosts: {x: {devices: [cpu-avx2]}}}}", "cluster-invalid", ["memory"]),
+        ("sites: {a: {hosts: {x: {devises: [t4]}}}}", "unknown-key", ["devices"]),
+        ("sites: {a: {hosts: {x: {devices: [{kind: t4, memory: -4GB}]}}}}", "out-of-range", ["memory"]),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_meant_is_refused_by_name(tmp_path, text, code, words):
+    with pytest.raises(Refusal) as refusal:
+        read(tmp_path, text)
+    assert refusal.value.problem.code == code
+    assert all(word in str(refusal.value) for word in words)
+
+
+def test_every_cluster_that_ships_reads_back_from_what_is_written(tmp_path):
+    assert len(clusters.named()) == 8
+    for name in clusters.named():
+        cluster = clusters.find(name)
+        path = tmp_path / "again.yaml"
+        save_cluster(cluster, path, "again")
+        assert load_cluster(path) == cluster
+
+
+def test_measured_figures_survive_a_file(tmp_path):
+    cpu = Device(
+        kind="cpu-avx2", backend="cpu", memory=2**30, flops={"fp32": 64e9}, bandwidth=1.25e10, threads=2,
+        watts=9.0, usd_per_hour=0.5, rates=(MatmulRate(m=8, k=4, n=2, flops={"fp32": 1.5e9}),), origin="measured",
+    )  # fmt: skip
+    host = Host(name="x", devices=(cpu,), enter=("sh", "-c"), folder="/tmp/x", interface="eth7", cpus=2, memory=2**31)
+    link = Link(a="a", b="b", rtt_s=0.0574, bandwidth=1.2e8, jitter_s=1e-4, window=4 << 20, in_flight={1: 5, 16: 70},
+                transfer_s={4096: 0.03}, loss=0.001, origin="measured")  # fmt: skip
+    other = Host(name="y", devices=(cpu,), enter=())
+    cluster = Cluster(sites=(Site(name="a", hosts=(host,)), Site(name="b", hosts=(other,), lease_s=60.0)),
+                      links=(link,), allreduce_s={8: 0.1, 4_000_000: 1.5})  # fmt: skip
+    path = tmp_path / "measured.yaml"
+    save_cluster(cluster, path, "again")
+    assert load_cluster(path) == cluster
+
+
+def test_the_published_slices_have_the_published_round_trips():
+    asked = {"tacc-tacc": 0.1, "utah-gpn": 20.2, "utah-mass": 57.4, "bris-star": 95.9, "gat-amst": 103.0}
+    for name, rtt_ms in asked.items():
+        cluster = clusters.find(f"fabric/{name}")
+        assert cluster.link("vm1", "vm2").rtt_s == pytest.approx(rtt_ms / 1000)
+        assert len(cluster.devices) == 4
+
+
+def test_the_first_devices_of_a_cluster():
+    assert len(clusters.find("slm-cost/h100:12").devices) == 12
+    assert [len(host.devices) for host in clusters.find("slm-cost/h100:12").hosts] == [8, 4]
+    assert len(clusters.find("fabric/gat-amst:2").sites) == 1
+    for name, code in (("fabric/gat-amst:5", "device-missing"), ("fabric/gat-ams", "path-missing")):
+        with pytest.raises(Refusal) as refusal:
+            clusters.find(name)
+        assert refusal.value.problem.code == code
+        assert "fabric/gat-amst" in refusal.value.problem.remedy
+
+
+def test_hosts_of_one_site_have_a_derived_link():
+    site = Site(name="a", hosts=tuple(Host(name=name, devices=()) for name in "xy"))
+    link = Cluster(sites=(site,)).link("x", "y")
+    assert (link.origin, link.rtt_s) == ("derived", 1e-4)
+
+
+@given(st.dictionaries(st.tuples(st.integers(0, 4), st.integers(0, 4)).filter(lambda pair: pair[0] < pair[1]),
+                       st.tuples(st.floats(1e-4, 1), st.floats(1e3, 1e9)), max_size=10))  # fmt: skip
+def test_a_derived_link_is_the_shortest_way(edges):
+    sites = tuple(Site(name=f"s{i}", hosts=(Host(name=f"h{i}", devices=()),)) for i in range(5))
+    links = tuple(Link(a=f"s{a}", b=f"s{b}", rtt_s=rtt, bandwidth=rate) for (a, b), (rtt, rate) in edges.items())
+    cluster = Cluster(sites=sites, links=links)
+    by_pair = {frozenset(pair): value for pair, value in edges.items()}
+    for a, b in itertools.combinations(range(5), 2):
+        ways = [
+            [by_pair[frozenset(step)] for step in itertools.pairwise((a, *middle, b))]
+            for count in range(4)
+            for middle in itertools.permutations(set(range(5)) - {a, b}, count)
+            if all(frozenset(step) in by_pair for step in itertools.pairwise((a, *middle, b)))
+        ]
+        link = cluster.link(f"h{a}", f"h{b}")
+        if not ways:
+            assert link is None
+        elif frozenset((a, b)) in by_pair:
+            assert (link.rtt_s, link.origin) == (by_pair[frozenset((a, b))][0], "given")
+        else:
+            shortest = min(ways, key=lambda way: sum(rtt for rtt, _ in way))
+            assert link.rtt_s == pytest.approx(sum(rtt for rtt, _ in shortest))
+            assert link.bandwidth == min(rate for _, rate in shortest)
+            assert link.origin == "derived"
+
+
+def test_every_catalogue_figure_has_a_source_and_a_date():
+    for kind, device in catalog.devices().items():
+        assert device.source, kind
+        assert device.checked.startswith("202"), kind
+        assert device.price is None or (device.price.source and device.price.checked.startswith("202")), kind
+        assert device.flops and all(1e9 < rate < 1e16 for rate in device.flops.values()), kind
+        if not kind.startswith("cpu"):
+            assert device.memory and device.bandwidth and device.watts, kind
+    kinds = catalog.devices()
+    assert {"rtx6000", "t4", "a30", "a40", "v100-16", "v100-32", "a10g", "l4", "rtx3090", "rtx4090", "a6000", "l40s",
+            "a100-40", "a100-80", "h100", "h200", "b200"} <= set(kinds)  # fmt: skip
+    assert all("bf16" not in kinds[kind].flops for kind in ("rtx6000", "t4", "v100-16", "v100-32"))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("Quadro RTX 6000", "rtx6000"), ("NVIDIA RTX 6000 Ada Generation", None), ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA L4", "l4"), ("NVIDIA L40S", "l40s"), ("NVIDIA A10G", "a10g"), ("NVIDIA A10", None),
+        ("NVIDIA A40", "a40"), ("NVIDIA A400", None), ("NVIDIA A40-48Q", None), ("Tesla T4", "t4"),
+        ("Tesla T40 24GB", None), ("NVIDIA A100-SXM4-40GB", "a100-40"), ("A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None), ("NVIDIA A100-SXM4-80GB", "a100-80"),
+        ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA H200 NVL", None),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"), ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("Tesla V100-SXM2-16GB", "v100-16"), ("NVIDIA B200", "b200"),
+    ],
+)  # fmt: skip
+def test_a_drivers_name_finds_its_kind_and_no_other(name, kind):
+    assert catalog.kind_of(name) == kind

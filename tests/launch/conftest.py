@@ -1,0 +1,39 @@
+"""Labs for tests of what works on several hosts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from farspan.cli.clusters import of_lab
+from farspan.domain.cluster import Cluster
+from farspan.domain.codec import convert, parse_yaml
+from farspan.domain.problems import Refusal
+from farspan.lab import spec, state
+from farspan.lab.lab import Status
+
+
+def up(text: str) -> Status:
+    """The lab of a YAML text; skips where this system allows none."""
+    try:
+        state._unshare()
+    except Refusal as refusal:
+        pytest.skip(f"waits for a system that allows labs: {refusal.problem.fact}")
+    return state.up(spec.read(convert(parse_yaml(text, "lab.yaml"), spec.LabFile, "lab.yaml", text), "lab.yaml"))
+
+
+@pytest.fixture
+def lab() -> Iterator[Status]:
+    """Two sites of one device, 20 ms and 1 Gbit/s between them."""
+    name = f"launch-{os.getpid()}"
+    links = "links: [{between: [utah, star], rtt: 20ms, bandwidth: 1Gbit/s}]"
+    made = up(f"name: {name}\nsites: {{utah: {{devices: 1}}, star: {{devices: 1}}}}\n{links}\n")
+    yield made
+    state.down(name)
+
+
+@pytest.fixture
+def cluster(lab: Status) -> Cluster:
+    return of_lab(lab)

@@ -1,0 +1,262 @@
+"""Doctor's findings, each made to happen on the real kernel: links, firewalls, names, keys, clocks, versions."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from farspan.domain.cluster import Cluster, Device, Host, Site
+from farspan.domain.clusterfile import save_cluster
+from farspan.lab import spec, state
+from farspan.launch.examine import Examination, HostFacts, Way, examine, rounds
+from farspan.launch.findings import findings
+from farspan.launch.hosts import Agent, command
+
+CPU = Device(kind="cpu-avx2", backend="cpu", memory=10**9)
+
+
+def refused(cluster, found):
+    return [finding for finding in findings(cluster, found) if finding.severity == "refused"]
+
+
+def inside(lab, site, script):
+    done = subprocess.run([*state.enter(lab, site), "sh", "-c", script], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def change(lab, values, *, one_way=False):
+    state.change(lab.lab.name, ["utah", "star"], spec.link_values(values, "test") if "up" not in values else values,
+                 one_way=one_way)  # fmt: skip
+
+
+def test_two_healthy_sites_have_no_findings_and_the_figures_of_their_link(cluster):
+    began = time.monotonic()
+    found = examine(cluster, streams=(1, 8))
+    assert time.monotonic() - began < 20
+    assert refused(cluster, found) == []
+    assert {(way.a, way.b) for way in found.ways} == {("utah", "star"), ("star", "utah")}
+    for way in found.ways:
+        assert way.rtt_s == pytest.approx(0.020, rel=0.25)
+        assert abs(way.clock_offset_s) < 0.01
+        assert way.interface not in ("lo", None)
+        assert set(way.bandwidth) == {1, 8}
+        assert all(1e6 < rate < 140e6 for rate in way.bandwidth.values())
+
+
+@pytest.mark.parametrize("direction", [("utah", "star"), ("star", "utah")])
+def test_a_link_that_is_cut_one_way_is_named_with_its_direction(lab, cluster, direction):
+    state.change(lab.lab.name, list(direction), {"up": False}, one_way=True)
+    began = time.monotonic()
+    found = refused(cluster, examine(cluster, streams=()))
+    assert time.monotonic() - began < 15
+    assert {finding.code for finding in found} == {"host-unreachable"}
+    cut = [finding for finding in found if "is cut" in finding.what]
+    assert [finding.where for finding in cut] == [f"link {direction[0]} -> {direction[1]}"]
+
+
+def test_a_link_that_is_cut_both_ways_is_named_twice(lab, cluster):
+    state.change(lab.lab.name, ["utah", "star"], {"up": False}, one_way=False)
+    cut = [finding for finding in refused(cluster, examine(cluster, streams=())) if "is cut" in finding.what]
+    assert {finding.where for finding in cut} == {"link utah -> star", "link star -> utah"}
+
+
+@pytest.mark.skipif(not shutil.which("nft", path="/usr/sbin:/usr/bin"), reason="waits for nftables")
+@pytest.mark.parametrize("verdict", ["drop", "reject with tcp reset"])
+def test_a_firewall_says_who_must_open_what(lab, cluster, verdict):
+    rule = f"ip saddr 10.77.1.1 tcp flags syn / syn,ack {verdict}"
+    nft = "PATH=$PATH:/usr/sbin; nft add table ip f && nft 'add chain ip f i { type filter hook input priority 0; }'"
+    inside(lab, "star", f"{nft} && nft 'add rule ip f i {rule}'")
+    (finding,) = refused(cluster, examine(cluster, streams=()))
+    assert finding.where == "link utah -> star"
+    assert "star refuses connections from utah; the other direction works" in finding.what
+    assert finding.remedy.startswith("on star:")
+    assert "10.77.1.1" in finding.remedy
+
+
+def test_a_name_that_one_host_does_not_know(cluster):
+    sites = list(cluster.sites)
+    star = msgspec.structs.replace(sites[1].hosts[0], address="star.invalid")
+    sites[1] = msgspec.structs.replace(sites[1], hosts=(star,))
+    changed = msgspec.structs.replace(cluster, sites=tuple(sites))
+    found = refused(changed, examine(changed, streams=()))
+    assert [(finding.where, "star.invalid" in finding.what) for finding in found] == [("link utah -> star", True)]
+
+
+@pytest.mark.parametrize("interface", ["eth99", "lo"])
+def test_an_interface_that_cannot_be_used(cluster, interface):
+    sites = list(cluster.sites)
+    utah = msgspec.structs.replace(sites[0].hosts[0], interface=interface)
+    sites[0] = msgspec.structs.replace(sites[0], hosts=(utah,))
+    changed = msgspec.structs.replace(cluster, sites=tuple(sites))
+    (finding,) = refused(changed, examine(changed, streams=()))
+    assert finding.where == "host utah"
+    assert interface in finding.what
+
+
+def test_a_host_whose_command_fails_is_unreachable_with_its_words():
+    host = Host(name="far", devices=(CPU,), enter=("sh", "-c", "echo 'no such container: far' >&2; exit 3"))
+    cluster = Cluster(sites=(Site(name="a", hosts=(host,)),))
+    (finding,) = refused(cluster, examine(cluster, streams=()))
+    assert (finding.code, finding.where) == ("host-unreachable", "host far")
+    assert "no such container" in finding.fact
+
+
+def test_a_host_that_never_answers_ends_at_the_deadline(monkeypatch):
+    monkeypatch.setattr("farspan.launch.hosts.START_S", 1.0)
+    host = Host(name="far", devices=(CPU,), enter=("sh", "-c", "sleep 60"))
+    began = time.monotonic()
+    found = examine(Cluster(sites=(Site(name="a", hosts=(host,)),)), streams=())
+    assert time.monotonic() - began < 6
+    assert "within 1 s" in found.unreachable["far"].fact
+
+
+def test_an_agent_ends_with_who_asks_it():
+    with Agent(Host(name="here", devices=(), enter=())) as agent:
+        pid = agent._process.pid
+        agent._process.stdin.close()
+        agent._process.wait(timeout=5)
+        assert not Path(f"/proc/{pid}/cmdline").exists()
+
+
+def facts(**changes):
+    packages = {"farspan": "0.1.0", "torch": "2.13.0", "ray": None, "numpy": "2.0.0", "nvidia-nccl-cu12": None}
+    base = {"hostname": "x", "python": "3.11.7", "system": "Linux", "packages": packages, "cpus": 4, "gpus": (),
+            "interfaces": {"e0": "10.0.0.1"}, "memory": 10**10, "disk_free": 10**12}  # fmt: skip
+    return HostFacts(**{**base, **changes, "packages": packages | changes.get("packages", {})})
+
+
+def pair(a, b, device=CPU, **way):
+    hosts = tuple(Host(name=name, devices=(device,)) for name in "ab")
+    cluster = Cluster(sites=tuple(Site(name=f"s{host.name}", hosts=(host,)) for host in hosts))
+    ways = tuple(Way(a=x, b=y, rtt_s=0.01, interface="e0", **way) for x, y in (("a", "b"), ("b", "a")))
+    return findings(cluster, Examination(hosts={"a": a, "b": b}, unreachable={}, ways=ways))
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "severity"),
+    [("torch", "2.11.0", "refused"), ("torch", "2.13.1", "warned"), ("torch", "3.13.0", "refused"),
+     ("farspan", "0.2.0", "refused"), ("torch", "2.13.0+cpu", "warned"), ("numpy", "1.26.0", None)],
+)  # fmt: skip
+def test_versions_refuse_majors_and_minors_and_warn_of_patches(package, version, severity):
+    found = pair(facts(), facts(packages={package: version}))
+    assert [finding.severity for finding in found] == ([severity] if severity else [])
+    if severity:
+        assert f"a {facts().packages[package]}, b {version}" in found[0].fact
+
+
+def test_other_findings_of_a_host():
+    assert [f.code for f in pair(facts(), facts(python="3.9.1"))] == ["version-mismatch", "version-mismatch"]
+    assert [f.what for f in pair(facts(), facts(packages={"torch": None}))] == ["b lacks torch"]
+    assert [f.code for f in pair(facts(), facts(disk_free=10**9))] == ["disk-full"]
+    gpu = msgspec.structs.replace(CPU, backend="cuda")
+    assert [f.code for f in pair(facts(gpus=("A30, 24576, 550",)), facts(), device=gpu)] == ["device-missing"]
+    skew = pair(facts(), facts(), clock_offset_s=3.5)
+    assert [(f.severity, f.what) for f in skew] == [("warned", "the clocks of a and b differ")]
+    docker = pair(facts(), facts())
+    assert docker == ()
+
+
+@pytest.mark.parametrize("interface", ["lo", "docker0", "br-0123456789ab", "virbr0"])
+def test_interfaces_that_only_one_machine_sees_are_refused(interface):
+    hosts = tuple(Host(name=name, devices=(CPU,)) for name in "ab")
+    cluster = Cluster(sites=(Site(name="s", hosts=hosts),))
+    ways = (Way(a="a", b="b", rtt_s=0.01, interface=interface), Way(a="b", b="a", rtt_s=0.01, interface="e0"))
+    (finding,) = findings(cluster, Examination(hosts={"a": facts(), "b": facts()}, unreachable={}, ways=ways))
+    assert (finding.severity, finding.where) == ("refused", "link a -> b")
+
+
+@pytest.mark.parametrize("count", range(1, 10))
+def test_rounds_hold_every_pair_once_and_no_name_twice(count):
+    names = [str(i) for i in range(count)]
+    found = rounds(names)
+    assert sorted(tuple(sorted(p)) for r in found for p in r) == sorted(itertools.combinations(names, 2))
+    assert all(len({name for p in r for name in p}) == 2 * len(r) for r in found)
+
+
+# -- over ssh, with a real server in one site and doctor in the other -------------------------------------------------
+
+
+@pytest.fixture
+def ssh(lab, tmp_path):
+    """A folder for HOME in utah, whose ssh config leads to a server in star."""
+    if not shutil.which("sshd", path="/usr/sbin:/usr/bin"):
+        pytest.skip("waits for openssh-server")
+    folder = tmp_path / ".ssh"
+    folder.mkdir(mode=0o700)
+    for key in ("host", "user", "stranger"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True)
+    shutil.copy(folder / "user.pub", folder / "authorized_keys")
+    Path("/run/sshd").mkdir(exist_ok=True)
+    server = subprocess.Popen(
+        [*state.enter(lab, "star"), "/usr/sbin/sshd", "-D", "-e", "-f", "/dev/null", "-h", str(folder / "host"),
+         "-p", "22", "-o", f"AuthorizedKeysFile={folder}/authorized_keys", "-o", "StrictModes=no",
+         "-o", "PidFile=none"],
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    yield folder
+    server.terminate()
+    server.wait(timeout=10)
+
+
+def doctor_over_ssh(lab, folder, key="user", port=22, name="star"):
+    public = (folder / "host.pub").read_text().split()[:2]
+    (folder / "known_hosts").write_text(f"[10.77.2.1]:{port},10.77.2.1 {' '.join(public)}\n")
+    address = "10.77.2.1" if name == "star" else "nowhere.invalid"
+    (folder / "config").write_text(
+        f"Host {name}\n HostName {address}\n Port {port}\n User {os.environ.get('USER', 'root')}\n"
+        f" IdentityFile {folder}/{key}\n IdentitiesOnly yes\n UserKnownHostsFile {folder}/known_hosts\n"
+    )
+    ssh = ("ssh", "-F", str(folder / "config"), "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", name)
+    hosts = (Host(name="utah", devices=(CPU,), address="10.77.1.1", enter=()),
+             Host(name=name, devices=(CPU,), address="10.77.2.1", python=sys.executable, enter=ssh))  # fmt: skip
+    cluster = Cluster(sites=tuple(Site(name=f"s-{host.name}", hosts=(host,)) for host in hosts))
+    save_cluster(cluster, folder / "cluster.yaml", "test")
+    words = [*state.enter(lab, "utah"), sys.executable, "-m", "farspan", "doctor", "--json", "--cluster",
+             str(folder / "cluster.yaml")]  # fmt: skip
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    return msgspec.json.decode(done.stdout)
+
+
+def test_doctor_over_ssh_sees_both_hosts(lab, ssh):
+    found = doctor_over_ssh(lab, ssh)
+    assert [f for f in found["findings"] if f["severity"] == "refused"] == []
+    assert {(way["a"], way["b"]) for way in found["ways"]} == {("utah", "star"), ("star", "utah")}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "cause", "remedy"),
+    [({"key": "stranger"}, "authentication", "ssh-copy-id star"), ({"port": 23}, "port", "port 22 of star"),
+     ({"name": "nowhere"}, "name", "~/.ssh/config")],
+)  # fmt: skip
+def test_what_ssh_fails_at_is_told_apart(lab, ssh, wrong, cause, remedy):
+    found = doctor_over_ssh(lab, ssh, **wrong)
+    (finding,) = [f for f in found["findings"] if f["severity"] == "refused"]
+    assert finding["what"].endswith(f"cannot be reached: {cause}")
+    assert remedy in finding["remedy"]
+
+
+def test_ssh_gets_its_command_in_one_quoted_word():
+    words = command(Host(name="gpu1", devices=()), ["sh", "-c", "echo 'a b'"])
+    assert words[0] == "ssh" and words[-2] == "gpu1"
+    assert subprocess.run(words[-1], shell=True, capture_output=True, text=True).stdout == "a b\n"
+
+
+def test_doctor_of_this_machine_alone(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        f"sites: {{a: {{hosts: {{{socket.gethostname()}: {{devices: [{{kind: cpu-avx2, memory: 1GB}}]}}}}}}}}\n"
+    )
+    words = [sys.executable, "-m", "farspan", "doctor", "--cluster", str(file)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "Python 3" in done.stdout and "finding" in done.stdout

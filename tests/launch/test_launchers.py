@@ -1,0 +1,302 @@
+"""The same training on two emulated sites by every launcher: the same losses, nothing shared, losses named."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from farspan.cli.clusters import of_lab
+from farspan.domain.cluster import Cluster, Host, Site
+from farspan.domain.plan import PlannedDevice
+from farspan.domain.problems import Refusal
+from farspan.domain.results import Step, Validated, read_events
+from farspan.domain.train import Optimizer, Schedule, TrainSpec
+from farspan.lab import state
+from farspan.launch.launchers import launch, names
+from farspan.launch.launchers.ray import installed, refuse_public, require_ray, require_token
+from farspan.launch.workers import run_folder
+from tests import tiny
+from tests.launch.conftest import up
+
+TRAIN = TrainSpec(
+    steps=6, batch=8, seq_len=16, precision="fp32", optimizer=Optimizer(lr=3e-3),
+    schedule=Schedule(warmup_steps=2), validate_every=3, seed=3,
+)  # fmt: skip
+#: Longer than any test waits.
+LONG = replace(TRAIN, steps=100_000, validate_every=100_000)
+
+
+@pytest.fixture(scope="module")
+def sites():
+    """Two sites of two devices, 20 ms apart, and the cluster that they are."""
+    name = f"launchers-{os.getpid()}"
+    links = "links: [{between: [utah, star], rtt: 20ms}]"
+    made = up(f"name: {name}\nsites: {{utah: {{devices: 2}}, star: {{devices: 2}}}}\n{links}\n")
+    yield made, of_lab(made)
+    state.down(name)
+
+
+def planned(train: TrainSpec = TRAIN):
+    devices = tuple(
+        PlannedDevice(host=host, backend="cpu", index=index, threads=1) for host in ("utah", "star") for index in (0, 1)
+    )
+    return replace(tiny.plan(train, rows=(2, 2, 2, 2), micro_rows=2), devices=devices)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The losses of the same training by one process on this machine."""
+    run = tiny.run_folder(tmp_path_factory.mktemp("alone") / "run", tiny.plan(TRAIN, micro_rows=2))
+    return losses(run, "local", tiny.this_machine(run.load_plan()))
+
+
+def losses(run, launcher, cluster):
+    with launch(launcher, run.load_plan(), run, cluster) as workers:
+        events = list(workers)
+    return [event.loss for event in events if isinstance(event, Step | Validated)]
+
+
+@pytest.mark.parametrize("launcher", ["local", "torchrun", "ray"])
+def test_two_sites_of_two_workers_lose_what_one_process_loses(sites, alone, tmp_path, launcher):
+    if launcher == "ray":
+        pytest.importorskip("ray", reason="waits for farspan[ray]")
+    run = tiny.run_folder(tmp_path / "run", planned())
+    # To star the run and the corpus are empty folders: it has a file system of its own.
+    hide = [*state.enter(sites[0], "star"), "mount", "-t", "tmpfs", "none", str(tmp_path)]
+    subprocess.run(hide, check=True, timeout=10)
+    found = losses(run, launcher, sites[1])
+    assert found == pytest.approx(alone, abs=1e-5)
+    there = run_folder(sites[1].hosts[1], run.load_plan(), run)
+    assert there.path != run.path, "star shares no folder with utah"
+    assert there.plan.read_bytes() == run.plan.read_bytes()
+    sent = Path(sites[1].hosts[1].folder) / "cache" / "corpora" / "sent-tiny"
+    assert (sent / "train.bin").read_bytes() == (tmp_path / "corpus" / "train.bin").read_bytes()
+    assert not left_over(run)
+
+
+def left_over(run):
+    """Processes of a run that still live."""
+    time.sleep(0.5)
+    return subprocess.run(["pgrep", "-af", f"{run.path.parent.name}|ray_node"], capture_output=True, text=True).stdout
+
+
+def test_resuming_on_two_sites_goes_on_where_the_run_stopped(sites, tmp_path):
+    whole = tiny.run_folder(tmp_path / "whole" / "run", planned())
+    expected = losses(whole, "local", sites[1])
+    run = tiny.run_folder(tmp_path / "cut" / "run", planned())
+    with launch("local", run.load_plan(), run, sites[1]) as workers:
+        first = []
+        for event in workers:
+            first.append(event)
+            if isinstance(event, Step) and event.step == 3:
+                workers.interrupt()
+    done = max(event.step for event in first if isinstance(event, Step))
+    assert done < TRAIN.steps, "it ended before it could be interrupted"
+    again = losses(run, "local", sites[1])
+    before = [event.loss for event in first if isinstance(event, Step | Validated)]
+    assert before + again == pytest.approx(expected, abs=1e-6)
+
+
+def worker_of(run, rank):
+    """The process id of a rank's worker, once it trains."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (process / "cmdline").read_bytes().split(b"\0")
+                environment = (process / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            ours = words[1:3] == [b"-m", b"farspan.runtime.worker"] or words[2:4] == [b"-m", b"farspan.runtime.worker"]
+            if ours and run.path.name.encode() in words[-2] and f"RANK={rank}".encode() in environment:
+                return int(process.name)
+        time.sleep(0.1)
+    raise AssertionError(f"rank {rank} was not started")
+
+
+def lost(run, launcher, cluster, harm):
+    """What the job ends with when `harm` is done after its first step, and how long that takes."""
+    done: list[float] = []
+    with pytest.raises(Refusal) as refusal, launch(launcher, run.load_plan(), run, cluster) as workers:
+        for event in workers:
+            if isinstance(event, Step) and not done:
+                done.append(time.monotonic())
+                harm()
+    assert done
+    return refusal.value.problem, time.monotonic() - done[0]
+
+
+@pytest.mark.parametrize("launcher", ["local", "torchrun", "ray"])
+def test_a_killed_worker_is_named_with_host_rank_and_cause(sites, tmp_path, launcher):
+    if launcher == "ray":
+        pytest.importorskip("ray", reason="waits for farspan[ray]")
+    run = tiny.run_folder(tmp_path / f"killed-{launcher}", planned(LONG))
+    problem, seconds = lost(run, launcher, sites[1], lambda: os.kill(worker_of(run, 3), signal.SIGKILL))
+    assert (problem.code, problem.what) == ("worker-lost", "rank 3 on star was lost")
+    assert "SIGKILL" in problem.fact
+    assert seconds < 30
+    assert not left_over(run)
+
+
+def test_a_link_that_is_cut_while_training_names_a_rank_behind_it(sites, tmp_path):
+    lab, cluster = sites
+    run = tiny.run_folder(tmp_path / "cut-link", planned(LONG))
+    try:
+        problem, seconds = lost(
+            run, "local", cluster, lambda: state.change(lab.lab.name, ["utah", "star"], {"up": False}, one_way=False)
+        )
+    finally:
+        state.change(lab.lab.name, ["utah", "star"], {"up": True}, one_way=False)
+    assert problem.code == "worker-lost"
+    assert re.fullmatch(r"rank [23] on star was lost", problem.what)
+    assert seconds < 35
+
+
+def test_a_host_that_cannot_be_reached_ends_the_job_before_it_starts(sites, tmp_path):
+    lab, cluster = sites
+    run = tiny.run_folder(tmp_path / "unreachable", planned())
+    state.change(lab.lab.name, ["utah", "star"], {"up": False}, one_way=False)
+    began = time.monotonic()
+    try:
+        with pytest.raises(Refusal) as refusal, launch("local", run.load_plan(), run, cluster):
+            pass
+    finally:
+        state.change(lab.lab.name, ["utah", "star"], {"up": True}, one_way=False)
+    assert time.monotonic() - began < 30
+    assert refusal.value.problem.code == "host-unreachable"
+    assert "star cannot reach utah" in refusal.value.problem.what
+
+
+def test_workers_started_by_hand_with_the_variables_of_torchrun(tmp_path, alone):
+    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are all that a worker needs; rank 1 has no folder yet."""
+    run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN, rows=(4, 4), micro_rows=2))
+    elsewhere = tmp_path / "elsewhere" / "run"
+    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29417",
+                   "FARSPAN_CACHE": str(tmp_path / "elsewhere" / "cache")}  # fmt: skip
+    processes = [
+        subprocess.Popen([sys.executable, "-m", "farspan.runtime.worker", str(folder / "plan.json"), str(folder)],
+                         env=environment | {"RANK": str(rank)})
+        for rank, folder in enumerate((run.path, elsewhere))
+    ]  # fmt: skip
+    assert [process.wait(timeout=90) for process in processes] == [0, 0]
+    assert (elsewhere / "plan.json").read_bytes() == run.plan.read_bytes()
+
+
+def test_an_interrupt_through_torchrun_saves(sites, tmp_path):
+    run = tiny.run_folder(tmp_path / "run", planned(LONG))
+    with launch("torchrun", run.load_plan(), run, sites[1]) as workers:
+        asked = None
+        for event in workers:
+            if isinstance(event, Step) and asked is None:
+                asked = time.monotonic()
+                workers.interrupt()
+            last = event
+    assert time.monotonic() - asked < 60
+    assert last.reason == "interrupted"
+    assert list(run.checkpoints.glob("step-*"))
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_a_launcher_that_does_not_exist(tmp_path):
+    run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN))
+    with pytest.raises(Refusal) as refusal:
+        launch("torchrum", run.load_plan(), run, Cluster(sites=()))
+    assert (refusal.value.problem.code, refusal.value.problem.remedy) == ("launcher-unusable", "--launcher torchrun")
+    assert names() == ["local", "ray", "torchrun"]
+
+
+def test_a_running_ray_cluster_needs_a_token(tmp_path):
+    with pytest.raises(Refusal) as refusal:
+        require_token({}, tmp_path)
+    assert refusal.value.problem.code == "launcher-unusable"
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("x")
+    assert "RAY_AUTH_TOKEN_PATH" in require_token({}, tmp_path)
+    assert require_token({"RAY_AUTH_TOKEN": "t"}, tmp_path) == {"RAY_AUTH_TOKEN": "t"}
+    assert require_token({"RAY_AUTH_MODE": "disabled"}, tmp_path) == {"RAY_AUTH_MODE": "disabled"}
+
+
+@pytest.mark.parametrize(
+    ("version", "code"), [(None, "extra-missing"), ("2.9.3", "version-mismatch"), ("2.52.0", None)]
+)
+def test_ray_must_be_there_and_know_tokens(version, code):
+    if code is None:
+        require_ray({"star": version})
+    else:
+        with pytest.raises(Refusal, match=rf"error\[{code}\].*star"):
+            require_ray({"star": version})
+
+
+@pytest.mark.skipif(installed("ray") is None, reason="waits for farspan[ray]")
+def test_a_running_ray_cluster_is_read_and_used(tmp_path, alone):
+    """Started by hand with `ray start` on loopback and a token, as a user would."""
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef" * 4)
+    environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token),
+                   "RAY_worker_niceness": "0"}  # fmt: skip
+    start = ["--head", "--port=26379", "--node-ip-address=127.0.0.1", "--num-cpus=2", "--include-dashboard=false",
+             "--disable-usage-stats", "--labels=site=home", f"--temp-dir={tempfile.mkdtemp(prefix='fr-')}"]  # fmt: skip
+    node = subprocess.Popen([sys.executable, "-m", "farspan.launch.ray_node", *start], env=environment,
+                            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)  # fmt: skip
+    try:
+        show = [sys.executable, "-m", "farspan", "cluster", "show", "ray:127.0.0.1:26379", "--json"]
+        deadline = time.monotonic() + 60
+        while (done := subprocess.run(show, capture_output=True, env=environment, timeout=90)).returncode:
+            assert time.monotonic() < deadline, done.stderr
+        cluster = msgspec.json.decode(done.stdout, type=Cluster)
+        assert [(site.name, len(site.hosts)) for site in cluster.sites] == [("home", 1)]
+        assert (cluster.hosts[0].enter, cluster.hosts[0].devices[0].threads) == ((), 2)
+        refused = subprocess.run(show, capture_output=True, env=environment | {"RAY_AUTH_TOKEN": "x" * 64}, timeout=90)
+        assert b"launcher-unusable" in refused.stdout
+        plan = tiny.plan(TRAIN, micro_rows=2)
+        devices = (replace(plan.devices[0], host=cluster.hosts[0].name),)
+        run = tiny.run_folder(tmp_path / "run", replace(plan, devices=devices))
+        train = [sys.executable, "-c", DRIVE, str(run.path), "ray:127.0.0.1:26379"]
+        subprocess.run(train, check=True, env=environment, input=msgspec.json.encode(cluster), timeout=120)
+        found = [event.loss for event in read_events(run.events) if isinstance(event, Step | Validated)]
+        assert found == pytest.approx(alone, abs=1e-6)
+    finally:
+        node.stdin.close()
+        node.wait(timeout=60)
+
+
+#: Launches a run in a process whose environment holds the token.
+DRIVE = """
+import sys, msgspec
+from pathlib import Path
+from farspan.domain.cluster import Cluster
+from farspan.domain.run import RunFolder
+from farspan.launch.launchers import launch
+run, cluster = RunFolder(Path(sys.argv[1])), msgspec.json.decode(sys.stdin.buffer.read(), type=Cluster)
+with launch(sys.argv[2], run.load_plan(), run, cluster) as workers:
+    list(workers)
+"""
+
+
+@pytest.mark.parametrize(("address", "public"), [("8.8.8.8", True), ("10.1.2.3", False), ("192.168.1.1", False)])
+def test_ray_never_listens_on_the_open_internet(address, public):
+    host = Host(name="x", devices=(), address=address)
+    if public:
+        with pytest.raises(Refusal, match="public"):
+            refuse_public(host)
+    else:
+        refuse_public(host)
+
+
+def test_a_plan_for_hosts_that_the_cluster_lacks(tmp_path):
+    run = tiny.run_folder(tmp_path / "run", planned())
+    with pytest.raises(Refusal) as refusal:
+        launch("local", run.load_plan(), run, Cluster(sites=(Site(name="a", hosts=(Host(name="utah", devices=()),)),)))
+    assert refusal.value.problem.code == "plan-mismatch"
