@@ -1,13 +1,16 @@
-"""What makes plain mean-pooled embeddings of a small model find documents by title, and how to fuse them with BM25.
+"""How well titles find their documents: BM25, a trained and an untrained model, each with and without fitted maps.
 
-This is the comparison before the maps that `retrieval.embed` fits; `farspan search --eval` has the figures with them.
+    python benchmarks/retrieval.py [RUN]            # writes results/retrieval.json
+    python benchmarks/retrieval.py [RUN] --choose   # writes results/retrieval_maps.json
 
-    python benchmarks/retrieval.py RUN [--documents 5000]
+RUN is a run directory on any corpus; without one, `farspan demo` makes runs/retrieval first. Every row is measured by
+`farspan.retrieval.evaluate`, as `farspan search --eval` is, over the reported titles. Plain pooling is what `farspan
+embed` does for a corpus without titles: the same features, centred, whitened, and projected at random.
 
-Token weights (uniform, inverse document frequency, surprisal under the model, both), the block whose states are
-averaged, and whitening, each for the run's model and for an untrained one of the same shape: hit rate@10 of the queries
-of `farspan search --eval`. Candidates are a seeded sample of documents beside those that are asked for. Then weighted
-fusion against reciprocal rank fusion, on the tuning queries and on the reported ones, and seconds for each step.
+`--choose` compares sizes of a vector and passes over the pairs for the maps of the trained model, on titles of training
+documents that neither the maps are fitted to nor the evaluation reports. Of the candidates whose nDCG@10 is not below
+the best one's (the 95 % interval of the paired difference reaches 0), the smallest vector wins, then the fewest passes:
+the defaults of `farspan.retrieval.embed.Fit`.
 """
 
 from __future__ import annotations
@@ -15,13 +18,15 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
 import platform
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -30,207 +35,134 @@ from farspan.domain.codec import load
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.model import parameters
 from farspan.domain.run import RunFolder, RunRecord
-from farspan.retrieval.chunk import Chunking, chunk_documents
-from farspan.retrieval.evaluate import WEIGHTS, Query, body_of, choose_queries
-from farspan.retrieval.lexical import Lexical
-from farspan.retrieval.metrics import bootstrap, hit, ndcg, ranks
-from farspan.retrieval.rank import by_document, fuse, query_form
+from farspan.retrieval.chunk import chunk_documents
+from farspan.retrieval.embed import Embedder, Fit, apply_maps, fit_maps, inverse_frequency
+from farspan.retrieval.evaluate import TUNING, Side, body_of, choose_queries, evaluate, measure, table
+from farspan.retrieval.index import Recipe, title_pairs, untrained
+from farspan.retrieval.metrics import bootstrap, ranks
+from farspan.retrieval.rank import by_document
 from farspan.runtime import inference
-from farspan.runtime.model import Decoder, initialise
+from farspan.runtime.model import Decoder
 
 RESULTS = Path(__file__).parent / "results"
-ROWS = 64
-#: Logits made at a time, so that they stay in the CPU's cache.
-LOGITS = 2**22
+SEED = 0
+#: Titles that the candidates of `--choose` are compared on, as far as a corpus has them.
+CHOOSING = 2000
+SIZES, EPOCHS = (64, 128, 256, 512), (7, 14, 28, 56)
+PAIRS = (
+    ("model", "untrained"),
+    ("model, plain", "untrained, plain"),
+    ("model", "model, plain"),
+    ("fused", "bm25"),
+)
 
 
-def surprisal(model: Decoder, tokens_BS: torch.Tensor, inside_BS: torch.Tensor) -> torch.Tensor:
-    """-log p in nats (M) of the tokens after each row's first, where `inside_BS` (one position shorter) is true."""
-    device = tokens_BS.device
-    with torch.autocast(device.type, torch.bfloat16, enabled=True):
-        states_MD = model.hidden(tokens_BS[:, :-1])[inside_BS]
-        parts = []
-        rows = max(LOGITS // model.head_VD.shape[0], 1)
-        for x_ND, targets_N in zip(states_MD.split(rows), tokens_BS[:, 1:][inside_BS].split(rows), strict=True):
-            logits_NV = torch.nn.functional.linear(x_ND, model.head_VD).float()
-            parts.append(torch.nn.functional.cross_entropy(logits_NV, targets_N, reduction="none"))
-    return torch.cat(parts)
+class Task:
+    """The run's documents and their chunks, the titles that are asked, and those that the maps are fitted to."""
 
-
-class States:
-    """States after so many blocks, and the surprisal of each token, text after text in one long array."""
-
-    def __init__(self, model: Decoder, ids: list[list[int]], end: int, layers: list[int | None]) -> None:
-        self.lengths = [len(text) for text in ids]
-        self.tokens = torch.tensor([token for text in ids for token in text])
-        self.surprisal = torch.zeros(len(self.tokens))
-        self.states = {layer: torch.zeros(len(self.tokens), model.spec.d_model) for layer in layers}
-        for places, tokens, inside in batches(ids, end):
-            self.surprisal[places] = surprisal(model, tokens, inside)
-            with torch.autocast("cpu", torch.bfloat16):
-                streams = list(model.streams(tokens))
-                for layer in layers:
-                    state = model.norm(streams[-1]) if layer is None else streams[layer]
-                    self.states[layer][places] = state[:, 1:][inside].float()
-
-    def pooled(self, layer: int | None, weights: torch.Tensor) -> torch.Tensor:
-        owner = torch.repeat_interleave(torch.arange(len(self.lengths)), torch.tensor(self.lengths))
-        sums = torch.zeros(len(self.lengths), self.states[layer].shape[1])
-        sums.index_add_(0, owner, self.states[layer] * weights[:, None])
-        totals = torch.zeros(len(self.lengths)).index_add_(0, owner, weights)
-        return sums / totals.clamp(min=1e-9)[:, None]
-
-
-def batches(ids: list[list[int]], end: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """(positions in the long array, tokens with an end of text before each row, mask), shortest texts first."""
-    starts = np.cumsum([0, *map(len, ids)])
-    order = sorted((row for row in range(len(ids)) if ids[row]), key=lambda row: len(ids[row]))
-    for first in range(0, len(order), ROWS):
-        rows = order[first : first + ROWS]
-        longest = len(ids[rows[-1]])
-        tokens = torch.tensor([[end, *ids[row], *[end] * (longest - len(ids[row]))] for row in rows])
-        inside = torch.arange(longest) < torch.tensor([[len(ids[row])] for row in rows])
-        places = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows])
-        yield torch.from_numpy(places), tokens, inside
-
-
-def treated(passages: torch.Tensor, asked: torch.Tensor, titles: torch.Tensor, whiten: float) -> np.ndarray:
-    """Cosines (queries, passages) after centring and whitening."""
-    centred, asked = passages - passages.mean(0), asked - titles.mean(0)
-    variances, directions = torch.linalg.eigh((centred.T @ centred / len(centred)).double())
-    whitening = (directions * variances.clamp(min=float(variances[-1]) * 1e-6) ** (-whiten / 2)).float()
-    unit = torch.nn.functional.normalize
-    return (unit(asked @ whitening, dim=1) @ unit(centred @ whitening, dim=1).T).numpy()
-
-
-def hits(scores_of: Callable[[int], np.ndarray], queries: list[Query]) -> np.ndarray:
-    return np.array([hit(ranks(scores_of(row), query.relevant), 10) for row, query in enumerate(queries)])
-
-
-class Setting:
-    """The documents, queries and texts that everything is measured on."""
-
-    def __init__(self, run: RunFolder, count: int) -> None:
+    def __init__(self, run: RunFolder, most_tuning: int) -> None:
         self.trained = inference.load(run)
         documents = list(read_documents(Path(load(run.record, RunRecord).corpus)))
         train = load(run.corpus, CorpusManifest).train.documents
-        texts = [body_of(document) for document in documents]
-        queries = choose_queries(documents, texts, train, seed=0)
-        asked = {n for query in queries.reported + queries.tuning for n in query.relevant}
-        others = [n for n in np.random.default_rng(0).permutation(len(documents)) if int(n) not in asked]
-        kept = sorted(asked | {int(n) for n in others[: max(count - len(asked), 0)]})
-        place = {n: i for i, n in enumerate(kept)}
-        self.documents = [documents[n] for n in kept]
-        self.bodies = [texts[n] for n in kept]
-        self.reported, self.tuning = (
-            [Query(query.text, tuple(place[n] for n in query.relevant)) for query in some]
-            for some in (queries.reported, queries.tuning)
-        )
-        chunks = chunk_documents(self.documents, self.trained.tokenizer, Chunking(per_document=2))
-        self.chunks = [chunk for chunk in chunks if not chunk.head]
-        self.owners = [chunk.document for chunk in self.chunks]
-        self.titles = [query_form(document.title) for document in documents[:train][:: train // 1000 + 1]]
+        self.bodies = [body_of(document) for document in documents]
+        self.queries = choose_queries(documents, self.bodies, train, SEED, most_tuning)
+        size = min(Recipe().chunk_tokens, self.trained.model.spec.context - 1)
+        chunks = [chunk for chunk in chunk_documents(documents, self.trained.tokenizer, size) if not chunk.head]
+        self.passages, self.owners = [chunk.text for chunk in chunks], np.array([chunk.document for chunk in chunks])
+        self.titles, self.first_passages = title_pairs(documents[:train], chunks, self.queries)
 
 
-def treatments(setting: Setting) -> tuple[list[dict[str, Any]], np.ndarray]:
-    """A row a treatment; and the cosines of the treatment that the product uses, over tuning, then reported queries."""
-    trained, tokenizer = setting.trained.model, setting.trained.tokenizer
-    untrained = Decoder(trained.spec).eval()
-    initialise(untrained, 0)
-    layers: list[int | None] = [0, 1, trained.spec.layers // 2, None]
-    groups = [
-        [chunk.text for chunk in setting.chunks],
-        [q.text for q in setting.tuning + setting.reported],
-        setting.titles,
-    ]
-    ids = [tokenizer.encode_batch(texts) for texts in groups]
-    counts = np.bincount(np.concatenate([np.unique(text) for text in ids[0]]), minlength=trained.spec.vocab_size)
-    idf = torch.from_numpy(np.log(len(ids[0]) / np.clip(counts, 1, None))).float()
-    weights: dict[str, Callable[[States], torch.Tensor]] = {
-        "uniform": lambda states: torch.ones(len(states.tokens)),
-        "idf": lambda states: idf[states.tokens],
-        "surprisal": lambda states: states.surprisal,
-        "surprisal^2": lambda states: states.surprisal**2,
-        "surprisal * idf": lambda states: states.surprisal * idf[states.tokens],
-    }
-    models = {"trained": trained, "untrained": untrained}
-    with torch.inference_mode():
-        states = {n: [States(m, text, tokenizer.end_of_text, layers) for text in ids] for n, m in models.items()}
-        variants = [(0, name, whiten) for name in weights for whiten in (0.0, 0.5, 0.75, 1.0)]
-        variants += [(layer, name, 0.75) for layer in layers[1:] for name in ("uniform", "surprisal^2")]
-        rows, chosen = [], None
-        for layer, name, whiten in variants:
-            found = {}
-            for model, parts in states.items():
-                cosines = treated(*(part.pooled(layer, weights[name](part)) for part in parts), whiten)
-                reported = cosines[len(setting.tuning) :]
-                found[model] = hits(
-                    lambda row, c=reported: by_document(setting.owners, c[row], len(setting.bodies)), setting.reported
-                )
-                if (model, layer, name, whiten) == ("trained", 0, "surprisal^2", 0.75):
-                    chosen = cosines
-            low, high = bootstrap(found["trained"] - found["untrained"], seed=0)
-            rows.append({
-                "states": "output" if layer is None else f"after {layer} blocks", "weights": name, "whiten": whiten,
-                "trained": found["trained"].mean(), "untrained": found["untrained"].mean(), "interval": [low, high],
-            })  # fmt: skip
-    assert chosen is not None
-    return rows, chosen
+class Features:
+    """What a model makes of the texts of a task, before any map."""
+
+    def __init__(self, model: Decoder, task: Task) -> None:
+        tokenizer = task.trained.tokenizer
+        weights = inverse_frequency(tokenizer.encode_batch(task.passages), model.spec.vocab_size)
+        pool = Embedder(model, tokenizer, {"weights": weights}).pool
+        self.width = model.spec.d_model
+        self.passages, self.titles = pool(task.passages), pool(task.titles)
+        self.reported = pool([query.text for query in task.queries.reported])
+        self.tuning = pool([query.text for query in task.queries.tuning])
+
+    def side(self, first_passages: Sequence[int], fit: Fit) -> Side:
+        """Vectors under maps that are fitted to as many titles as there are numbers of passages."""
+        maps = fit_maps(self.passages, self.titles[: len(first_passages)], first_passages, self.width, fit)
+        asked = (apply_maps(maps, features, "query") for features in (self.reported, self.tuning))
+        return Side(apply_maps(maps, self.passages, "passage"), *asked)
 
 
-def fusions(setting: Setting, cosines: np.ndarray) -> list[dict[str, Any]]:
-    """nDCG@10 of each fusion over the tuning and the reported queries."""
-    lexical, N = Lexical.build(setting.bodies), len(setting.bodies)
-
-    def reciprocal(bm25: np.ndarray, vectors: np.ndarray) -> np.ndarray:
-        """1 / (60 + rank), summed over both (Cormack et al. 2009); nothing for what a system did not find."""
-        return sum((scores > 0) / (60 + 1 + np.argsort(np.argsort(-scores))) for scores in (bm25, vectors))
-
-    ways: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {"bm25": lambda bm25, vectors: bm25}
-    ways |= {f"bm25 + {w:g} cosine": lambda bm25, vectors, w=w: fuse(bm25, vectors, w) for w in WEIGHTS}
-    ways["reciprocal ranks"] = reciprocal
-    gains: dict[str, list[float]] = {way: [] for way in ways}
-    for row, query in enumerate(setting.tuning + setting.reported):
-        bm25, vectors = lexical.scores(query.text), by_document(setting.owners, cosines[row], N)
-        for way, scores in ways.items():
-            gains[way].append(ndcg(ranks(scores(bm25, vectors), query.relevant), 10))
-    T = len(setting.tuning)
-    return [{"fusion": w, "tuning": np.mean(g[:T]), "reported": np.mean(g[T:])} for w, g in gains.items()]
+def report(task: Task) -> dict[str, Any]:
+    """Every system over the reported titles."""
+    sides = {}
+    for name, model in (("model", task.trained.model), ("untrained", untrained(task.trained.model, SEED))):
+        features = Features(model, task)
+        sides[name] = features.side(task.first_passages, Fit())
+        sides[f"{name}, plain"] = features.side([], Fit())
+    evaluation = evaluate(task.bodies, task.owners, task.queries, sides, SEED, PAIRS)
+    print(table(evaluation))
+    return {"fit": Fit(), "evaluation": evaluation}
 
 
-def show(rows: list[dict[str, Any]]) -> None:
+def choose(task: Task) -> dict[str, Any]:
+    """Every candidate over the tuning titles, against the best."""
+    features = Features(task.trained.model, task)
+    measured, seconds = {}, {}
+    for fit in (Fit(size=size, epochs=epochs) for size in SIZES for epochs in EPOCHS):
+        start = time.process_time()
+        side = features.side(task.first_passages, fit)
+        seconds[fit] = time.process_time() - start
+        found = [
+            ranks(by_document(task.owners, similarities, len(task.bodies)), query.relevant)
+            for similarities, query in zip(side.tuning @ side.chunks.T, task.queries.tuning, strict=True)
+        ]
+        measured[fit] = measure(found)
+        print(f"{fit}: nDCG@10 {measured[fit]['ndcg_at_10'].mean():.4f}", flush=True)
+    best = max(measured, key=lambda fit: measured[fit]["ndcg_at_10"].mean())
+    rows = [
+        {
+            "size": fit.size, "epochs": fit.epochs, "fit_cpu_s": seconds[fit],
+            **{metric: values.mean() for metric, values in found.items()},
+            "ndcg_minus_best": bootstrap(found["ndcg_at_10"] - measured[best]["ndcg_at_10"], seed=SEED),
+        }
+        for fit, found in measured.items()
+    ]  # fmt: skip
+    chosen = next(row for row in rows if row["ndcg_minus_best"][1] >= 0)
     for row in rows:
-        cells = (
-            f"{v:.3f}" if isinstance(v, float) else str([round(x, 3) for x in v]) if isinstance(v, list) else v
-            for v in row.values()
+        low, high = row["ndcg_minus_best"]
+        print(
+            f"{row['size']:4} numbers {row['epochs']:3} passes  hit@10 {row['hit_at_10']:.3f}  nDCG@10"
+            f" {row['ndcg_at_10']:.3f}, {low:+.3f} to {high:+.3f} of the best's{'  <- chosen' if row is chosen else ''}"
         )
-        print("  ".join(f"{cell!s:18}" for cell in cells))
+    return {"chosen": {key: chosen[key] for key in ("size", "epochs")}, "rows": rows}
+
+
+def demo_run() -> Path:
+    """The run of the demo that this benchmark made, or makes now."""
+    path = Path("runs/retrieval")
+    if not path.exists():
+        subprocess.run([sys.executable, "-m", "farspan", "demo", "--run", str(path)], check=True)
+    return path
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--documents", type=int, default=5000, help="candidates (default: 5000)")
+    parser.add_argument("run", type=Path, nargs="?")
+    parser.add_argument("--choose", action="store_true", help="compare candidates for the maps, on tuning titles only")
     given = parser.parse_args()
     start = time.perf_counter()
-    setting = Setting(RunFolder.existing(given.run), given.documents)
-    rows, cosines = treatments(setting)
-    print(f"hit rate@10 of {len(setting.reported)} titles among {len(setting.bodies)} documents: trained, untrained,")
-    print("and the 95 % interval of their difference")
-    show(rows)
-    fused = fusions(setting, cosines)
-    print("\nnDCG@10 of fusions on tuning and reported queries")
-    show(fused)
+    task = Task(RunFolder.existing(given.run or demo_run()), CHOOSING if given.choose else TUNING)
+    found = choose(task) if given.choose else report(task)
     header = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "cpus": os.cpu_count(),
-        "platform": platform.platform(), "torch": torch.__version__, "weights": setting.trained.weights,
-        "parameters": parameters(setting.trained.model.spec), "queries": len(setting.reported),
-        "tuning_queries": len(setting.tuning), "documents": len(setting.bodies), "chunks": len(setting.chunks),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "platform": platform.platform(),
+        "torch": torch.__version__, "numpy": np.__version__, "seed": SEED, "weights": task.trained.weights,
+        "parameters": parameters(task.trained.model.spec), "documents": len(task.bodies),
+        "passages": len(task.passages), "fitted_titles": len(task.titles),
+        "reported_titles": len(task.queries.reported), "tuning_titles": len(task.queries.tuning),
         "seconds": time.perf_counter() - start,
     }  # fmt: skip
-    RESULTS.mkdir(exist_ok=True)
-    content = json.dumps({**header, "treatments": rows, "fusions": fused}, indent=2, default=float)
-    (RESULTS / "retrieval.json").write_text(content + "\n")
+    name = "retrieval_maps.json" if given.choose else "retrieval.json"
+    content = msgspec.json.encode({**header, **found}, enc_hook=float)
+    (RESULTS / name).write_text(json.dumps(json.loads(content), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,63 +1,37 @@
 """Documents to chunks: overlapping windows of tokens, cut where paragraphs, sentences or words end.
 
-Every cut lies before white space (or inside a word too long for one chunk): there byte-level pre-tokenizers of GPT-2's
-kind start a new token anyway, so a chunk's tokens are those that the document has at its span.
+Cuts lie before white space (or inside a word too long for half a chunk): there byte-level pre-tokenizers of GPT-2's
+kind start a new token anyway, so a chunk's tokens are those that the document has at its place.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice, repeat
-from typing import Annotated, Protocol
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
 
 import msgspec
 
+from farspan.corpus.tokenizer import Tokenizer
 from farspan.domain.corpus import Document
 
-#: Documents encoded at once: enough to keep the tokenizer's threads busy, few enough to keep memory flat.
-_BATCH = 1024
-
-#: Where a sentence or line ends: after closing punctuation and before white space, or before the line break.
-_SENTENCE_END = re.compile(r"(?<=\S)(?=\n)|(?<=[.!?:;])(?=\s)")
-_WORD_END = re.compile(r"(?<=\S)(?=\s)")
 _LINE = re.compile(r"[^\n]+")
-_PARAGRAPH = re.compile(r"\s*\n\s*\n")
-
-
-class Encoder(Protocol):
-    """What chunking needs of a tokenizer."""
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
-
-
-class Chunking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Windows of at most `size` tokens, neighbours share at most `overlap`; `per_document` keeps the first ones."""
-
-    size: Annotated[int, msgspec.Meta(ge=8)] = 128
-    overlap: Annotated[int, msgspec.Meta(ge=0)] = 16
-    per_document: Annotated[int, msgspec.Meta(ge=1)] | None = None
-
-    def __post_init__(self) -> None:
-        if 2 * self.overlap > self.size:
-            raise ValueError(f"overlap {self.overlap} is more than half of the chunk size {self.size}")
+_WORD = re.compile(r"\s*\S+|\s+")
+#: Where to cut before, best first: the end of a paragraph, of a line or sentence, of a word.
+_ENDS = (re.compile(r"\s*\n\s*\n"), re.compile(r"\n|(?<=[.!?:;])\s"), re.compile(r"\s"))
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
-    """`text` is the document's text[start_char : start_char + len(text)] and its tokens [start, stop)."""
+    """`text` is the text of the corpus's document number `document` from character `start` on."""
 
-    id: int
-    #: Position of the document in the corpus, and of the chunk in its document.
     document: int
-    ordinal: int
     #: Whether the chunk is of the document's head, which the evaluation leaves out of what can be found.
     head: bool
     title: str
     origin: str
     text: str
-    start_char: int
     start: int
-    stop: int
 
     @property
     def indexed(self) -> str:
@@ -79,88 +53,44 @@ def _bare(line: str) -> str:
     return "".join(filter(str.isalnum, line)).lower()
 
 
-def chunk_documents(documents: Iterable[Document], tokenizer: Encoder, chunking: Chunking) -> Iterator[Chunk]:
-    """Every chunk of every document, in order; ids count from 0. A document without text gives none.
+def chunk_documents(documents: Iterable[Document], tokenizer: Tokenizer, size: int) -> Iterator[Chunk]:
+    """Chunks of at most `size` tokens (8 or more), in order; neighbours share at most an eighth of that.
 
-    Head and body are cut apart first, so that no chunk holds some of both.
+    Head and body are cut apart, so that no chunk holds some of both. A part that is blank gives no chunk.
     """
-    numbered = iter(enumerate(documents))
-    next_id = 0
-    while batch := list(islice(numbered, _BATCH)):
-        cuts = [head_length(document) for _, document in batch]
-        parts = [part for (_, d), cut in zip(batch, cuts, strict=True) for part in (d.text[:cut], d.text[cut:])]
-        lengths = [len(ids) for ids in tokenizer.encode_batch(parts)]
-        for place, (number, document) in enumerate(batch):
-            head = list(_windows(parts[2 * place], lengths[2 * place], tokenizer, chunking))
-            body = _windows(parts[2 * place + 1], lengths[2 * place + 1], tokenizer, chunking)
-            head_tokens = head[-1][3] if head else 0
-            windows = chain(((True, 0, 0, w) for w in head), ((False, cuts[place], head_tokens, w) for w in body))
-            for ordinal, (is_head, char, token, window) in enumerate(islice(windows, chunking.per_document)):
-                start_char, stop_char, start, stop = window
+    for number, document in enumerate(documents):
+        cut = head_length(document)
+        for head, offset, part in ((True, 0, document.text[:cut]), (False, cut, document.text[cut:])):
+            for start, stop in _windows(part, tokenizer, size):
                 yield Chunk(
-                    id=next_id, document=number, ordinal=ordinal, head=is_head, title=document.title,
-                    origin=document.origin, text=document.text[char + start_char : char + stop_char],
-                    start_char=char + start_char, start=token + start, stop=token + stop,
+                    document=number, head=head, title=document.title, origin=document.origin,
+                    text=part[start:stop], start=offset + start,
                 )  # fmt: skip
-                next_id += 1
 
 
-def _windows(text: str, length: int, tokenizer: Encoder, chunking: Chunking) -> Iterator[tuple[int, int, int, int]]:
-    """(start_char, stop_char, start, stop) of each window; `length` is the whole text's in tokens."""
+def _windows(text: str, tokenizer: Tokenizer, size: int) -> Iterator[tuple[int, int]]:
+    """First and last character of each window. One ends at the best place in its second half."""
     if not text.strip():
         return
-    if length <= chunking.size:
-        yield 0, len(text), 0, length
-        return
-    pieces = _pieces(text, tokenizer, chunking.size)
-    chars, tokens = [0], [0]
-    for piece, count in pieces:
-        chars.append(chars[-1] + len(piece))
-        tokens.append(tokens[-1] + count)
-    first = 0
-    while first < len(pieces):
-        last = _cut(first, tokens, pieces, chunking.size)
-        yield chars[first], chars[last], tokens[first], tokens[last]
-        if last == len(pieces):
-            return
-        following = last
-        while following - 1 > first and tokens[last] - tokens[following - 1] <= chunking.overlap:
-            following -= 1
-        # The overlap and the next new piece must fit together, or the window would not move on.
-        while tokens[last + 1] - tokens[following] > chunking.size:
-            following += 1
-        first = following
+    pieces = list(_pieces(text, size))
+    chars = [0, *accumulate(map(len, pieces))]
+    tokens = [0, *accumulate(length - 1 for length in tokenizer.encode_joined(pieces)[1])]
+    first = last = 0
+    while last < len(pieces):
+        half, most = bisect_left(tokens, tokens[first] + size // 2), bisect_right(tokens, tokens[first] + size) - 1
+        last = most if most == len(pieces) else max(range(half, most + 1), key=lambda p: (_worth(text, chars[p]), p))
+        yield chars[first], chars[last]
+        first = bisect_left(tokens, tokens[last] - size // 8)
 
 
-def _cut(first: int, tokens: list[int], pieces: list[tuple[str, int]], size: int) -> int:
-    """Where the window from piece `first` ends: a paragraph's end in its second half, or the last piece that fits."""
-    last = first + 1
-    while last < len(pieces) and tokens[last + 1] - tokens[first] <= size:
-        last += 1
-    if last == len(pieces):
-        return last
-    for end in range(last, first, -1):
-        if 2 * (tokens[end] - tokens[first]) < size:
-            break
-        if _PARAGRAPH.match(pieces[end][0]):
-            return end
-    return last
+def _pieces(text: str, size: int) -> Iterator[str]:
+    """Words with the white space before them, in parts where one could have more than `size // 2` tokens."""
+    for word in _WORD.findall(text):
+        # A token has a byte or more, a character at most four.
+        step = len(word) if len(word.encode()) <= size // 2 else size // 8
+        yield from (word[start : start + step] for start in range(0, len(word), step))
 
 
-def _pieces(text: str, tokenizer: Encoder, size: int) -> list[tuple[str, int]]:
-    """The text in consecutive pieces with their token counts, none longer than `size`: sentences, words, halves."""
-    pieces = [text]
-    counts = [size + 1]
-    cuts: Iterator[Callable[[str], list[str]]] = chain((_SENTENCE_END.split, _WORD_END.split), repeat(_halves))
-    for cut in cuts:
-        pieces = [
-            part for piece, n in zip(pieces, counts, strict=True) for part in (cut(piece) if n > size else [piece])
-        ]
-        counts = [len(ids) for ids in tokenizer.encode_batch(pieces)]
-        if max(counts) <= size:
-            break
-    return list(zip(pieces, counts, strict=True))
-
-
-def _halves(text: str) -> list[str]:
-    return [text[: len(text) // 2], text[len(text) // 2 :]]
+def _worth(text: str, at: int) -> int:
+    """How good a place the one before character `at` is to cut."""
+    return next((-rank for rank, end in enumerate(_ENDS) if end.match(text, at)), -len(_ENDS))

@@ -6,17 +6,19 @@ and the first line are left out. Weights of the fusion are chosen on queries tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from farspan.domain.corpus import Document
 from farspan.retrieval.chunk import head_length
 from farspan.retrieval.lexical import Lexical, words
 from farspan.retrieval.metrics import Floats, Ints, bootstrap, hit, ndcg, ranks
-from farspan.retrieval.rank import Scores, by_document, fuse, query_form
+from farspan.retrieval.rank import by_document, fuse, query_form
 from farspan.retrieval.stores import Vectors
 
 #: Reported queries at least (as far as the corpus has them) and at most, and queries to choose the fusion's weight on.
@@ -24,7 +26,7 @@ QUERIES, MOST, TUNING = 500, 2000, 300
 #: A document can be asked for if its body has so many words.
 BODY_WORDS = 5
 WEIGHTS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5)
-SYSTEMS = ("bm25", "model", "untrained", "fused")
+METRICS = {"hit_at_1": partial(hit, k=1), "hit_at_10": partial(hit, k=10), "ndcg_at_10": partial(ndcg, k=10)}
 
 
 class Quality(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,8 +60,6 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     documents: int
     with_body: int
     fusion_weight: float
-    #: Chunks of a document that vectors were made of, its head being the first; None: all.
-    first_chunks: int | None
     seed: int
 
     @property
@@ -83,7 +83,9 @@ class Queries(msgspec.Struct, frozen=True):
     filling: int
 
 
-def choose_queries(documents: Sequence[Document], bodies: Sequence[str], train: int, seed: int) -> Queries:
+def choose_queries(
+    documents: Sequence[Document], bodies: Sequence[str], train: int, seed: int, most_tuning: int = TUNING
+) -> Queries:
     """Queries for documents of which the first `train` are the training split.
 
     Validation is reported whole up to MOST; training documents fill up to QUERIES, and others of them serve for tuning.
@@ -97,7 +99,7 @@ def choose_queries(documents: Sequence[Document], bodies: Sequence[str], train: 
     eligible = [int(n) for n in np.random.default_rng(seed).permutation(eligible)]
     val, rest = [n for n in eligible if n >= train][:MOST], [n for n in eligible if n < train]
     # A corpus too small for both keeps a quarter for tuning.
-    tuning = rest[: min(TUNING, len(eligible) // 4)]
+    tuning = rest[: min(most_tuning, len(eligible) // 4)]
     filling = rest[len(tuning) :][: max(QUERIES - len(val), 0)]
 
     def query(number: int) -> Query:
@@ -105,7 +107,8 @@ def choose_queries(documents: Sequence[Document], bodies: Sequence[str], train: 
         return Query(forms[number], tuple(sorted(n for n in same if bodies[n].strip())))
 
     asked = {n for number in val + filling for n in query(number).relevant}
-    return Queries([query(n) for n in val + filling], [query(n) for n in tuning if n not in asked], len(filling))
+    apart = [query(n) for n in tuning if asked.isdisjoint(query(n).relevant)]
+    return Queries([query(n) for n in val + filling], apart, len(filling))
 
 
 def body_of(document: Document) -> str:
@@ -114,76 +117,62 @@ def body_of(document: Document) -> str:
 
 
 class Side(msgspec.Struct, frozen=True):
-    """One model's vectors: of the body chunks (N, D), of the reported queries and of the tuning queries (Q, D)."""
+    """One model's vectors: of the body chunks (C, E), of the reported queries and of the tuning queries (Q, E)."""
 
     chunks: Vectors
     reported: Vectors
     tuning: Vectors
 
-    def scores(self, query_D: Vectors, owners: Sequence[int], documents: int) -> Scores:
-        return by_document(owners, self.chunks @ query_D, documents)
-
 
 def evaluate(
-    bodies: Sequence[str], owners: Sequence[int], queries: Queries, trained: Side, untrained: Side, seed: int,
-    first_chunks: int | None = None,
+    bodies: Sequence[str], owners: npt.ArrayLike, queries: Queries, sides: Mapping[str, Side], seed: int,
+    compared: Sequence[tuple[str, str]] = (("model", "untrained"), ("fused", "bm25")),
 ) -> Evaluation:  # fmt: skip
-    """Measure the four systems; `bodies` are the documents as they can be found, `owners[i]` that of body chunk i.
+    """Measure BM25, every side, and BM25 fused with the side "model"; and one system of each pair against the other.
 
-    `first_chunks` only says how many chunks of a document there are vectors of, where that is limited.
+    `bodies` are the documents as they can be found, `owners[i]` is the document of body chunk i.
     """
-    reported, tuning, filling = queries.reported, queries.tuning, queries.filling
     lexical, N = Lexical.build(bodies), len(bodies)
-    weight = _best_weight(tuning, lexical, lambda row: trained.scores(trained.tuning[row], owners, N))
-    found: dict[str, list[Ints]] = {system: [] for system in SYSTEMS}
-    for row, query in enumerate(reported):
-        bm25_N = lexical.scores(query.text)
-        model_N = trained.scores(trained.reported[row], owners, N)
-        untrained_N = untrained.scores(untrained.reported[row], owners, N)
-        for system, scores_N in zip(
-            SYSTEMS, (bm25_N, model_N, untrained_N, fuse(bm25_N, model_N, weight)), strict=True
-        ):
-            found[system].append(ranks(scores_N, query.relevant))
-    measured = {system: _measure(rows) for system, rows in found.items()}
+    weight = _fusion_weight(queries.tuning, lexical, owners, sides["model"])
+    found: dict[str, list[Ints]] = {}
+    for row, query in enumerate(queries.reported):
+        scored = {"bm25": lexical.scores(query.text)}
+        scored |= {name: by_document(owners, side.chunks @ side.reported[row], N) for name, side in sides.items()}
+        scored["fused"] = fuse(scored["bm25"], scored["model"], weight)
+        for system, scores_N in scored.items():
+            found.setdefault(system, []).append(ranks(scores_N, query.relevant))
+    measured = {system: measure(ranked) for system, ranked in found.items()}
     return Evaluation(
         systems={
-            system: Quality(**{metric: float(values.mean()) for metric, values in metrics.items()})
-            for system, metrics in measured.items()
+            system: Quality(**{metric: float(values_Q.mean()) for metric, values_Q in values.items()})
+            for system, values in measured.items()
         },
-        differences=tuple(
-            _difference(measured, a, b, metric, seed)
-            for a, b in (("model", "untrained"), ("fused", "bm25"))
-            for metric in ("hit_at_1", "hit_at_10", "ndcg_at_10")
-        ),
-        val_queries=len(reported) - filling, train_queries=filling, tuning_queries=len(tuning),
-        documents=N, with_body=sum(bool(body.strip()) for body in bodies), fusion_weight=weight,
-        first_chunks=first_chunks, seed=seed,
+        differences=tuple(_compare(measured, a, b, metric, seed) for a, b in compared for metric in METRICS),
+        val_queries=len(queries.reported) - queries.filling, train_queries=queries.filling,
+        tuning_queries=len(queries.tuning), documents=N, with_body=sum(bool(body.strip()) for body in bodies),
+        fusion_weight=weight, seed=seed,
     )  # fmt: skip
 
 
-def _best_weight(tuning: Sequence[Query], lexical: Lexical, vectors: Callable[[int], Scores]) -> float:
+def _fusion_weight(tuning: Sequence[Query], lexical: Lexical, owners: npt.ArrayLike, side: Side) -> float:
     """The weight with the best nDCG@10 on the tuning queries; the smallest of those that tie."""
     gains = np.zeros(len(WEIGHTS))
-    for row, query in enumerate(tuning):
-        lexical_N, vectors_N = lexical.scores(query.text), vectors(row)
-        gains += [ndcg(ranks(fuse(lexical_N, vectors_N, weight), query.relevant), 10) for weight in WEIGHTS]
+    for query, query_E in zip(tuning, side.tuning, strict=True):
+        bm25_N = lexical.scores(query.text)
+        model_N = by_document(owners, side.chunks @ query_E, len(bm25_N))
+        gains += [ndcg(ranks(fuse(bm25_N, model_N, weight), query.relevant), 10) for weight in WEIGHTS]
     return WEIGHTS[int(gains.argmax())]
 
 
-def _measure(found: Sequence[Ints]) -> dict[str, Floats]:
+def measure(found: Sequence[Ints]) -> dict[str, Floats]:
     """Each metric of each query, from the ranks of its relevant documents."""
-    return {
-        "hit_at_1": np.array([hit(ranks, 1) for ranks in found]),
-        "hit_at_10": np.array([hit(ranks, 10) for ranks in found]),
-        "ndcg_at_10": np.array([ndcg(ranks, 10) for ranks in found]),
-    }
+    return {name: np.array([metric(ranked) for ranked in found]) for name, metric in METRICS.items()}
 
 
-def _difference(measured: dict[str, dict[str, Floats]], a: str, b: str, metric: str, seed: int) -> Difference:
+def _compare(measured: Mapping[str, dict[str, Floats]], a: str, b: str, metric: str, seed: int) -> Difference:
     differences_Q = measured[a][metric] - measured[b][metric]
-    return Difference(
-        a=a, b=b, metric=metric, mean=float(differences_Q.mean()), interval=bootstrap(differences_Q, seed=seed)
-    )  # fmt: skip
+    interval = bootstrap(differences_Q, seed=seed)
+    return Difference(a=a, b=b, metric=metric, mean=float(differences_Q.mean()), interval=interval)
 
 
 def table(evaluation: Evaluation) -> str:
@@ -196,15 +185,15 @@ def table(evaluation: Evaluation) -> str:
         name = f"{difference.a} - {difference.b}"
         lines.append(f"{name:18} {difference.metric:11}{difference.mean:+.3f}  95 % interval {low:+.3f} to {high:+.3f}")
     count = evaluation.val_queries + evaluation.train_queries
-    origin = f"all {evaluation.val_queries} validation documents that can be asked for"
+    every = "all " if evaluation.val_queries < MOST else ""
+    origin = f"{every}{evaluation.val_queries} validation documents that can be asked for"
     if evaluation.train_queries:
         origin += f" and {evaluation.train_queries} training documents"
-    limit = f", vectors of the first {evaluation.first_chunks} chunks of each" if evaluation.first_chunks else ""
     lines += [
         f"{count} titles as queries ({origin}), split at separators; fusion weight"
         f" {evaluation.fusion_weight:g} chosen on {evaluation.tuning_queries} others",
         f"candidates: {evaluation.documents} documents without title and first line, of which {evaluation.with_body}"
-        f" have text left{limit}",
+        " have text left",
         f"searches answer with {evaluation.better}",
     ]
     return "\n".join(lines)

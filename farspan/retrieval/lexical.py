@@ -5,13 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import bm25s
 import numpy as np
 import numpy.typing as npt
-
-if TYPE_CHECKING:
-    import bm25s
 
 _NAME = re.compile(r"\w+(?:\.\w+)*")
 _SEPARATOR = re.compile(r"[._]+")
@@ -39,34 +36,24 @@ def words(text: str) -> list[str]:
 class Lexical:
     """BM25 over texts numbered from 0 (bm25s, Lucene's variant)."""
 
-    def __init__(self, index: bm25s.BM25 | None, size: int) -> None:
-        self._index, self._size = index, size
+    def __init__(self, index: bm25s.BM25) -> None:
+        self._index = index
 
     @classmethod
     def build(cls, texts: Iterable[str]) -> Lexical:
-        import bm25s
-
-        corpus = [words(text) for text in texts]
-        if not any(corpus):
-            return cls(None, len(corpus))
         index = bm25s.BM25()
-        index.index(corpus, create_empty_token=False, show_progress=False)
-        return cls(index, len(corpus))
+        # A text without words counts as one empty word: bm25s cannot index a corpus that has no word at all.
+        index.index([words(text) or [""] for text in texts], show_progress=False)
+        return cls(index)
 
     @classmethod
-    def load(cls, folder: Path, size: int) -> Lexical:
-        """What `save` wrote for `size` texts; the scores are memory-mapped."""
-        import bm25s
-
-        return cls(bm25s.BM25.load(folder, mmap=True, show_progress=False) if folder.exists() else None, size)
+    def load(cls, folder: Path) -> Lexical:
+        """What `save` wrote, memory-mapped."""
+        return cls(bm25s.BM25.load(folder, mmap=True, show_progress=False))
 
     def save(self, folder: Path) -> None:
-        if self._index is not None:
-            self._index.save(folder, show_progress=False)
+        self._index.save(folder, show_progress=False)
 
     def scores(self, query: str) -> npt.NDArray[np.float32]:
         """BM25 of every text for the query: 0 where no word is shared."""
-        if self._index is None:
-            return np.zeros(self._size, np.float32)
-        known = [word for word in words(query) if word in self._index.vocab_dict]
-        return self._index.get_scores(known) if known else np.zeros(self._size, np.float32)
+        return self._index.get_scores_from_ids(self._index.get_tokens_ids(words(query)))

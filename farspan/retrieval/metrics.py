@@ -16,10 +16,8 @@ def ranks(scores_N: npt.NDArray[np.floating], relevant: Sequence[int]) -> Ints:
 
     A document that ties with a relevant one counts as ranked before it, so that ties never help.
     """
-    own = np.sort(scores_N[list(relevant)])[::-1]
-    others = np.sort(np.delete(scores_N, list(relevant)))
-    above = len(others) - np.searchsorted(others, own, side="left")
-    return np.asarray(above + 1 + np.arange(len(own)), np.int64)
+    own, others = np.sort(scores_N[list(relevant)])[::-1], np.delete(scores_N, list(relevant))
+    return np.array([np.count_nonzero(others >= score) + place for place, score in enumerate(own, 1)], np.int64)
 
 
 def hit(found: Ints, k: int) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -22,7 +21,7 @@ def query_form(text: str) -> str:
     return "".join(f" {part}" for word in text.split() for part in parts(word))
 
 
-def by_document(documents: Sequence[int], similarities: npt.NDArray[np.floating], count: int) -> Scores:
+def by_document(documents: npt.ArrayLike, similarities: npt.NDArray[np.floating], count: int) -> Scores:
     """Scores of `count` documents from the similarities of chunks: a document's best, kept for the DEPTH best only.
 
     `documents[i]` is the document of chunk i. Documents without a chunk, beyond DEPTH or unlike the query get 0.

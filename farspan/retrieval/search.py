@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import textwrap
 
 import msgspec
 import numpy as np
 
+from farspan.retrieval.evaluate import Evaluation
 from farspan.retrieval.index import Index
 from farspan.retrieval.lexical import words
 from farspan.retrieval.rank import DEPTH, Scores, System, by_document, fuse, query_form
@@ -32,21 +34,23 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 def search(index: Index, query: str, k: int = 10, system: System | None = None) -> Answer:
     """The k best documents by `system`, or by what the index's evaluation found better; fewer if fewer match."""
-    chosen, why = (system, "asked for") if system else _better(index)
-    lexical_N = index.lexical.scores(query).copy()
+    evaluation = index.manifest.evaluation
+    scores_N = lexical_N = index.lexical.scores(query)
     # Who gives a document's whole title means that document, and not those that mention it.
     lexical_N[index.named.get(query.strip().lower(), [])] += lexical_N.max(initial=0)
-    if system is None and not lexical_N.any():
-        chosen, why = "model", "no word of the query is in the index"
-    scores_N = lexical_N if chosen == "bm25" else _vector_scores(index, query)
+    chosen, why = (system, "asked for") if system else _better(evaluation, bool(lexical_N.any()))
+    if chosen != "bm25":
+        scores_N = _vector_scores(index, query)
     if chosen == "fused":
-        scores_N = fuse(lexical_N, scores_N, _fusion_weight(index))
+        scores_N = fuse(lexical_N, scores_N, evaluation.fusion_weight if evaluation else 1.0)
     best = [int(n) for n in np.argsort(-scores_N, kind="stable")[:k] if scores_N[n] > 0]
     return Answer(query=query, system=chosen, why=why, results=tuple(_result(index, query, n, scores_N) for n in best))
 
 
-def _better(index: Index) -> tuple[System, str]:
-    evaluation = index.manifest.evaluation
+def _better(evaluation: Evaluation | None, known: bool) -> tuple[System, str]:
+    """The system to ask, and why; `known` says whether any word of the query is in the index."""
+    if not known:
+        return "model", "no word of the query is in the index"
     if evaluation is None:
         return "bm25", "the corpus had nothing to evaluate on"
     bm25, fused = (evaluation.systems[name].ndcg_at_10 for name in ("bm25", "fused"))
@@ -61,28 +65,16 @@ def _vector_scores(index: Index, query: str) -> Scores:
     return by_document(documents, np.array([hit.score for hit in hits], np.float32), index.manifest.documents)
 
 
-def _fusion_weight(index: Index) -> float:
-    evaluation = index.manifest.evaluation
-    return evaluation.fusion_weight if evaluation else 1.0
-
-
 def _result(index: Index, query: str, document: int, scores_N: Scores) -> Result:
-    chunk = max(index.chunks_of(document), key=lambda chunk: _shared(chunk.indexed, query))
-    return Result(
-        title=chunk.title, score=float(scores_N[document]), text=snippet(chunk.text, query), origin=chunk.origin
-    )  # fmt: skip
-
-
-def _shared(text: str, query: str) -> int:
-    return len({*words(text)} & {*words(query)})
+    asked = {*words(query)}
+    chunk = max(index.chunks[document], key=lambda chunk: len(asked & {*words(chunk.indexed)}))
+    text, score = snippet(chunk.text, query), float(scores_N[document])
+    return Result(title=chunk.title, score=score, text=text, origin=chunk.origin)
 
 
 def snippet(text: str, query: str) -> str:
-    """At most SNIPPET_CHARS of the text in one line, from the word before the first one of the query's."""
-    asked = {*words(query)}
-    line = " ".join(text.split())
+    """About SNIPPET_CHARS of the text in one line, from the word before the first one of the query's."""
+    asked, line = {*words(query)}, " ".join(text.split())
     first = next((match.start() for match in re.finditer(r"\S+", line) if asked & {*words(match[0])}), 0)
     start = 0 if first < SNIPPET_CHARS // 2 else line.rfind(" ", 0, first - 1) + 1
-    cut = line[start : start + SNIPPET_CHARS]
-    shortened = cut if start + SNIPPET_CHARS >= len(line) else cut.rpartition(" ")[0] + " …"
-    return f"… {shortened}" if start else shortened
+    return ("… " if start else "") + textwrap.shorten(line[start:], SNIPPET_CHARS, placeholder=" …")

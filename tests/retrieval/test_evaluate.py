@@ -53,6 +53,19 @@ def test_same_titles_and_same_bodies_answer_one_another():
     assert relevant[" pkg name5"] == (5, 11)
 
 
+def test_no_document_answers_both_a_reported_and_a_tuning_query():
+    """Each validation document's body is also that of a training document, whose title another one has too."""
+    documents = []
+    for n in range(40):
+        body = body_of(make(n))
+        documents += [make(100 + n, body), make(100 + n, f"Case {n} of some other five words."), make(200 + n)]
+    documents += [make(300 + n, body_of(make(n))) for n in range(40)]
+    queries = chosen(documents, train=120)
+    reported, tuning = ({n for query in some for n in query.relevant} for some in (queries.reported, queries.tuning))
+    assert queries.tuning and len(queries.reported) >= 40
+    assert not reported & tuning
+
+
 def test_chunks_give_documents_their_best_and_only_the_nearest_count():
     scores = by_document([0, 0, 2, 3], np.array([0.1, 0.5, -0.2, 0.3]), 5)
     np.testing.assert_allclose(scores, [0.5, 0, 0, 0.3, 0])
@@ -75,7 +88,7 @@ def test_systems_are_measured_as_a_plain_loop_does():
     asked = [Query(" ".join(generator.choice(words, 2)), (n, n + 1)) for n in range(0, 20, 2)]
     queries = Queries(asked, [Query("alpha beta", (30,)), Query("zeta", (31,))], 4)
     trained, untrained = (Side(draw(len(owners)), draw(10), draw(2)) for _ in range(2))
-    result = evaluate(bodies, owners, queries, trained, untrained, seed=1)
+    result = evaluate(bodies, owners, queries, {"model": trained, "untrained": untrained}, seed=1)
 
     def metrics(scores_of):
         hits1, hits10, gains = [], [], []
@@ -120,6 +133,6 @@ def test_the_fusion_weight_is_the_best_on_tuning_queries_alone():
     bodies = ["same words", "same words", "same words"]
     side = Side(np.eye(3, dtype=np.float32), np.eye(3, dtype=np.float32)[[0]], np.eye(3, dtype=np.float32)[[1]])
     queries = Queries([Query("same", (2,))], [Query("same", (1,))], 0)
-    result = evaluate(bodies, range(3), queries, side, side, seed=0)
+    result = evaluate(bodies, range(3), queries, {"model": side, "untrained": side}, seed=0)
     assert result.fusion_weight == 0.05, "every weight finds it: the smallest is taken"
     assert result.systems["fused"].hit_at_1 == 0

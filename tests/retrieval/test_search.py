@@ -6,6 +6,7 @@ import pytest
 
 from farspan.domain.corpus import Document
 from farspan.domain.problems import Refusal
+from farspan.retrieval.chunk import Chunk
 from farspan.retrieval.evaluate import Evaluation
 from farspan.retrieval.index import Index, Manifest, Origin, Recipe, build
 from farspan.retrieval.rank import query_form
@@ -33,6 +34,10 @@ def index(built, model, tokenizer):
     index = Index.open(built, model, tokenizer, origin=ORIGIN, command="farspan embed RUN")
     yield index
     index.close()
+
+
+def every_chunk(index: Index) -> list[Chunk]:
+    return [chunk for parts in index.chunks.values() for chunk in parts]
 
 
 def with_evaluation(index: Index, **changes) -> None:
@@ -98,9 +103,10 @@ def test_a_missing_index_is_refused(tmp_path, model, tokenizer):
 
 
 def test_every_chunk_is_in_the_store_and_found_by_its_own_vector(index):
-    assert index.store.count() == len(index.chunks) == index.manifest.chunks
-    vectors = index.embedder.passages([chunk.indexed for chunk in index.chunks])
-    for chunk, vector in zip(index.chunks, vectors, strict=True):
+    chunks = every_chunk(index)
+    assert index.store.count() == len(chunks) == index.manifest.chunks
+    vectors = index.embedder.passages([chunk.indexed for chunk in chunks])
+    for chunk, vector in zip(chunks, vectors, strict=True):
         hits = index.store.search(vector, 1, {"document": chunk.document})
         np.testing.assert_allclose(hits[0].score, 1, atol=1e-2)
         assert hits[0].payload == {"document": chunk.document, "title": chunk.title, "origin": chunk.origin}
@@ -122,9 +128,9 @@ def test_scores_are_those_of_a_plain_loop(index, documents, system):
     query = "socket.listen accept"
     lexical = index.lexical.scores(query)
     asked = index.embedder.queries([query_form(query)])[0]
-    vectors = index.embedder.passages([chunk.indexed for chunk in index.chunks])
+    vectors = index.embedder.passages([chunk.indexed for chunk in every_chunk(index)])
     cosine = np.zeros(len(documents))
-    for chunk, vector in zip(index.chunks, vectors, strict=True):
+    for chunk, vector in zip(every_chunk(index), vectors, strict=True):
         cosine[chunk.document] = max(cosine[chunk.document], vector @ asked)
     expected = {"bm25": lexical, "model": cosine, "fused": lexical / lexical.max() + 0.3 * cosine}[system]
     for result in search(index, query, 10, system).results:
