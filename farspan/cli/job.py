@@ -62,7 +62,7 @@ def prepare(config: RunConfig, console: Console) -> tuple[Path, CorpusManifest]:
 
 def plan(config: RunConfig, console: Console) -> Planned:
     """Prepare the text, look at the machine, try the model on it, and plan."""
-    from farspan.estimate.price import crowding, estimate
+    from farspan.estimate.price import BETWEEN_HOSTS, crowding, estimate
     from farspan.launch.probe import Probe
     from farspan.planning.resolve import resolve
     from farspan.retrieval.stores import resolve as resolve_store
@@ -96,9 +96,10 @@ def plan(config: RunConfig, console: Console) -> Planned:
     made = data.plan(resolved.model, cluster, resolved.train, corpus=manifest.hash)
     if isinstance(made, Problem):
         raise Refusal.of(made)
+    far = (BETWEEN_HOSTS,) if len(cluster.hosts) > 1 else ()
     return Planned(
         plan=made, estimate=estimate(made, cluster, resolved.probe), cluster=cluster, corpus=manifest,
-        corpus_folder=folder, warnings=resolved.warnings, origin=resolved.origin,
+        corpus_folder=folder, warnings=(*resolved.warnings, *far), origin=resolved.origin,
     )  # fmt: skip
 
 

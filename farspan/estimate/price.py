@@ -17,6 +17,10 @@ _ONE_WORKER = (0.75, 1.3)
 _SEVERAL_WORKERS = (0.75, 2.0)
 
 
+#: What an estimate over several hosts leaves out in this version.
+BETWEEN_HOSTS = "what gradients take between hosts is not counted: on a slow link a step takes much longer"
+
+
 def crowding(cluster: Cluster) -> float:
     """CPU workers' threads for each core of the most crowded host, at least 1: so many share one core's speed."""
     shares = [1.0]
@@ -87,6 +91,8 @@ def _assumptions(plan: Plan, stage: Stage, probe: ProbeResult, crowd: float) -> 
     ]
     if len(stage.mesh.ranks) > 1:
         found.append("sums of gradients hide behind the backward pass, and workers do not slow each other down")
+    if len({device.host for device in plan.devices}) > 1:
+        found.append(BETWEEN_HOSTS)
     if crowd > 1:
         found.append(f"{crowd:.3g} threads share each core, and its speed")
     if plan.train.deadline_s is not None:
