@@ -70,9 +70,8 @@ def plan(config: RunConfig, console: Console) -> Planned:
 
     require_torch()
     resolve_store(config.index.store)
+    given, workers = given_cluster(config), config.parallel.workers
     folder, manifest = prepare(config, console)
-    workers = config.parallel.workers
-    given = given_cluster(config)
     with Probe(given.hosts[0], threads=given.devices[0].threads, device=0) if given else Probe() as probe:
         cluster = given or probe.describe(config.parallel.device, None if workers == "auto" else workers)
         device = first_device(cluster)
@@ -105,9 +104,15 @@ def plan(config: RunConfig, console: Console) -> Planned:
 
 def given_cluster(config: RunConfig) -> Cluster | None:
     """The cluster that the run asks for, with as many of its devices as `workers` says; None is this machine."""
+    from farspan.launch.hosts import Agent
+    from farspan.launch.launchers import split
+
+    split(config.parallel.launcher)
     if config.parallel.cluster is None:
         return None
     cluster, workers = clusters.find(config.parallel.cluster), config.parallel.workers
+    with Agent(cluster.hosts[0]):  # Or a refusal that says why it cannot be reached.
+        pass
     if workers == "auto":
         return cluster
     if workers > len(cluster.devices):
@@ -179,8 +184,8 @@ def refuse_existing(path: Path, remedy: str) -> None:
     """Refuse a path where anything lies: nothing is ever written over."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise Refusal(
-            "run-exists", what="this folder exists already", where=path, fact="nothing is ever written over",
-            remedy=remedy,
+            "run-exists", what=f"this {'folder' if path.is_dir() else 'file'} exists already", where=path,
+            fact="nothing is ever written over", remedy=remedy,
         )  # fmt: skip
 
 

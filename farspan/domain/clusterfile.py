@@ -22,6 +22,8 @@ from farspan.domain.units import parse_bytes, parse_fraction, parse_rate, parse_
 T = TypeVar("T")
 Quantity = str | int | float
 Name = str
+#: Where a host that is reached by ssh keeps runs and corpora.
+FAR_FOLDER = "~/.cache/farspan"
 #: Where a network ends being one: a minute of round trip, 10 Tbit/s.
 MAX_RTT_S, MAX_BANDWIDTH = 60.0, 10e12 / 8
 
@@ -129,8 +131,10 @@ class _Reader:
     def _host(self, name: str, entry: HostEntry, site: str, price: float | None) -> Host:
         where = f"{site}.hosts.{name}"
         here = name in ("localhost", platform.node())
-        if entry.folder is not None and not entry.folder.startswith("/"):
-            raise self._out_of_range(f"{where}.folder", f"{entry.folder!r} does not begin with /")
+        if entry.folder is not None and not entry.folder.startswith(("/", "~/")):
+            raise self._out_of_range(f"{where}.folder", f"{entry.folder!r} begins neither with / nor with ~/")
+        # A host behind ssh has a disk of its own, unless it is said to share this machine's.
+        far = not here and (entry.enter is None or entry.enter[:1] == ("ssh",))
         devices: list[Device] = []
         for index, written in enumerate(entry.devices):
             given = DeviceEntry(kind=written) if isinstance(written, str) else written
@@ -141,7 +145,8 @@ class _Reader:
             name=name, devices=tuple(devices), cpus=entry.cpus,
             memory=self._quantity(parse_bytes, entry.memory, f"{where}.memory", 2**20, 2**50),
             address=entry.address, interface=entry.interface, enter=() if here and not entry.enter else entry.enter,
-            python=entry.python, folder=entry.folder,
+            python=entry.python,
+            folder=FAR_FOLDER if far and entry.folder is None else entry.folder,
         )  # fmt: skip
 
     def _device(self, entry: DeviceEntry, where: str, site_price: float | None) -> Device:

@@ -134,7 +134,9 @@ class HostProcess:
         if self._host.folder is None:
             return path.read_bytes() if path.exists() else None
         try:
-            done = subprocess.run(command(self._host, ["cat", str(path)]), capture_output=True, timeout=10)
+            home, name = ('"$HOME"/', str(path)[2:]) if str(path).startswith("~/") else ("", str(path))
+            words = ["sh", "-c", f"cat {home}{shlex.quote(name)}"]
+            done = subprocess.run(command(self._host, words), capture_output=True, timeout=10)
         except subprocess.TimeoutExpired:
             return None
         return done.stdout if done.returncode == 0 else None
@@ -156,6 +158,12 @@ class Workers:
             raise Refusal(
                 "plan-mismatch", what=f"the cluster has no host {name}", where=run.path,
                 fact=f"it has {', '.join(host.name for host in cluster.hosts)}", remedy="farspan train run.yaml",
+            )  # fmt: skip
+        if self.hosts[0].folder is not None:
+            raise Refusal(
+                "launcher-unusable", what=f"rank 0 would run on {self.hosts[0].name}, which does not see this run",
+                where=run.path, fact="rank 0 writes the run directory",
+                remedy=f"start farspan on {self.hosts[0].name}, or put this machine first in the cluster file",
             )  # fmt: skip
         run.logs.mkdir(parents=True, exist_ok=True)
         self._lock = _locked(run)

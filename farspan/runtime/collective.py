@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -93,6 +94,15 @@ class Group:
             self._heartbeat.end()
             dist.destroy_process_group()
 
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+        elif self._heartbeat is not None:
+            self._heartbeat.end()
+
 
 class Heartbeat:
     """Says in `store` that this worker is alive, and hears the others: rank 0 all of them, each of them rank 0.
@@ -105,13 +115,16 @@ class Heartbeat:
         self._store, self._rank = store.clone(), rank
         self._silent_s = dict.fromkeys(range(1, world) if rank == 0 else (0,), 0.0)
         self._ended = threading.Event()
-        threading.Thread(target=self._talk, daemon=True).start()
+        self._talker = threading.Thread(target=self._talk, daemon=True)
+        self._talker.start()
 
     def watch(self, lost: Callable[[int], None]) -> None:
         threading.Thread(target=self._count, args=(lost,), daemon=True).start()
 
     def end(self) -> None:
+        """Must come before the process ends: an interpreter that stops a thread inside the store aborts."""
         self._ended.set()
+        self._talker.join(BEAT_S)
 
     def _talk(self) -> None:
         """Count up one's own key, see whether the others' moved. Waits for ever where the store is lost."""

@@ -94,8 +94,8 @@ def train(plan: Plan, run: RunFolder, rank: int, world: int, store: dist.Store |
             "plan-mismatch", what=f"the plan has {len(plan.devices)} workers", where=f"rank {rank}",
             fact=f"{world} were started", remedy=f"farspan resume {run.path}",
         )  # fmt: skip
-    group = Group(rank, world, device, store)
-    with EventLog(run.events if rank == 0 else run.logs / f"rank-{rank}.events.jsonl") as log:
+    events = run.events if rank == 0 else run.logs / f"rank-{rank}.events.jsonl"
+    with EventLog(events) as log, Group(rank, world, device, store) as group:
         worker = build(plan, run, group, log.write)
         worker.stop = stop_requests(parent)
         trainer = Trainer(worker)
@@ -106,7 +106,8 @@ def train(plan: Plan, run: RunFolder, rank: int, world: int, store: dist.Store |
 
         def lost(peer: int) -> None:
             problem = silent(peer, plan, run)
-            finish("failed", problem)
+            with suppress(OSError):
+                finish("failed", problem)
             leave_word(problem, run, rank)
             # Nothing gentler: the main thread may be in a call that waits for the lost worker.
             os._exit(problem.exit_code)
@@ -123,7 +124,6 @@ def train(plan: Plan, run: RunFolder, rank: int, world: int, store: dist.Store |
             finish("failed", problem := as_problem(error, plan, run, rank))
             raise Refusal.of(problem) from error
         finish(reason)
-    group.close()
 
 
 def stop_requests(parent: int) -> Callable[[], bool]:
@@ -202,13 +202,13 @@ def leave_word(problem: Problem, run: RunFolder, rank: int) -> None:
 
 
 def main() -> int:
-    run, plan = RunFolder(Path(sys.argv[2])), None
+    run, plan = RunFolder(Path(sys.argv[2]).expanduser()), None
     rank, world, parent = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.getppid()
     try:
         store = meet(rank, world)
         if store is not None:
             share(store, rank, world, run)
-        plan = load(Path(sys.argv[1]), Plan)
+        plan = load(Path(sys.argv[1]).expanduser(), Plan)
         train(plan, run, rank, world, store, parent)
         return 0
     except Exception as error:

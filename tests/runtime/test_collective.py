@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from textwrap import indent
 
 import pytest
 
@@ -19,9 +20,8 @@ import torch
 from farspan.runtime import collective
 from farspan.runtime.collective import Group, meet
 
-collective.SILENCE_S, collective.BEAT_S = {SILENCE_S}, 0.2
+collective.SILENCE_S, collective.BEAT_S = {SILENCE_S}, 0.05
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-group = Group(rank, world, torch.device("cpu"), meet(rank, world))
 
 
 def lost(peer):
@@ -33,7 +33,9 @@ def stand_still():
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-group.watch(lost)
+with Group(rank, world, torch.device("cpu"), meet(rank, world)) as group:
+    group.watch(lost)
+    group.sum(1.0)
 """
 
 
@@ -45,7 +47,7 @@ def members(world: int, program: str) -> Iterator[list[subprocess.Popen[str]]]:
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", MEMBER + program], env={**os.environ, **place, "RANK": str(rank)},
+            [sys.executable, "-c", MEMBER + indent(program, "    ")], env={**os.environ, **place, "RANK": str(rank)},
             stdout=subprocess.PIPE, text=True,
         )
         for rank in range(world)
@@ -61,11 +63,9 @@ def members(world: int, program: str) -> Iterator[list[subprocess.Popen[str]]]:
 
 def test_a_busy_worker_is_waited_for_far_longer_than_a_silent_one():
     program = f"""
-assert group.sum(1.0) == [3.0]
 if rank == 0:
     time.sleep({2 * SILENCE_S})
 assert group.gather(rank) == [0.0, 1.0, 2.0]
-group.close()
 if rank == 0:
     time.sleep({2 * SILENCE_S})
 """
@@ -76,7 +76,6 @@ if rank == 0:
 @pytest.mark.parametrize("still", [0, 1])
 def test_a_worker_that_stands_still_is_lost_and_named(still):
     program = f"""
-group.sum(1.0)
 if rank == {still}:
     stand_still()
 group.sum(1.0)
@@ -92,7 +91,6 @@ group.sum(1.0)
 
 def test_a_loss_waits_until_what_is_being_written_is_whole():
     program = f"""
-group.sum(1.0)
 if rank == 1:
     stand_still()
 with group.writing:
@@ -108,11 +106,10 @@ group.sum(1.0)
 def test_a_killed_worker_is_noticed_without_waiting_for_silence():
     program = """
 collective.SILENCE_S = 10_000.0
-group.sum(1.0)
 if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 group.sum(1.0)
 """
     with members(2, program) as started:
         assert started[1].wait(120) == -signal.SIGKILL
-        assert started[0].wait(120) == 1
+        assert started[0].wait(120) == 1  # As an exception does: no abort.

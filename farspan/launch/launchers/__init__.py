@@ -19,12 +19,8 @@ def names() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
 
-def launch(name: str, plan: Plan, run: RunFolder, cluster: Cluster) -> Workers:
-    """The workers of `plan` on hosts of `cluster`, to be started by entering them.
-
-    `name` is a launcher's, with an argument after a colon where it takes one (`ray:10.0.0.1:6379`). Raises Refusal
-    (launcher-unusable).
-    """
+def split(name: str) -> tuple[str, str]:
+    """A launcher's name and its argument, which comes after a colon (`ray:10.0.0.1:6379`). Raises Refusal."""
     kind, _, argument = name.partition(":")
     if kind not in names() or (argument and kind != "ray"):
         match = nearest(kind, names())
@@ -32,5 +28,11 @@ def launch(name: str, plan: Plan, run: RunFolder, cluster: Cluster) -> Workers:
             "launcher-unusable", what=f"there is no launcher {name!r}", where="--launcher",
             fact=f"known: {', '.join(names())}, ray:ADDRESS", remedy=f"--launcher {match or 'local'}",
         )  # fmt: skip
+    return kind, argument
+
+
+def launch(name: str, plan: Plan, run: RunFolder, cluster: Cluster) -> Workers:
+    """The workers of `plan` on hosts of `cluster`, started by entering them. Raises Refusal (launcher-unusable)."""
+    kind, argument = split(name)
     made: Workers = importlib.import_module(f"{__name__}.{kind}").Launch(plan, run, cluster, argument)
     return made

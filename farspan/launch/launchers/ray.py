@@ -24,6 +24,7 @@ import msgspec
 
 from farspan.domain import catalog
 from farspan.domain.cluster import Cluster, Host, Site
+from farspan.domain.clusterfile import FAR_FOLDER
 from farspan.domain.codec import load
 from farspan.domain.problems import Problem, Refusal
 from farspan.launch.examine import address, agents
@@ -98,7 +99,7 @@ def _host(node: Node) -> Host:
     found = tuple(msgspec.structs.replace(one, threads=1 if node.gpus else node.cpus) for one in devices if one)
     return Host(
         name=node.name, address=node.address, devices=found, cpus=node.cpus, memory=node.memory,
-        enter=() if node.here else None, python=sys.executable, folder=None if node.here else "~/.cache/farspan",
+        enter=() if node.here else None, python=sys.executable, folder=None if node.here else FAR_FOLDER,
     )  # fmt: skip
 
 
