@@ -28,7 +28,7 @@ POLL_S = 0.1
 #: After one worker has failed the others get this long to end by themselves (they may be writing a message).
 GRACE_S = 5.0
 #: After an interrupt workers get this long to finish their step and save.
-SAVE_S = 120.0
+SAVE_S = 600.0
 #: A service, such as a Ray node, ends within this.
 SERVICE_S = 30.0
 
