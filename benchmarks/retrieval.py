@@ -48,7 +48,7 @@ RESULTS = Path(__file__).parent / "results"
 SEED = 0
 #: Titles that the candidates of `--choose` are compared on, as far as a corpus has them.
 CHOOSING = 2000
-SIZES, EPOCHS = (64, 128, 256, 512), (7, 14, 28, 56)
+SIZES, EPOCHS = (128, 256, 512), (7, 14, 28, 56, 112)
 PAIRS = (
     ("model", "untrained"),
     ("model, plain", "untrained, plain"),
@@ -154,7 +154,7 @@ def main() -> None:
     found = choose(task) if given.choose else report(task)
     header = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "platform": platform.platform(),
-        "torch": torch.__version__, "numpy": np.__version__, "seed": SEED, "weights": task.trained.weights,
+        "torch": str(torch.__version__), "numpy": np.__version__, "seed": SEED, "weights": task.trained.weights,
         "parameters": parameters(task.trained.model.spec), "documents": len(task.bodies),
         "passages": len(task.passages), "fitted_titles": len(task.titles),
         "reported_titles": len(task.queries.reported), "tuning_titles": len(task.queries.tuning),
