@@ -5,13 +5,13 @@ Hosts that cannot reach rank 0's are refused before any worker starts.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 
 import msgspec
 
 from farspan.domain.cluster import Host
 from farspan.domain.problems import Problem, Refusal
+from farspan.launch.agent import free_port
 from farspan.launch.examine import address, agents, reach
 from farspan.launch.findings import PRIVATE
 from farspan.launch.hosts import Agent
@@ -27,7 +27,7 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
 def arrange(hosts: Sequence[Host]) -> Meeting:
     """A free port where all hosts (the first is rank 0's) can meet. Raises Refusal (host-unreachable)."""
     if len(hosts) == 1 and hosts[0].enter == ():
-        return Meeting(address="127.0.0.1", port=_free_port())
+        return Meeting(address="127.0.0.1", port=free_port()["port"])
     with agents(hosts) as (reached, unreachable):
         for problem in unreachable.values():
             raise Refusal.of(problem)
@@ -56,9 +56,3 @@ def _lost(a: Host, b: Host, fact: str) -> Refusal:
         code="host-unreachable", what=f"{a.name} cannot reach {b.name}", where=f"link {a.name} -> {b.name}", fact=fact,
         remedy="farspan doctor --cluster, with the same cluster",
     ))  # fmt: skip
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

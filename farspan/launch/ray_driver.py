@@ -9,9 +9,7 @@ worker beside the run's logs, and ends when all workers have. The only file that
 from __future__ import annotations
 
 import os
-import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,8 +20,8 @@ import msgspec
 import ray
 
 from farspan.domain.codec import save
-from farspan.domain.problems import Problem, Refusal
-from farspan.launch.agent import interfaces
+from farspan.domain.problems import Problem, Refusal, command
+from farspan.launch.agent import free_port, interfaces
 from farspan.launch.launchers.ray import LOST, Job, Node
 
 POLL_S = 0.2
@@ -47,10 +45,7 @@ class RankActor:
 
     def place(self) -> tuple[str, int, str]:
         """The node's address, a free port of it, and the interface of that address."""
-        address = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = int(probe.getsockname()[1])
+        address, port = ray.util.get_node_ip_address(), int(free_port()["port"])
         return address, port, next((name for name, ip in interfaces().items() if ip == address), "")
 
     def start(self, folder: str, environment: dict[str, str]) -> None:
@@ -60,10 +55,10 @@ class RankActor:
         self._rank = environment["RANK"]
         self._words = self._logs / f"rank-{self._rank}.problem.json"
         self._words.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "farspan.runtime.worker", str(self._folder / "plan.json"), str(self._folder)]
+        words = [sys.executable, "-m", "farspan.runtime.worker", str(self._folder / "plan.json"), str(self._folder)]
         with open(self._logs / f"rank-{self._rank}.log", "ab") as log:
             self._process = subprocess.Popen(
-                command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                words, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
 
     def poll(self) -> tuple[int | None, bytes | None]:
@@ -151,7 +146,7 @@ def _poll(job: Job, rank: int, actor: Any) -> Ended | None:
         cause = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return Ended(problem=Problem(
         code="worker-lost", what=f"rank {rank} on {host} was lost", where=f"host {host}", fact=cause,
-        remedy=f"farspan resume {shlex.quote(job.folders[job.ranks[0]])}",
+        remedy=command("resume", job.folders[job.ranks[0]]),
     ))  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from farspan.domain.cluster import Cluster, Host
 from farspan.domain.codec import parse_json
 from farspan.domain.plan import Plan
 from farspan.domain.problems import EXIT_CODES, Problem, Refusal
+from farspan.domain.problems import command as farspan
 from farspan.domain.results import Event, Finished
 from farspan.domain.run import RunFolder
 from farspan.launch.hosts import command
@@ -243,7 +244,7 @@ class Workers:
             raise Refusal(
                 "interrupted", what="stopped at once, as asked", where=self.run.path,
                 fact="steps since the last save are not kept",
-                remedy=f"farspan resume {shlex.quote(str(self.run.path))}",
+                remedy=farspan("resume", self.run.path),
             )  # fmt: skip
         raise Refusal.of(cause)
 
@@ -271,7 +272,7 @@ class Workers:
         name = next((name for name, number in EXIT_CODES.items() if number == code), "worker-lost")
         return Problem(
             code=name, what=f"rank {rank} on {process.host.name} was lost", where=str(log),
-            fact=f"{cause}; last words: {_last_line(log)}", remedy=f"farspan resume {shlex.quote(str(self.run.path))}",
+            fact=f"{cause}; last words: {_last_line(log)}", remedy=farspan("resume", self.run.path),
         )  # fmt: skip
 
     def _signal(self, number: signal.Signals, services: bool = False) -> None:

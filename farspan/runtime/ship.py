@@ -25,7 +25,7 @@ from farspan.corpus.tokens import TokenFile
 from farspan.domain.codec import load, save
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.plan import Plan
-from farspan.domain.problems import Refusal
+from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder, RunRecord, cache_folder
 
 #: No byte for this long: the receiver is gone.
@@ -71,7 +71,7 @@ def _give(store: dist.Store, world: int, run: RunFolder) -> None:
                 raise Refusal(
                     "worker-lost", what=f"rank {lost} on {plan.devices[lost].host} was lost",
                     where=f"rank {lost}", fact=f"it has taken nothing of plan and tokens for {QUIET_S:.0f} s",
-                    remedy=f"farspan resume {run.path}",
+                    remedy=command("resume", run.path),
                 )  # fmt: skip
             time.sleep(POLL_S)
     store.set("shared", b"1")

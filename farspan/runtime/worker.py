@@ -27,7 +27,7 @@ from farspan.domain import catalog
 from farspan.domain.codec import load, save
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.plan import Plan
-from farspan.domain.problems import Problem, Refusal
+from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.results import Estimate, Event, Finished, Sampled, Started
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.units import format_bytes
@@ -92,7 +92,7 @@ def train(plan: Plan, run: RunFolder, rank: int, world: int, store: dist.Store |
     if world != len(plan.devices):
         raise Refusal(
             "plan-mismatch", what=f"the plan has {len(plan.devices)} workers", where=f"rank {rank}",
-            fact=f"{world} were started", remedy=f"farspan resume {run.path}",
+            fact=f"{world} were started", remedy=command("resume", run.path),
         )  # fmt: skip
     events = run.events if rank == 0 else run.logs / f"rank-{rank}.events.jsonl"
     with EventLog(events) as log, Group(rank, world, device, store) as group:
@@ -174,14 +174,14 @@ def as_problem(error: BaseException, plan: Plan | None, run: RunFolder, rank: in
     if (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in message:
         return Problem(
             code="disk-full", what="the disk became full while training", where=str(run.path), fact=message[:300],
-            remedy=f"free some space there, then: farspan resume {run.path}",
+            remedy=f"free some space there, then: {command('resume', run.path)}",
         )  # fmt: skip
     return Problem(
         code="worker-lost",
         what=f"rank {rank} on {plan.devices[rank].host if plan else platform.node()} failed",
         where=f"{type(error).__name__} in {run.logs}/rank-{rank}.log",
         fact=message[:300] or "no message",
-        remedy=f"farspan resume {run.path}",
+        remedy=command("resume", run.path),
     )
 
 
@@ -191,7 +191,7 @@ def silent(peer: int, plan: Plan, run: RunFolder) -> Problem:
         code="worker-lost", what=f"rank {peer} on {plan.devices[peer].host} was lost",
         where=f"{run.logs}/rank-{peer}.log",
         fact=f"it has said nothing for {SILENCE_S:.0f} s: the machine, the network or the process stands still",
-        remedy=f"farspan resume {run.path}",
+        remedy=command("resume", run.path),
     )  # fmt: skip
 
 
