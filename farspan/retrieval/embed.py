@@ -39,9 +39,12 @@ _SHARPNESS = 20.0
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the maps are fitted: size of a vector (at most as many as features), passes over the pairs, seed."""
+    """How the maps are fitted: size of a vector (at most as many as features), passes over the pairs, seed.
 
-    size: int = 256
+    Chosen by `benchmarks/retrieval.py --choose` on tuning titles alone (benchmarks/results/retrieval_maps.json).
+    """
+
+    size: int = 512
     epochs: int = 14
     seed: int = 0
 
