@@ -46,6 +46,10 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     threads: int = 1
     #: The command that runs another command confined to this device; None is the host's.
     enter: tuple[str, ...] | None = None
+    #: Measured over predicted compute time of the model at hand, from a trial; 1 where there was none.
+    pace: float = 1.0
+    #: Measured bytes of a worker beside its tensors, from a trial; None takes the engine's figure.
+    framework: int | None = None
     origin: Origin = "given"
 
 

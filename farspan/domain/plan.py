@@ -1,12 +1,14 @@
 """Plan: which device computes what. Techniques write it, the estimator prices it, the runtime executes it.
 
-Inside one replica everything is one synchronous computation. This version has one replica of one stage whose mesh has
-one axis, "data".
+Inside one replica everything is one synchronous computation, also across sites; several replicas exist only where they
+keep separate optimizer state. Mesh axes: "site" and "data" divide a step's sequences, "data" also the state where ZeRO
+says so, "tensor" divides operators.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+import math
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -14,37 +16,111 @@ from farspan.domain.codec import content_hash
 from farspan.domain.model import ModelSpec
 from farspan.domain.train import TrainSpec
 
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Axis = Literal["site", "data", "tensor"]
+#: What is divided over the data axis: nothing; optimizer state; and gradients; and parameters (arXiv 1910.02054).
+Zero = Literal[0, 1, 2, 3]
+
 
 class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Ranks laid out over named axes, row-major: the last axis varies fastest."""
+    """Ranks laid out over named axes, row-major: the last axis varies fastest. A tensor axis is the last."""
 
     ranks: tuple[int, ...]
     shape: tuple[int, ...]
-    axes: tuple[str, ...]
+    axes: tuple[Axis, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.axes) or math.prod(self.shape) != len(self.ranks):
+            raise ValueError(f"{len(self.ranks)} ranks over axes {self.axes} of shape {self.shape}")
+        if "tensor" in self.axes[:-1]:
+            raise ValueError("the tensor axis is the last")
+
+    def size(self, axis: Axis) -> int:
+        """Coordinates along an axis; 1 where the mesh lacks it."""
+        return self.shape[self.axes.index(axis)] if axis in self.axes else 1
+
+    def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
+        """The ranks that differ in their coordinate along `axis` only, group by group."""
+        if axis not in self.axes:
+            return tuple((rank,) for rank in self.ranks)
+        place = self.axes.index(axis)
+        step, size = math.prod(self.shape[place + 1 :]), self.shape[place]
+        starts = [i for i in range(len(self.ranks)) if i // step % size == 0]
+        return tuple(tuple(self.ranks[start + k * step] for k in range(size)) for start in starts)
+
+    @property
+    def batch(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each batch coordinate: those that share one tensor axis see the same sequences."""
+        return self.groups("tensor")
 
 
 class GradSync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How gradients of a data axis are summed: buckets of this many bytes, each sent as soon as it is whole."""
+    """How gradients of the batch axes are summed: buckets of so many bytes (None: one message a tensor), each sent as
+    soon as it is whole; over one ring, or inside each site first and between sites once."""
 
-    bucket_bytes: Annotated[int, msgspec.Meta(ge=1)]
+    bucket_bytes: Positive | None
+    topology: Literal["flat", "hierarchical"] = "flat"
+    #: Bits of a number on the way; fewer than 32 keep an error feedback.
+    bits: Literal[8, 16, 32] = 32
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Consecutive layers on one mesh. Data coordinate i reads `rows[i]` sequences a step, `micro_rows` at a time."""
+    """Units [first, last) of the model (0 embeds, layers + 1 is the head) on one mesh; batch coordinate i reads
+    `rows[i]` sequences a step. `splits` names the dim of each operator that the tensor axis divides ("" copies it)."""
 
-    layers: tuple[int, int]
+    units: tuple[int, int]
     mesh: Mesh
     rows: tuple[int, ...]
-    micro_rows: Annotated[int, msgspec.Meta(ge=1)]
     grad_sync: GradSync
+    zero: Zero = 0
+    splits: dict[str, str] = {}
+    recompute: bool = False
 
     def __post_init__(self) -> None:
-        if len(self.rows) != len(self.mesh.ranks):
-            raise ValueError(f"{len(self.rows)} row counts for {len(self.mesh.ranks)} ranks")
+        coordinates = len(self.mesh.ranks) // self.mesh.size("tensor")
+        if len(self.rows) != coordinates:
+            raise ValueError(f"{len(self.rows)} row counts for {coordinates} batch coordinates")
+
+
+class Edge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What crosses between two neighbouring stages, forward activations and backward gradients alike."""
+
+    bits: Literal[8, 16, 32]
+    streams: Positive = 1
 
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One synchronous computation. Each batch coordinate goes through its rows in `microbatches` parts; stage i has
+    begun at most `in_flight[i]` that it has not finished."""
+
     stages: tuple[Stage, ...]
+    edges: tuple[Edge, ...] = ()
+    microbatches: Positive = 1
+    in_flight: tuple[Positive, ...] = (1,)
+
+    def __post_init__(self) -> None:
+        if len(self.edges) != len(self.stages) - 1 or len(self.in_flight) != len(self.stages):
+            raise ValueError(f"{len(self.stages)} stages, {len(self.edges)} edges, {len(self.in_flight)} depths")
+
+    @property
+    def batch(self) -> int:
+        return sum(self.stages[0].rows)
+
+    def micro_rows(self, stage: int, coordinate: int) -> int:
+        """Sequences of the largest microbatch of a batch coordinate."""
+        return -(-self.stages[stage].rows[coordinate] // self.microbatches)
+
+
+class Sync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How replicas meet (DiLoCo, arXiv 2311.08105): every `every` steps the mean change of all parameters becomes the
+    gradient of an outer Nesterov step."""
+
+    every: Positive
+    bits: Literal[4, 8, 16, 32] = 32
+    #: The exchange goes on while the next steps are computed (arXiv 2501.18512).
+    overlap: bool = False
+    lr: float = 0.7
+    momentum: float = 0.9
 
 
 class PlannedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,7 +148,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     replicas: tuple[Replica, ...]
     devices: tuple[PlannedDevice, ...]
     inputs: Inputs
-    version: int = 1
+    engine: str = "farspan"
+    sync: Sync | None = None
+    version: int = 2
 
     @property
     def hash(self) -> str:

@@ -14,16 +14,55 @@ import msgspec
 from farspan.domain.problems import Problem
 
 
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of one worker at its peak, by what they hold."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    buffers: float
+    framework: float
+
+    @property
+    def total(self) -> int:
+        return round(sum(msgspec.structs.astuple(self)))
+
+
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """What a plan would take. `interval` multiplies `step_s`: the run is expected between these two factors."""
+    """What a plan would take. `interval` multiplies `step_s`: the run is expected between these two factors.
+
+    A step is split as its slowest device sees it: `compute_s`, communication that nothing hides, and waiting for other
+    stages (`bubble_s`).
+    """
 
     step_s: float
+    compute_s: float
+    communication_s: float
+    bubble_s: float
     run_s: float
     tokens_per_s: float
-    memory_bytes: int
+    #: Model FLOPs a second and device (`domain.model.train_flops_per_token`), and as a share of the data sheets'.
+    tflops_per_device: float
+    mfu: float | None
+    #: Of each rank.
+    memory: tuple[Memory, ...]
+    #: Devices and bytes that leave sites; None where a price is unknown.
     usd: float | None
+    kwh: float | None
+    #: Tokens that reach the loss of one synchronous token: 1 but for replicas that meet now and then; with bounds.
+    token_efficiency: float = 1.0
+    token_efficiency_interval: tuple[float, float] = (1.0, 1.0)
+    #: Predicted training loss in nats a token at the end of the run.
+    loss: float | None = None
     interval: tuple[float, float]
     assumptions: tuple[str, ...]
+
+    @property
+    def memory_bytes(self) -> int:
+        """The peak of the fullest device."""
+        return max(part.total for part in self.memory)
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):

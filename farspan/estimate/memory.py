@@ -1,53 +1,89 @@
-"""Memory of one worker, by formula: state that stays, activations of one microbatch, logits, and the framework."""
+"""Memory of one worker, by formula: state that stays, activations of the microbatches in flight, logits, buffers.
+
+Activations are counted as in Korthikanti et al. (arXiv 2205.05198), without dropout, from what each operator of the
+graph keeps; state as in ZeRO (arXiv 1910.02054).
+"""
 
 from __future__ import annotations
 
-from farspan.domain.model import ModelSpec, parameters
+from farspan.domain.engine import Engine
+from farspan.domain.graph import Operator, OpGraph
 from farspan.domain.train import TrainSpec
+from farspan.estimate.compute import BYTES
+from farspan.estimate.sharding import weight_share
 
-#: Resident bytes of a worker before it holds any tensor: interpreter, torch and its thread pools (measured on Linux:
-#: 0.35 GB on CPU; a CUDA context with its libraries takes about as much of the device).
-FRAMEWORK_BYTES = 400_000_000
 #: The runtime makes logits this many bytes at a time, so that long batches with large vocabularies stay small.
 LOGITS_CHUNK_BYTES = 64 * 2**20
 #: Up to so many positions attention on CPUs goes through whole score matrices and keeps the probabilities, which beats
 #: the flash kernel there; its memory grows with the square.
 CPU_SCORES_POSITIONS = 1024
 
-_WORKING_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+def local_parameters(graph: OpGraph, units: tuple[int, int], splits: dict[str, str], ways: int) -> float:
+    """Parameters that each device of a tensor axis of `ways` holds of a stage; a tied table inside it counts once."""
+    total = sum(
+        count * graph.size(weight.dims) * weight_share(op, weight.dims, splits.get(op.name, ""), ways)
+        for unit, count in graph.kinds(*units)
+        for op in unit
+        for weight in op.weights
+    )
+    both = graph.tied and units == (0, graph.units)
+    return total - (graph.size("vd") * weight_share(graph.head[1], "vd", splits.get("head", ""), ways) if both else 0)
 
 
-def state_bytes(model: ModelSpec, train: TrainSpec) -> int:
-    """fp32 weights, gradients and AdamW's two moments; below fp32 also the working copy of the weights."""
-    working = 0 if train.precision == "fp32" else _WORKING_BYTES[train.precision]
-    return parameters(model) * (4 + 4 + 8 + working)
+def keeps_scores(train: TrainSpec, backend: str) -> bool:
+    """Whether attention keeps its S x S probabilities for the backward pass."""
+    return train.attention == "vanilla" or (backend == "cpu" and train.seq_len <= CPU_SCORES_POSITIONS)
 
 
-def activation_bytes_per_row(model: ModelSpec, train: TrainSpec, backend: str) -> int:
-    """What the backward pass keeps of one sequence in all layers.
-
-    Counted as in Korthikanti et al. (arXiv 2205.05198), without dropout: a layer keeps its two inputs, two norms
-    (RMSNorm both before and after its gain), q, k and v, the attention's output, and in the MLP each matrix's result
-    and what feeds `down`; vanilla attention, and any short one on CPUs, also the probabilities. With recompute only
-    the layers' inputs stay, and one whole layer.
-    """
-    working, S, D = _WORKING_BYTES[train.precision], train.seq_len, model.d_model
-    kv = model.kv_heads * model.head_dim
-    inputs = 6 if model.norm == "layernorm" else 8
-    mlp = model.d_ff * (4 if model.activation == "swiglu" else 2)
-    keeps_scores = train.attention == "vanilla" or (backend == "cpu" and S <= CPU_SCORES_POSITIONS)
-    scores = model.heads * S if keeps_scores else 0
-    layer = S * working * (inputs * D + 2 * kv + mlp + scores)
-    return model.layers * S * working * D + layer if train.recompute else model.layers * layer
+def kept_per_row(
+    graph: OpGraph, unit: tuple[Operator, ...], train: TrainSpec, splits: dict[str, str], ways: int, backend: str
+) -> float:
+    """Bytes that one unit keeps of one sequence for its backward pass."""
+    working, total = BYTES[train.precision], 0.0
+    for op in unit:
+        share = splits.get(op.name, "")
+        for dims in op.keeps:
+            total += graph.size(dims, b=1, s=train.seq_len) / (ways if share == "b" or share in dims and share else 1)
+        if op.kind == "attention" and keeps_scores(train, backend):
+            heads = graph.sizes["n"] * graph.sizes["r"] // ((graph.sizes["c"] - graph.sizes["r"]) // 2)
+            total += heads * train.seq_len**2 / (ways if share else 1)
+    return working * total
 
 
-def head_bytes(model: ModelSpec, train: TrainSpec) -> int:
-    """The loss: one chunk of logits with its fp32 softmax, and the head's gradient beside its running sum, in fp32."""
-    chunk = LOGITS_CHUNK_BYTES * (1 + 4 // _WORKING_BYTES[train.precision])
-    return chunk + 2 * 4 * model.vocab_size * model.d_model
+def activations_per_row(
+    graph: OpGraph, units: tuple[int, int], train: TrainSpec, backend: str, *,
+    splits: dict[str, str] | None = None, ways: int = 1, recompute: bool = False,
+) -> float:  # fmt: skip
+    """Bytes that a stage keeps of one sequence in flight. With recompute only the blocks' inputs stay; the one block
+    that is computed again is in `replayed_per_row`."""
+    total = 0.0
+    for unit, count in graph.kinds(*units):
+        if recompute and unit is graph.block:
+            total += count * BYTES[train.precision] * graph.size("bsd", b=1, s=train.seq_len)
+        else:
+            total += count * kept_per_row(graph, unit, train, splits or {}, ways, backend)
+    return total
 
 
-def memory_bytes(model: ModelSpec, train: TrainSpec, micro_rows: int, backend: str) -> int:
-    """Peak bytes of a worker that trains `micro_rows` sequences at a time."""
-    fixed = FRAMEWORK_BYTES + state_bytes(model, train) + head_bytes(model, train)
-    return fixed + micro_rows * activation_bytes_per_row(model, train, backend)
+def replayed_per_row(
+    graph: OpGraph, train: TrainSpec, backend: str, splits: dict[str, str] | None = None, ways: int = 1
+) -> float:
+    """Bytes of the one block that a recomputing stage holds whole at a time, of one sequence."""
+    return kept_per_row(graph, graph.block, train, splits or {}, ways, backend)
+
+
+def logits_bytes(graph: OpGraph, train: TrainSpec, micro_rows: int, engine: Engine, share: float = 1.0) -> float:
+    """The loss: logits of one chunk with their fp32 softmax, and the head's gradient beside its running sum."""
+    width = BYTES[train.precision]
+    whole = graph.size("bsv", b=micro_rows, s=train.seq_len) * width * share
+    chunk = whole if engine.logits_chunk is None else min(whole, engine.logits_chunk)
+    return chunk * (1 + 4 // width) + (2 * 4 * graph.size("vd") * share if engine.logits_chunk is not None else 0.0)
+
+
+def state_bytes(parameters: float, train: TrainSpec, engine: Engine, zero: int, ways: int) -> tuple[float, float, float]:
+    """Weights, gradients and optimizer state of a worker that shares them with `ways` - 1 others by ZeRO's level."""
+    dtype = train.precision
+    weights = parameters * engine.weight_bytes[dtype] / (ways if zero == 3 else 1)
+    gradients = parameters * engine.gradient_bytes[dtype] / (ways if zero >= 2 else 1)
+    return weights, gradients, parameters * engine.optimizer_bytes[dtype] / (ways if zero >= 1 else 1)

@@ -1,100 +1,235 @@
-"""`estimate`: what any Plan would take. It reads the plan's structure, never the name of the technique that made it."""
+"""`estimate`: what any Plan would take. It reads the plan's structure, never the name of the technique that made it.
+
+A step of one replica is the longest of its stages' cycles: from a stage's first forward pass to the end of its update.
+All replicas step side by side; every `sync.every` steps they also exchange their parameters' changes.
+"""
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 from farspan.domain.cluster import Cluster
-from farspan.domain.plan import Plan, Stage
-from farspan.domain.probe import ProbeResult, Speed
-from farspan.domain.results import Estimate
-from farspan.estimate.memory import activation_bytes_per_row, memory_bytes
+from farspan.domain.engine import Engine
+from farspan.domain.graph import OpGraph
+from farspan.domain.model import train_flops_per_token
+from farspan.domain.plan import Plan, Replica
+from farspan.domain.results import Estimate, Memory
+from farspan.estimate.assumptions import assumptions
+from farspan.estimate.loss import loss
+from farspan.estimate.network import Network
+from farspan.estimate.replicas import token_efficiency
+from farspan.estimate.schedule import Hop, Simulated, simulate
+from farspan.estimate.stage import Costs, StageTime, effective_depths
 
 #: Share of a run that validation, checkpoints, start-up and noise take beside its steps. A planning margin.
 RESERVE = 0.1
 
-#: Factors on the predicted step. Noise between runs of one worker on a shared machine was 20-30 %; workers that
-#: share a machine's memory and links also slow each other down, which one worker's trial cannot show.
-_ONE_WORKER = (0.75, 1.3)
-_SEVERAL_WORKERS = (0.75, 2.0)
+
+class Step(NamedTuple):
+    """One replica's step: seconds in all and as the slowest stage sees them, the simulation, bytes that leave sites."""
+
+    seconds: float
+    compute: float
+    communication: float
+    bubble: float
+    network: float
+    simulated: Simulated
+    sent: dict[str, float]
 
 
-#: What an estimate over several hosts leaves out in this version.
-BETWEEN_HOSTS = "what gradients take between hosts is not counted: on a slow link a step takes much longer"
+def estimate(plan: Plan, graph: OpGraph, cluster: Cluster, engine: Engine) -> Estimate:
+    """Time, memory, money, energy and loss of a plan. Raises KeyError where the cluster lacks one of its devices or has
+    no link that it needs, and ValueError where the plan splits what the model does not have."""
+    costs = Costs(graph, plan.train, engine, Network(cluster, plan.devices, engine))
+    return price(plan, costs)
 
 
-def crowding(cluster: Cluster) -> float:
-    """CPU workers' threads for each core of the most crowded host, at least 1: so many share one core's speed."""
-    shares = [1.0]
-    for host in cluster.hosts:
-        if host.cpus:
-            shares.append(sum(device.threads for device in host.devices if device.backend == "cpu") / host.cpus)
-    return max(shares)
-
-
-def step_seconds(rows: int, seq_len: int, speed: Speed, cluster: Cluster) -> float:
-    """A step in which the busiest worker reads `rows` sequences, from the probed speed of one worker alone."""
-    return rows * seq_len / speed.tokens_per_s * crowding(cluster)
-
-
-def estimate(plan: Plan, cluster: Cluster, probe: ProbeResult) -> Estimate:
-    """Step time from the probed speed of one worker, scaled to the rows of the busiest rank; memory by formula.
-
-    Raises KeyError where the probe did not measure the plan's precision.
-    """
-    train, speed = plan.train, probe.speeds[plan.train.precision]
-    stage = _only_stage(plan)
-    workers = len(stage.mesh.ranks)
-    step_s = step_seconds(max(stage.rows), train.seq_len, speed, cluster)
+def price(plan: Plan, costs: Costs) -> Estimate:
+    """As `estimate`, with what was priced before kept in `costs`: searches price hundreds of plans of one model."""
+    train, network, engine = plan.train, costs.network, costs.engine
+    steps = [step(replica, costs) for replica in plan.replicas]
+    slowest = max(steps, key=lambda found: found.seconds)
+    outer, sent = _outer(plan, costs, slowest)
+    step_s = slowest.seconds + outer
     run_s = train.steps * step_s / (1 - RESERVE)
     if train.deadline_s is not None:
         run_s = min(run_s, train.deadline_s)
-    price = hourly_price(cluster)
+    for found in steps:
+        for site, size in found.sent.items():
+            sent[site] = sent.get(site, 0.0) + size
+    tokens_per_s = train.tokens_per_step / step_s
+    flops = tokens_per_s * train_flops_per_token(plan.model, train.seq_len)
+    used = [network.devices[rank] for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks]
+    peaks = [device.flops.get(train.precision) for device in used]
+    efficiency, bounds = token_efficiency(plan, costs.graph.parameters())
     return Estimate(
-        step_s=step_s,
-        run_s=run_s,
-        tokens_per_s=train.tokens_per_step / step_s,
-        memory_bytes=_memory(plan, stage, probe, speed),
-        usd=None if price is None else price * run_s / 3600,
-        interval=_ONE_WORKER if workers == 1 else _SEVERAL_WORKERS,
-        assumptions=_assumptions(plan, stage, probe, crowding(cluster)),
-    )
+        step_s=step_s, compute_s=slowest.compute, communication_s=slowest.communication + outer,
+        bubble_s=slowest.bubble, run_s=run_s, tokens_per_s=tokens_per_s, tflops_per_device=flops / len(used) / 1e12,
+        mfu=flops / sum(peak for peak in peaks if peak) if all(peaks) else None, memory=_memory(plan, costs),
+        usd=_usd(plan, costs, run_s, sent), kwh=_kwh(used, run_s), token_efficiency=efficiency,
+        token_efficiency_interval=bounds,
+        loss=loss(costs.graph.parameters(), train.steps * train.tokens_per_step * efficiency),
+        interval=_interval(engine, step_s, slowest.network + outer, used, plan), assumptions=assumptions(plan, costs),
+    )  # fmt: skip
 
 
-def hourly_price(cluster: Cluster) -> float | None:
-    """US dollars an hour for every device together; None where any price is unknown."""
-    prices = [device.usd_per_hour for device in cluster.devices]
-    known = [price for price in prices if price is not None]
-    return sum(known) if len(known) == len(prices) else None
-
-
-def _only_stage(plan: Plan) -> Stage:
-    if len(plan.replicas) != 1 or len(plan.replicas[0].stages) != 1:
-        raise ValueError("a plan of this version has one replica of one stage")
-    return plan.replicas[0].stages[0]
-
-
-def _memory(plan: Plan, stage: Stage, probe: ProbeResult, speed: Speed) -> int:
-    """The probe's peak, moved to the plan's microbatch; the formula alone where the probe used other lengths."""
-    backend = plan.devices[0].backend
-    bucket = stage.grad_sync.bucket_bytes if len(stage.mesh.ranks) > 1 else 0
-    if probe.seq_len != plan.train.seq_len:
-        return memory_bytes(plan.model, plan.train, stage.micro_rows, backend) + bucket
-    more_rows = stage.micro_rows - probe.rows
-    per_row = activation_bytes_per_row(plan.model, plan.train, backend)
-    return max(0, speed.memory_bytes + more_rows * per_row) + bucket
-
-
-def _assumptions(plan: Plan, stage: Stage, probe: ProbeResult, crowd: float) -> tuple[str, ...]:
-    found = [
-        f"each worker keeps the {plan.train.precision} speed of the trial "
-        f"({probe.rows} sequences of {probe.seq_len} tokens at a time)",
-        f"{RESERVE:.0%} of the run goes to validation, checkpoints and noise",
+def step(replica: Replica, costs: Costs) -> Step:
+    """One step of one replica, simulated."""
+    times = [
+        costs.time(stage, [replica.micro_rows(i, c) for c in range(len(stage.rows))], replica.microbatches)
+        for i, stage in enumerate(replica.stages)
     ]
-    if len(stage.mesh.ranks) > 1:
-        found.append("sums of gradients hide behind the backward pass, and workers do not slow each other down")
-    if len({device.host for device in plan.devices}) > 1:
-        found.append(BETWEEN_HOSTS)
-    if crowd > 1:
-        found.append(f"{crowd:.3g} threads share each core, and its speed")
-    if plan.train.deadline_s is not None:
-        found.append("the deadline ends the run if the steps do not")
-    return tuple(found)
+    down, up = edges(replica, costs)
+    simulated = run(replica, costs, times)
+    sent: dict[str, float] = {}
+    for stage_time in times:
+        for site, size in stage_time.sent.items():
+            sent[site] = sent.get(site, 0.0) + size
+    _add_edges(replica, costs, sent)
+    ties = _tied_s(replica, costs, simulated)
+    known = [end + time.exposed + tie for end, time, tie in zip(simulated.ends, times, ties, strict=True)]
+    begins = _begins(simulated, len(times))
+    cycles = []
+    for i, time in enumerate(times):
+        told = max(known[j] + (_delay(replica, costs, j, i) if j != i else 0.0) for j in range(len(times)))
+        cycles.append(told + time.update - (begins[i] if costs.engine.receives_ahead else 0.0))
+    slowest = max(range(len(times)), key=lambda i: cycles[i])
+    waits = replica.microbatches * (times[slowest].passes.forward_wait + times[slowest].passes.backward_wait)
+    compute = simulated.computed[slowest] - waits + times[slowest].update
+    communication = waits + simulated.sending[slowest] + times[slowest].exposed + ties[slowest]
+    network = communication + _fill(replica, costs, down, up) if len(times) > 1 else communication
+    bubble = max(0.0, cycles[slowest] - compute - communication)
+    return Step(cycles[slowest], compute, communication, bubble, network, simulated, sent)
+
+
+def run(replica: Replica, costs: Costs, times: list[StageTime]) -> Simulated:
+    """The simulated passes of one step of a replica."""
+    down, up = edges(replica, costs)
+    return simulate(
+        [time.passes.forward for time in times], [time.passes.backward for time in times], down, up,
+        replica.microbatches, effective_depths(replica), sends_awaited=costs.engine.sends_awaited,
+        receives_ahead=costs.engine.receives_ahead,
+    )  # fmt: skip
+
+
+def edges(replica: Replica, costs: Costs) -> tuple[list[Hop], list[Hop]]:
+    """What a microbatch's activations take between neighbouring stages, and its gradients back.
+
+    Each byte crosses between two hosts once: the batch coordinates of both stages send in pairs, as many at a time as
+    the stage with fewer has hosts, and what arrives is spread inside the receiver's host.
+    """
+    down, up = [], []
+    for i, edge in enumerate(replica.edges):
+        size = _edge_bytes(replica, costs, i)
+        a, b = replica.stages[i].mesh.ranks, replica.stages[i + 1].mesh.ranks
+        pairs = min(len({costs.network.hosts[rank] for rank in ranks}) for ranks in (a, b))
+        streams = max(costs.engine.streams, edge.streams)
+        for hops, (sender, receiver) in ((down, (a[-1], b[0])), (up, (b[0], a[-1]))):
+            wire = costs.network.wire(sender, receiver, collective=False, streams=streams)
+            hops.append(Hop(costs.network.send_s(wire, size / pairs), wire.delay_s))
+    return down, up
+
+
+def _edge_bytes(replica: Replica, costs: Costs, edge: int) -> float:
+    rows = -(-replica.batch // replica.microbatches)
+    return costs.graph.size("bsd", b=rows, s=costs.train.seq_len) * replica.edges[edge].bits / 8
+
+
+def _add_edges(replica: Replica, costs: Costs, sent: dict[str, float]) -> None:
+    """Adds the bytes of a step that cross between stages of unlike sites."""
+    for i in range(len(replica.edges)):
+        sites = [costs.network.sites[replica.stages[k].mesh.ranks[-1 if k == i else 0]] for k in (i, i + 1)]
+        if sites[0] != sites[1]:
+            for site in sites:
+                sent[site] = sent.get(site, 0.0) + _edge_bytes(replica, costs, i) * replica.microbatches
+
+
+def _delay(replica: Replica, costs: Costs, a: int, b: int) -> float:
+    """One way between two stages: what the global gradient norm needs before any update."""
+    sender, receiver = replica.stages[a].mesh.ranks[0], replica.stages[b].mesh.ranks[0]
+    return costs.network.wire(sender, receiver, collective=False).delay_s + costs.engine.message_s
+
+
+def _fill(replica: Replica, costs: Costs, down: list[Hop], up: list[Hop]) -> float:
+    return sum(hop.delay + hop.busy for hop in (*down, *up))
+
+
+def _begins(simulated: Simulated, stages: int) -> list[float]:
+    first = [math.inf] * stages
+    for span in simulated.spans:
+        first[span.stage] = min(first[span.stage], span.start)
+    return first
+
+
+def _tied_s(replica: Replica, costs: Costs, simulated: Simulated) -> list[float]:
+    """Seconds that each stage waits for the other end's part of a tied table's gradient, after its own last pass."""
+    stages, extra = replica.stages, [0.0] * len(replica.stages)
+    if not costs.graph.tied or len(stages) == 1:
+        return extra
+    first, last = stages[0], stages[-1]
+    size = costs.graph.size("vd") * first.grad_sync.bits / 8
+    wire = costs.network.wire(last.mesh.ranks[-1], first.mesh.ranks[0], collective=False)
+    across = costs.network.send_s(wire, size) + wire.delay_s
+    if not costs.engine.receives_ahead:
+        extra[0] = extra[-1] = 2 * across
+        return extra
+    # The head's part leaves while earlier stages drain; the updated rows come back while the next step fills.
+    fill = _begins(simulated, len(stages))[-1]
+    extra[0] = max(0.0, simulated.ends[-1] + across - simulated.ends[0]) + max(0.0, across - fill)
+    return extra
+
+
+def _outer(plan: Plan, costs: Costs, slowest: Step) -> tuple[float, dict[str, float]]:
+    """Seconds a step, and bytes by site, of the exchange between replicas."""
+    if plan.sync is None or len(plan.replicas) < 2:
+        return 0.0, {}
+    leaders = [replica.stages[0].mesh.ranks[0] for replica in plan.replicas]
+    size = costs.graph.parameters() * plan.sync.bits / 8
+    took = costs.network.all_reduce_s(leaders, size)
+    hidden = plan.sync.every * slowest.seconds if plan.sync.overlap else 0.0
+    sites = [costs.network.sites[rank] for rank in leaders]
+    each = 2 * size * (len(leaders) - 1) / len(leaders) / plan.sync.every
+    return max(0.0, took - hidden) / plan.sync.every, dict.fromkeys(sites, each) if len(set(sites)) > 1 else {}
+
+
+def _memory(plan: Plan, costs: Costs) -> tuple[Memory, ...]:
+    found: dict[int, Memory] = {}
+    # Replicas that meet keep the parameters of their last meeting, and the outer momentum (arXiv 2311.08105).
+    outer = 8 if plan.sync is not None else 0
+    for replica in plan.replicas:
+        for i, stage in enumerate(replica.stages):
+            for coordinate, ranks in enumerate(stage.mesh.batch):
+                memory = costs.memory(replica, i, coordinate, outer)
+                found |= dict.fromkeys(ranks, memory)
+    return tuple(found[rank] for rank in sorted(found))
+
+
+def _usd(plan: Plan, costs: Costs, run_s: float, sent: dict[str, float]) -> float | None:
+    """Devices by the hour and bytes that leave their site; None where a device's price is unknown."""
+    used = {rank for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks}
+    prices = [costs.network.devices[rank].usd_per_hour for rank in used]
+    if any(price is None for price in prices):
+        return None
+    egress = {site.name: site.egress_usd_per_byte for site in costs.network.cluster.sites}
+    bytes_usd = sum(egress[site] * size for site, size in sent.items()) * plan.train.steps
+    return sum(price or 0.0 for price in prices) * run_s / 3600 + bytes_usd
+
+
+def _kwh(used: list[object], run_s: float) -> float | None:
+    """Every device at its board power for the whole run: an upper bound."""
+    watts = [getattr(device, "watts", None) for device in used]
+    return None if None in watts else sum(watt or 0.0 for watt in watts) * run_s / 3.6e6
+
+
+def _interval(engine: Engine, step_s: float, network_s: float, used: list[object], plan: Plan) -> tuple[float, float]:
+    """The engine's factors, weighed by what of the step is arithmetic and what is network; tighter after a trial."""
+    tried = all(getattr(device, "pace", 1.0) != 1.0 for device in used)
+    low, high = (0.75, 1.3) if tried else engine.interval
+    share = min(1.0, network_s / step_s) if step_s else 0.0
+    if tried and len(used) > 1:
+        high = 2.0
+    return (
+        (1 - share) * low + share * engine.network_interval[0],
+        (1 - share) * high + share * engine.network_interval[1],
+    )

@@ -6,11 +6,12 @@ import importlib
 import pkgutil
 from typing import Protocol, cast
 
+from farspan.domain.graph import OpGraph
 from farspan.domain.model import ModelSpec
 from farspan.domain.problems import Refusal, nearest
 from farspan.models._family import Config, Preset, TensorMap
 
-__all__ = ["Config", "Family", "Preset", "TensorMap", "families", "family", "from_config", "preset", "presets"]
+__all__ = ["Config", "Family", "Preset", "TensorMap", "families", "family", "from_config", "graph", "preset", "presets"]
 
 
 class Family(Protocol):
@@ -33,6 +34,8 @@ class Family(Protocol):
         d_ff: int | None = None,
         tied: bool = True,
     ) -> ModelSpec: ...
+    @staticmethod
+    def graph(spec: ModelSpec) -> OpGraph: ...
     @staticmethod
     def to_config(spec: ModelSpec) -> Config: ...
     @staticmethod
@@ -89,6 +92,11 @@ def from_config(config: Config) -> ModelSpec:
             fact=str(error),
             remedy="export the model again with transformers' save_pretrained",
         ) from None
+
+
+def graph(spec: ModelSpec) -> OpGraph:
+    """The operators of a training step of this model."""
+    return family(spec.family).graph(spec)
 
 
 def _unknown(kind: str, name: str, known: tuple[str, ...]) -> Refusal:

@@ -1,0 +1,77 @@
+"""Engine: the mechanisms of a training system, as data. A plan says what happens; its engine says how."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+import msgspec
+
+from farspan.domain.cluster import DType
+from farspan.domain.codec import convert, parse_yaml
+from farspan.domain.problems import Refusal, nearest
+
+
+class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Rates are shares of a device's data sheet; sizes are bytes; times are seconds. `fitted` names what was fitted."""
+
+    name: str
+    source: str
+    #: Share of the data sheet's FLOP/s that large matrix products reach, by dtype.
+    efficiency: dict[DType, float]
+    #: Share of the memory's bandwidth that streaming operators reach.
+    bandwidth: float
+    #: Launching one operator.
+    operator_s: float
+    #: Sustained FLOP/s a watt of board power at most; None does not limit.
+    flops_per_watt: float | None = None
+    #: Bytes that one TCP stream has under way where the link does not say.
+    window: int
+    #: TCP streams of a collective, and of a pair of stages where the plan says 1.
+    streams: int = 1
+    #: Bytes that a collective, and a send, has under way at most; None is the streams' windows.
+    collective_bytes: float | None = None
+    send_bytes: float | None = None
+    #: Bytes a second that software moves between hosts at most.
+    host_rate: float | None = None
+    #: Bytes a second between devices of one host.
+    local_rate: float
+    #: Software's own time for one message.
+    message_s: float
+    #: Share of the backward pass that gradient sums hide behind.
+    overlap: float
+    #: A sender computes nothing until its message has arrived.
+    sends_awaited: bool
+    #: Receives are posted before the data comes; else the sender first waits for the receiver, half a round trip.
+    receives_ahead: bool
+    #: Bytes a parameter: the weights that are multiplied, their gradients, and optimizer state (with fp32 weights
+    #: where those are not the weights themselves).
+    weight_bytes: dict[DType, int]
+    gradient_bytes: dict[DType, int]
+    optimizer_bytes: dict[DType, int]
+    #: Factor on all tensors of a worker: what an allocator loses, and buffers that a compiler keeps twice.
+    overhead: float = 1.0
+    #: Share of a device's memory that a plan may fill.
+    fill: float
+    #: Bytes of a worker before it holds any tensor: of the device, and of the host where that is another memory.
+    framework: int
+    host_framework: int
+    #: Logits are made so many bytes at a time; None makes them whole.
+    logits_chunk: int | None
+    #: Factors on the predicted step between which the measured one is expected: compute, network.
+    interval: tuple[float, float]
+    network_interval: tuple[float, float]
+    fitted: dict[str, str] = {}
+
+
+def engine(name: str) -> Engine:
+    """The engine of `catalog/engines/NAME.yaml`; a Refusal offers the nearest one."""
+    folder = resources.files("farspan.catalog").joinpath("engines")
+    known = sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml"))
+    if name not in known:
+        match = nearest(name, known)
+        raise Refusal(
+            "out-of-range", what=f"there is no engine {name!r}", where="--engine", fact=f"known: {', '.join(known)}",
+            remedy=f"--engine {match or known[-1]}",
+        )  # fmt: skip
+    text = folder.joinpath(f"{name}.yaml").read_text()
+    return convert(parse_yaml(text, f"engines/{name}.yaml"), Engine, f"engines/{name}.yaml", text)

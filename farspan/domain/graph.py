@@ -1,0 +1,100 @@
+"""OpGraph: a training step as operators over named dims. How work can be split, and what it costs, follows from these.
+
+Dims, one letter each: b sequences, s positions, d d_model, v vocabulary, p rows of the position table, n groups of
+heads that share one key and value head, c rows of q, k and v of one group, r rows of q of one group, f d_ff,
+w matrices that feed the MLP's activation (2 for SwiGLU, else 1).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+
+Kind = Literal["matmul", "attention", "pointwise", "lookup", "loss"]
+
+
+class Weight(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One parameter tensor of a unit, by its name inside the unit and its dims (`"ncd"`)."""
+
+    name: str
+    dims: str
+
+
+class Operator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One operator: `einsum` names the dims of its inputs and its output, weights last ("bsd,fwd->bsfw")."""
+
+    name: str
+    kind: Kind
+    einsum: str
+    weights: tuple[Weight, ...] = ()
+    #: Tensors that the backward pass needs, by their dims.
+    keeps: tuple[str, ...] = ()
+    #: Dims that devices can divide among themselves, beside b.
+    divisible: str = ""
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(self.einsum.split("->")[0].split(","))
+
+    @property
+    def output(self) -> str:
+        return self.einsum.split("->")[1]
+
+
+class OpGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Units in order: the embedding, `layers` equal blocks, the head. Operators of a unit feed one another in order,
+    and the residual stream runs from unit to unit as "bsd"."""
+
+    sizes: dict[str, int]
+    layers: int
+    embedding: tuple[Operator, ...]
+    block: tuple[Operator, ...]
+    head: tuple[Operator, ...]
+    #: The head's matrix is the embedding's table: stages that hold both ends exchange its gradient.
+    tied: bool
+
+    @property
+    def units(self) -> int:
+        """Where stages can be cut: before any of these."""
+        return self.layers + 2
+
+    def unit(self, number: int) -> tuple[Operator, ...]:
+        """The operators of unit 0 (embedding), 1 to layers (blocks), or layers + 1 (head)."""
+        return self.embedding if number == 0 else self.block if number <= self.layers else self.head
+
+    def kinds(self, first: int, last: int) -> tuple[tuple[tuple[Operator, ...], int], ...]:
+        """The distinct units of a stage [first, last), each with how often it occurs."""
+        blocks = min(last, self.layers + 1) - max(first, 1)
+        found = [(self.embedding, int(first == 0 < last)), (self.block, max(0, blocks))]
+        found.append((self.head, int(first < last == self.units)))
+        return tuple((unit, count) for unit, count in found if count)
+
+    def size(self, dims: str, **given: int) -> int:
+        """Elements of a tensor over these dims; `b` and `s` are given."""
+        return math.prod(given.get(dim) or self.sizes[dim] for dim in dims)
+
+    def parameters(self, first: int = 0, last: int | None = None) -> int:
+        """Trainable parameters of the units [first, last); a tied table counts once where both ends are in."""
+        last = self.units if last is None else last
+        total = sum(count * self.size(weight.dims) for unit, count in self.kinds(first, last) for op in unit
+                    for weight in op.weights)  # fmt: skip
+        both = self.tied and first == 0 and last == self.units
+        return total - (self.size("vd") if both else 0)
+
+
+def forward_flops(graph: OpGraph, op: Operator, rows: int, seq_len: int) -> float:
+    """FLOPs of one forward pass over `rows` sequences: 2 a multiply-add, attention's two products counted whole."""
+    if op.kind == "matmul":
+        return 2.0 * math.prod(graph.size(dim, b=rows, s=seq_len) for dim in set(op.einsum) - set(",->"))
+    if op.kind == "attention":
+        return 4.0 * seq_len * graph.size("bsnr", b=rows, s=seq_len)
+    return 0.0
+
+
+def backward_flops(graph: OpGraph, op: Operator, rows: int, seq_len: int, flash: bool) -> float:
+    """FLOPs of the backward pass: a product for each input; flash attention also computes its scores again
+    (arXiv 2307.08691, section 2.3: 5 products for the forward pass's 2)."""
+    factor = 2.5 if op.kind == "attention" and flash else 2.0
+    return factor * forward_flops(graph, op, rows, seq_len)

@@ -1,0 +1,63 @@
+"""What an estimate takes for granted, in sentences: each names a figure that a measurement could replace."""
+
+from __future__ import annotations
+
+from farspan.domain.plan import Plan
+from farspan.domain.units import format_bytes, format_rate
+from farspan.estimate.compute import UNKNOWN_FLOPS
+from farspan.estimate.network import assumed_bandwidth
+from farspan.estimate.stage import Costs
+
+
+def assumptions(plan: Plan, costs: Costs) -> tuple[str, ...]:
+    """Sentences for what was not measured on this cluster."""
+    return (*_rates(costs), *_links(plan, costs), *_run(plan, costs))
+
+
+def _rates(costs: Costs) -> list[str]:
+    dtype, engine, found = costs.train.precision, costs.engine, []
+    for kind in dict.fromkeys(device.kind for device in costs.network.devices):
+        device = next(device for device in costs.network.devices if device.kind == kind)
+        if device.pace != 1.0:
+            found.append(f"{kind} keeps the {dtype} speed of a short trial of this model")
+        elif any(dtype in rate.flops for rate in device.rates):
+            found.append(f"{kind} keeps the {dtype} speed that its matrix products were measured at")
+        elif dtype in device.flops:
+            share = f"{engine.efficiency[dtype]:.0%} of its data sheet's {device.flops[dtype] / 1e12:.3g} TFLOP/s"
+            found.append(f"{kind} reaches {share} in {dtype}")
+        else:
+            known = UNKNOWN_FLOPS[device.backend] / 1e12
+            found.append(f"{kind} has no known {dtype} speed: {known:.3g} TFLOP/s is assumed; farspan probe measures it")
+    return found
+
+
+def _links(plan: Plan, costs: Costs) -> list[str]:
+    used = list(dict.fromkeys(device.host for device in plan.devices))
+    network, found, seen = costs.network, [], set()
+    for i, a in enumerate(used):
+        for b in used[i + 1 :]:
+            link = network.link(a, b)
+            pair = " - ".join(dict.fromkeys(network.site(host) for host in (a, b)))
+            if pair in seen:
+                continue
+            seen.add(pair)
+            if link.bandwidth is None:
+                rate = costs.engine.host_rate or assumed_bandwidth(link, (network.site(a), network.site(b)))
+                known = f"{format_rate(rate)} is assumed; farspan probe measures it"
+                found.append(f"{pair}: the line's rate is unknown, {known}")
+            if link.window is None and not link.in_flight and link.rtt_s > 1e-3:
+                found.append(f"{pair}: a TCP stream has {format_bytes(costs.engine.window)} under way")
+            if link.origin == "derived":
+                found.append(f"{pair}: the network inside a site, or derived from other links")
+    return found
+
+
+def _run(plan: Plan, costs: Costs) -> list[str]:
+    found = ["10 % of the run goes to validation, checkpoints and noise"]
+    if any(device.watts for device in costs.network.devices):
+        found.append("every device draws its board's power throughout")
+    if (crowd := max(kind[1] for kind in costs.signature)) > 1:
+        found.append(f"{crowd:.3g} threads share each core, and its speed")
+    if plan.train.deadline_s is not None:
+        found.append("the deadline ends the run if the steps do not")
+    return found

@@ -1,0 +1,96 @@
+"""Seconds of an operator on a device: the roofline (Williams et al. 2009), the slower of arithmetic and memory.
+
+FLOP/s are those timed on the device at the nearest shape, else the data sheet's times the engine's efficiency, held
+under what the board's power sustains; bytes a second are the data sheet's times the engine's share.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from farspan.domain.cluster import Device, DType
+from farspan.domain.engine import Engine
+from farspan.domain.graph import Operator, OpGraph, backward_flops, forward_flops
+
+BYTES: dict[DType, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+#: Where neither a data sheet nor a measurement is known: a T4's figures, the slowest GPU in common use, and one core
+#: with AVX2 (both as in `catalog/devices.yaml`). Every estimate that uses them says so.
+UNKNOWN_FLOPS = {"cuda": 65e12, "mps": 5e12, "cpu": 64e9}
+UNKNOWN_BANDWIDTH = {"cuda": 320e9, "mps": 100e9, "cpu": 3.2e9}
+#: Without tensor units fp32 is this much slower on GPUs (T4: 8.1 of 65 TFLOP/s); CPUs have the figure as it is.
+UNKNOWN_FP32 = {"cuda": 1 / 8, "mps": 1.0, "cpu": 1.0}
+
+
+class Work(NamedTuple):
+    """One pass over one operator on one device."""
+
+    flops: float
+    bytes: float
+    m: int
+    k: int
+    n: int
+
+
+class Rates:
+    """What one device does in a second, at one dtype under one engine. `slowdown` multiplies every time."""
+
+    def __init__(self, device: Device, dtype: DType, engine: Engine, slowdown: float = 1.0) -> None:
+        self._measured = [(rate, rate.flops[dtype]) for rate in device.rates if dtype in rate.flops]
+        peak = device.flops.get(dtype)
+        if peak is None:
+            peak = UNKNOWN_FLOPS[device.backend] * (UNKNOWN_FP32[device.backend] if dtype == "fp32" else 1.0)
+        self._flops = peak * engine.efficiency[dtype]
+        if engine.flops_per_watt is not None and device.watts is not None:
+            self._flops = min(self._flops, engine.flops_per_watt * device.watts)
+        self._bandwidth = (device.bandwidth or UNKNOWN_BANDWIDTH[device.backend]) * engine.bandwidth
+        self._operator_s = engine.operator_s
+        self.slowdown = slowdown * device.pace
+
+    def flops(self, m: int, k: int, n: int) -> float:
+        """FLOP/s of a product of [m, k] and [k, n]: timed at the nearest shape, by ratio, or from the data sheet."""
+        if not self._measured:
+            return self._flops
+        shape = (math.log(m), math.log(k), math.log(n))
+
+        def distance(at: int) -> float:
+            rate = self._measured[at][0]
+            return sum(abs(a - math.log(b)) for a, b in zip(shape, (rate.m, rate.k, rate.n), strict=True))
+
+        return self._measured[min(range(len(self._measured)), key=distance)][1]
+
+    def seconds(self, work: Work) -> float:
+        arithmetic = work.flops / self.flops(work.m, work.k, work.n) if work.flops else 0.0
+        return self.slowdown * (max(arithmetic, work.bytes / self._bandwidth) + self._operator_s)
+
+    def stream_s(self, size: float) -> float:
+        """Seconds to stream so many bytes through memory."""
+        return self.slowdown * size / self._bandwidth
+
+
+def work(
+    graph: OpGraph, op: Operator, rows: int, seq_len: int, width: int, share: float, weight_share: float, flash: bool
+) -> tuple[Work, Work]:
+    """The forward and the backward pass of one operator over `rows` sequences, of which a device does `share`."""
+    size = {"b": rows, "s": seq_len}
+    activations = sum(graph.size(dims, **size) for dims in (op.inputs[0], op.output)) * share
+    weights = sum(graph.size(weight.dims) for weight in op.weights) * weight_share
+    if op.kind == "lookup":
+        # Rows that are looked up, not the table.
+        activations, weights = 2 * graph.size("bsd", **size), 0.0
+    if op.kind == "attention" and not flash:
+        # Scores and probabilities go to memory and back.
+        activations += 4 * seq_len * graph.size("bsn", **size) * graph.sizes["r"] / _head_dim(graph) * share
+    if op.kind == "loss":
+        # fp32 probabilities beside the logits.
+        activations *= 3
+    moved = width * (activations + weights)
+    m, k, n = rows * seq_len, graph.sizes["d"], max(1, round(graph.size(op.output[2:] or "d") * share))
+    forward = Work(forward_flops(graph, op, rows, seq_len) * share, moved, m, k, n)
+    backward = Work(backward_flops(graph, op, rows, seq_len, flash) * share, 2 * moved, m, k, n)
+    return forward, backward
+
+
+def _head_dim(graph: OpGraph) -> int:
+    """c = r + 2 E (`domain.graph`)."""
+    return (graph.sizes["c"] - graph.sizes["r"]) // 2

@@ -1,0 +1,21 @@
+"""Loss by a published scaling law, and what training in separate replicas costs in tokens."""
+
+from __future__ import annotations
+
+import math
+
+#: L = E + A / N^alpha + B / D^beta, nats a token: Besiroglu et al. (arXiv 2404.10102, table 1), who fitted the data of
+#: Hoffmann et al. (arXiv 2203.15556) again. For web text and a tokenizer of 32k; small models lie outside the fit.
+E, A, B, ALPHA, BETA = 1.8172, 482.01, 2085.43, 0.3478, 0.3658
+
+
+def loss(parameters: float, tokens: float) -> float:
+    """Nats a token of a model of so many parameters after so many tokens."""
+    return E + A / parameters**ALPHA + B / tokens**BETA
+
+
+def tokens_for(excess: float, parameters: float, tokens: float) -> float:
+    """Factor on `tokens` that makes up for a loss that is higher by a share `excess`; infinite where none does."""
+    asked = loss(parameters, tokens)
+    left = asked / (1 + excess) - E - A / parameters**ALPHA
+    return math.inf if left <= 0 else (B / left) ** (1 / BETA) / tokens

@@ -1,0 +1,189 @@
+"""What the network takes: one message between two ranks, and collectives as hops over the links they really cross.
+
+A wire has a one-way delay and a rate; the rate is the least of what the line carries, what the streams' windows keep
+under way in a round trip (window / (RTT + overhead), RFC 7323), what loss allows (Mathis et al. 1997:
+MSS / RTT x sqrt(3/2) / sqrt(loss) a stream), and what the software moves. On a long link the windows decide.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import msgspec
+
+from farspan.domain.cluster import SITE_BANDWIDTH, Cluster, Device, Link
+from farspan.domain.engine import Engine
+from farspan.domain.plan import PlannedDevice
+
+#: Between devices of one host: a copy through shared memory or a bus.
+LOCAL_DELAY_S = 5e-6
+#: Where nothing is known of the line between two sites: what research networks and cloud regions commonly grant.
+UNKNOWN_BANDWIDTH = 1e9 / 8
+#: Bytes of a TCP segment on Ethernet.
+SEGMENT = 1448
+
+
+class Wire(msgspec.Struct, frozen=True):
+    """Between two ranks, one way: seconds before the first byte arrives, bytes a second afterwards."""
+
+    delay_s: float
+    rate: float
+    #: What the line itself carries; concurrent messages share it, while windows are each message's own.
+    line: float
+    #: Hosts at its ends, the same where both ranks are in one host.
+    hosts: tuple[str, str]
+    sites: tuple[str, str]
+    #: Measured seconds by bytes, where `farspan probe` timed messages of this kind.
+    timed: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def local(self) -> bool:
+        return self.hosts[0] == self.hosts[1]
+
+    def shared(self, concurrent: int) -> float:
+        """The rate of one of so many concurrent messages."""
+        return self.rate if concurrent == 1 else min(self.rate, self.line / concurrent)
+
+
+class Network:
+    """The wires between the devices of a plan, under an engine."""
+
+    def __init__(self, cluster: Cluster, devices: Sequence[PlannedDevice], engine: Engine) -> None:
+        self.cluster, self.engine = cluster, engine
+        self.hosts = [device.host for device in devices]
+        by_name = {host.name: host for host in cluster.hosts}
+        sites = {host.name: site for site in cluster.sites for host in site.hosts}
+        self.devices: list[Device] = [by_name[device.host].devices[device.index] for device in devices]
+        self.sites = [sites[host].name for host in self.hosts]
+        self._site_of = {name: site.name for name, site in sites.items()}
+        self._own = {frozenset((link.a, link.b)) for link in cluster.links}
+        self._links: dict[tuple[str, str], Link] = {}
+        self._wires: dict[tuple[str, str, bool, int], Wire] = {}
+        self._rings: dict[tuple[tuple[str, ...], int, str], tuple[float, float]] = {}
+
+    def link(self, a: str, b: str) -> Link:
+        """The link between two hosts; that of their sites where they have none of their own. Raises KeyError where
+        nothing leads from one to the other."""
+        pair = (a, b)
+        if frozenset(pair) not in self._own:
+            pair = (self._site_of[a], self._site_of[b])
+        if pair not in self._links:
+            found = self.cluster.link(a, b)
+            if found is None:
+                raise KeyError(f"no link between {a} and {b}")
+            self._links[pair] = found
+        return self._links[pair]
+
+    def site(self, host: str) -> str:
+        """The site of a host."""
+        return self._site_of[host]
+
+    def wire(self, a: int, b: int, *, collective: bool, streams: int | None = None) -> Wire:
+        """The wire from rank `a` to rank `b` for a collective's messages, or for sends over so many streams."""
+        return self.between(self.hosts[a], self.hosts[b], collective, streams or self.engine.streams)
+
+    def between(self, a: str, b: str, collective: bool, streams: int) -> Wire:
+        key = (a, b, collective, streams)
+        if key not in self._wires:
+            self._wires[key] = self._make(a, b, collective, streams)
+        return self._wires[key]
+
+    def _make(self, a: str, b: str, collective: bool, streams: int) -> Wire:
+        engine, sites = self.engine, (self._site_of[a], self._site_of[b])
+        if a == b:
+            return Wire(LOCAL_DELAY_S, engine.local_rate, engine.local_rate, (a, b), sites)
+        link = self.link(a, b)
+        line = assumed_bandwidth(link, sites) if link.bandwidth is None else link.bandwidth
+        if engine.host_rate is not None:
+            line = engine.host_rate if link.bandwidth is None else min(line, engine.host_rate)
+        trip = link.rtt_s + engine.message_s
+        most = engine.collective_bytes if collective else engine.send_bytes
+        under_way = _under_way(link, streams, engine.window)
+        rate = min(line, (under_way if most is None else min(most, under_way)) / trip)
+        if link.loss and not link.in_flight:
+            rate = min(rate, streams * SEGMENT / link.rtt_s * math.sqrt(1.5 / link.loss))
+        timed = () if collective or streams > 1 else tuple(sorted(link.transfer_s.items()))
+        return Wire(link.rtt_s / 2, rate, line, (a, b), sites, timed)
+
+    def send_s(self, wire: Wire, size: float) -> float:
+        """Seconds that a message of `size` bytes keeps a wire busy, without its delay."""
+        if len(wire.timed) > 1:
+            return max(size / wire.line, _interpolated(wire.timed, size) - wire.delay_s) + self.engine.message_s
+        return size / wire.rate + self.engine.message_s
+
+    # -- collectives over a group of ranks, `size` bytes being the whole tensor -----------------------------------------
+
+    def reduce_scatter_s(self, group: Sequence[int], size: float, *, messages: float = 1, concurrent: int = 1) -> float:
+        """A ring: n - 1 steps of a part each. An all-gather takes as long."""
+        return self._ring_s(group, size, len(group) - 1, messages, concurrent)
+
+    all_gather_s = reduce_scatter_s
+
+    def all_reduce_s(
+        self, group: Sequence[int], size: float, *, messages: float = 1, concurrent: int = 1,
+        topology: str = "flat",
+    ) -> float:  # fmt: skip
+        """A ring of 2 (n - 1) steps; or inside each site first, then once between the sites, and back."""
+        if topology == "hierarchical" and len({self.sites[rank] for rank in group}) > 1:
+            return self._hierarchical_s(group, size, messages, concurrent)
+        return self._ring_s(group, size, 2 * (len(group) - 1), messages, concurrent)
+
+    def all_to_all_s(self, group: Sequence[int], size: float, *, messages: float = 1, concurrent: int = 1) -> float:
+        """Every rank sends 1/n of its part, `size` / n, to each other rank."""
+        return self._ring_s(group, size / max(1, len(group)), len(group) - 1, messages, concurrent)
+
+    def _ring_s(self, group: Sequence[int], size: float, steps: int, messages: float, concurrent: int) -> float:
+        n = len(group)
+        if n < 2:
+            return 0.0
+        latency, slowest = self._ring(tuple(self.hosts[rank] for rank in group), steps, concurrent)
+        return messages * latency + steps * size / n * slowest
+
+    def _ring(self, hosts: tuple[str, ...], steps: int, concurrent: int) -> tuple[float, float]:
+        """Latency of the longest way that a part goes in so many steps, and seconds a byte on the slowest wire."""
+        key = (hosts, steps, str(concurrent))
+        if key not in self._rings:
+            n = len(hosts)
+            wires = [self.between(hosts[i], hosts[(i + 1) % n], True, self.engine.streams) for i in range(n)]
+            hops = [wire.delay_s + (0.0 if wire.local else self.engine.message_s) for wire in wires]
+            rounds, rest = divmod(steps, n)
+            part = max(sum(hops[(i + k) % n] for k in range(rest)) for i in range(n)) if rest else 0.0
+            slowest = max(1 / wire.shared(1 if wire.local else concurrent) for wire in wires)
+            self._rings[key] = (rounds * sum(hops) + part, slowest)
+        return self._rings[key]
+
+    def _hierarchical_s(self, group: Sequence[int], size: float, messages: float, concurrent: int) -> float:
+        """Reduce-scatter inside each site; each part crosses between the sites; all-gather inside each."""
+        inside: dict[str, list[int]] = {}
+        for rank in group:
+            inside.setdefault(self.sites[rank], []).append(rank)
+        within = max(self.reduce_scatter_s(ranks, size, messages=messages, concurrent=concurrent)
+                     for ranks in inside.values())  # fmt: skip
+        leaders = [ranks[0] for ranks in inside.values()]
+        parts = min(len(ranks) for ranks in inside.values())
+        across = self._ring_s(leaders, size / parts, 2 * (len(leaders) - 1), messages, concurrent * parts)
+        return 2 * within + across
+
+
+def assumed_bandwidth(link: Link, sites: tuple[str, str]) -> float:
+    """Bytes a second of a line of which nothing is known: a site's own network, or one between sites."""
+    return SITE_BANDWIDTH if sites[0] == sites[1] else UNKNOWN_BANDWIDTH
+
+
+def _under_way(link: Link, streams: int, window: int) -> float:
+    """Bytes under way over so many streams: measured where they were, else the streams' windows."""
+    if link.in_flight:
+        nearest = min(link.in_flight, key=lambda count: abs(math.log(count / streams)))
+        return link.in_flight[nearest] * (streams / nearest if nearest > streams else 1.0)
+    return streams * (link.window or window)
+
+
+@functools.lru_cache(maxsize=1024)
+def _interpolated(timed: tuple[tuple[int, float], ...], size: float) -> float:
+    """Seconds for `size` bytes on the broken line through measured points, its ends prolonged; never below 0."""
+    place = min(max(1, bisect_left(timed, (size, 0.0))), len(timed) - 1)
+    (x0, y0), (x1, y1) = timed[place - 1], timed[place]
+    return max(0.0, y0 + (y1 - y0) * (size - x0) / (x1 - x0))

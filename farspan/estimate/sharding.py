@@ -1,0 +1,74 @@
+"""What a tensor axis does to an operator: the layout it reads and writes, and the collectives between two layouts.
+
+Layouts of an activation over the axis: COPY (each rank has all of it), PARTIAL (each has a summand), or the letter of
+the dim that is split. The strategies are those of Megatron-LM (arXiv 1909.08053) and of Alpa's table 3 (arXiv
+2201.12023), read off the einsum: an output dim is a column split, a contracted dim leaves a partial sum, and the batch
+dim leaves the weights' gradients partial.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from farspan.domain.graph import Operator
+
+COPY, PARTIAL = "", "+"
+Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
+
+
+class Strategy(msgspec.Struct, frozen=True):
+    """How one operator uses the axis: what it reads, what it writes, and how the gradient of its input comes out."""
+
+    split: str
+    reads: str
+    writes: str
+    gradient: str
+
+
+def strategies(op: Operator, sizes: dict[str, int], ways: int, rows: int) -> tuple[Strategy, ...]:
+    """Every way to use an axis of `ways` devices: copies, batch rows, and each dim that divides evenly."""
+    found = [strategy(op, "")]
+    if rows % ways == 0:
+        found.append(strategy(op, "b"))
+    return (*found, *(strategy(op, dim) for dim in op.divisible if sizes[dim] % ways == 0))
+
+
+def strategy(op: Operator, split: str) -> Strategy:
+    """The strategy that splits this dim. Raises ValueError where the operator lacks it."""
+    if split == "":
+        return Strategy("", COPY, COPY, COPY)
+    if split != "b" and split not in op.divisible:
+        raise ValueError(f"{op.name} cannot be split over {split!r}: {op.einsum}")
+    reads = split if split in op.inputs[0] else COPY
+    writes = split if split in op.output else PARTIAL
+    # Devices that read the whole input and compute a part of the output each know a part of the input's gradient.
+    return Strategy(split, reads, writes, PARTIAL if reads == COPY else split)
+
+
+def between(writes: str, reads: str, gradient: str) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
+    """Collectives over the tensor between two operators: in the forward pass, and in the backward pass."""
+    if writes == PARTIAL:
+        forward: tuple[Collective, ...] = ("all_reduce",) if reads == COPY else ("reduce_scatter",)
+        backward: tuple[Collective, ...] = () if reads == COPY else ("all_gather",)
+        return forward, (*(("all_reduce",) if reads == COPY and gradient == PARTIAL else ()), *backward)
+    if writes == COPY:
+        if reads == COPY:
+            return (), ("all_reduce",) if gradient == PARTIAL else ()
+        return (), ("all_gather",)
+    if reads == writes:
+        return (), ()
+    if reads == COPY:
+        return ("all_gather",), ("reduce_scatter",) if gradient == PARTIAL else ()
+    return ("all_to_all",), ("all_to_all",)
+
+
+def weight_share(op: Operator, dims: str, split: str, ways: int) -> float:
+    """Share of a weight that each device holds."""
+    return 1 / ways if split and split in dims else 1.0
+
+
+def work_share(split: str, ways: int) -> float:
+    """Share of an operator's arithmetic that each device does."""
+    return 1 / ways if split else 1.0

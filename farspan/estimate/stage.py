@@ -1,0 +1,299 @@
+"""What one stage of a plan takes: its passes over a microbatch, the sums of its gradients, its update, its memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from farspan.domain.engine import Engine
+from farspan.domain.graph import Operator, OpGraph
+from farspan.domain.plan import Replica, Stage
+from farspan.domain.results import Memory
+from farspan.domain.train import TrainSpec
+from farspan.estimate.compute import BYTES, Rates, work
+from farspan.estimate.memory import (
+    activations_per_row,
+    keeps_scores,
+    local_parameters,
+    logits_bytes,
+    replayed_per_row,
+    state_bytes,
+)
+from farspan.estimate.network import Network
+from farspan.estimate.sharding import between, strategy, weight_share, work_share
+
+#: The entry of `Stage.splits` that says how the residual stream lies over the tensor axis between units.
+RESIDUAL = "residual"
+
+
+class Pass(NamedTuple):
+    """Seconds of a forward and of a backward pass over one microbatch, and of the collectives inside them."""
+
+    forward: float
+    backward: float
+    forward_wait: float = 0.0
+    backward_wait: float = 0.0
+
+
+class StageTime(NamedTuple):
+    """Seconds of one stage. `exposed` is what its gradient sums and gathers add after the last backward pass."""
+
+    passes: Pass
+    exposed: float
+    update: float
+    #: Bytes that leave each site in a step, by its name.
+    sent: dict[str, float]
+
+
+class Costs:
+    """Seconds and bytes of stages of one model on one network; results are kept, as searches ask again and again."""
+
+    def __init__(self, graph: OpGraph, train: TrainSpec, engine: Engine, network: Network) -> None:
+        self.graph, self.train, self.engine, self.network = graph, train, engine, network
+        self.width = BYTES[train.precision]
+        crowd = {host.name: _crowding(host.devices, host.cpus) for host in network.cluster.hosts}
+        self.signature = [(device, crowd[host]) for device, host in zip(network.devices, network.hosts, strict=True)]
+        #: Ranks whose devices are alike have the same number.
+        known: dict[tuple[bytes, float], int] = {}
+        keys = {id(device): msgspec.json.encode(device) for device in network.devices}
+        self.alike = [known.setdefault((keys[id(device)], crowd), len(known)) for device, crowd in self.signature]
+        self.rates = {
+            kind: Rates(self.signature[rank][0], train.precision, engine, self.signature[rank][1])
+            for rank, kind in reversed(list(enumerate(self.alike)))
+        }
+        self._units: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._waits: dict[tuple[object, ...], tuple[float, float]] = {}
+
+    # -- arithmetic ------------------------------------------------------------------------------------------------------
+
+    def unit_s(self, rank: int, unit: tuple[Operator, ...], rows: int, splits: Mapping[str, str], ways: int) -> tuple[float, float]:
+        """Seconds of a device for the forward and the backward pass of one unit over `rows` sequences."""
+        key = (self.alike[rank], unit[0].name, rows, ways, tuple(splits.items()) if ways > 1 else ())
+        if key not in self._units:
+            times = [self.op_s(rank, op, rows, splits.get(op.name, ""), ways) for op in unit]
+            self._units[key] = (sum(t[0] for t in times), sum(t[1] for t in times))
+        return self._units[key]
+
+    def op_s(self, rank: int, op: Operator, rows: int, split: str, ways: int) -> tuple[float, float]:
+        """Seconds of a device for the forward and the backward pass of one operator under one split."""
+        shares = [weight_share(op, weight.dims, split, ways) for weight in op.weights]
+        flash = not keeps_scores(self.train, self.signature[rank][0].backend)
+        forward, backward = work(
+            self.graph, op, rows, self.train.seq_len, self.width, work_share(split, ways), min(shares, default=1.0), flash
+        )  # fmt: skip
+        rates = self.rates[self.alike[rank]]
+        return rates.seconds(forward), rates.seconds(backward)
+
+    # -- the tensor axis ---------------------------------------------------------------------------------------------------
+
+    def unit_wait(
+        self, group: Sequence[int], unit: tuple[Operator, ...], rows: int, splits: Mapping[str, str], concurrent: int
+    ) -> tuple[float, float]:
+        """Seconds of the collectives of one unit over its tensor axis: forward, backward."""
+        key = (*(self.network.hosts[rank] for rank in group), unit[0].name, rows, concurrent, *splits.items())
+        if key not in self._waits:
+            forward = backward = 0.0
+            residual = splits.get(RESIDUAL, "")
+            writes = residual
+            for op in unit:
+                plan = strategy(op, splits.get(op.name, ""))
+                f, b = self.edge_s(group, writes, plan.reads, plan.gradient, op.inputs[0], rows, concurrent)
+                forward, backward, writes = forward + f, backward + b, plan.writes
+                if returns_to_residual(op):
+                    f, b = self.edge_s(group, writes, residual, residual, "bsd", rows, concurrent)
+                    forward, backward, writes = forward + f, backward + b, residual
+            self._waits[key] = (forward, backward)
+        return self._waits[key]
+
+    def edge_s(
+        self, group: Sequence[int], writes: str, reads: str, gradient: str, dims: str, rows: int, concurrent: int
+    ) -> tuple[float, float]:
+        """Seconds of what lies between two operators: forward, backward."""
+        if len(group) < 2 or "d" not in dims and dims[:2] != "bs":
+            return 0.0, 0.0
+        size = self.graph.size(dims, b=rows, s=self.train.seq_len) * self.width
+        both = between(writes, reads, gradient)
+        first, second = (
+            sum(getattr(self.network, f"{name}_s")(group, size, concurrent=concurrent) for name in names) for names in both
+        )
+        return first, second
+
+    # -- a stage -----------------------------------------------------------------------------------------------------------
+
+    def passes(self, stage: Stage, micro_rows: Sequence[int]) -> Pass:
+        """The passes of a stage over one microbatch: those of its slowest batch coordinate."""
+        slowest = Pass(0.0, 0.0)
+        ways, groups = stage.mesh.size("tensor"), stage.mesh.batch
+        seen = set()
+        for group, rows in zip(groups, micro_rows, strict=True):
+            key = (rows, *(self.alike[rank] for rank in group), *(self.network.hosts[rank] for rank in group if ways > 1))
+            if rows == 0 or key in seen:
+                continue
+            seen.add(key)
+            forward = backward = forward_wait = backward_wait = 0.0
+            for unit, count in self.graph.kinds(*stage.units):
+                times = [self.unit_s(rank, unit, rows, stage.splits, ways) for rank in group]
+                f, b = max(t[0] for t in times), max(t[1] for t in times)
+                fw, bw = self.unit_wait(group, unit, rows, stage.splits, len(groups)) if ways > 1 else (0.0, 0.0)
+                again = stage.recompute and unit is self.graph.block
+                forward, forward_wait = forward + count * f, forward_wait + count * fw
+                backward += count * (b + (f if again else 0.0))
+                backward_wait += count * (bw + (fw if again else 0.0))
+            found = Pass(forward + forward_wait, backward + backward_wait, forward_wait, backward_wait)
+            slowest = max(slowest, found, key=lambda p: p.forward + p.backward)
+        return slowest
+
+    def time(self, stage: Stage, micro_rows: Sequence[int], microbatches: int) -> StageTime:
+        """All of a stage's times, with ZeRO's gathers and sums where its level has them."""
+        passes = self.passes(stage, micro_rows)
+        sync = self._sync(stage)
+        forward, backward = passes.forward, passes.backward
+        tail = sync.reduce + sync.gather
+        if stage.zero == 3:
+            # arXiv 2304.11277: gathered before each pass, the next unit's while one computes; scattered after each.
+            forward += self._exposed(sync.gather, forward, sync.messages)
+            backward += self._exposed(sync.gather + sync.reduce, backward, sync.messages)
+            tail = sync.rest
+        elif stage.zero == 2 and microbatches > 1:
+            backward += self._exposed(sync.reduce, backward, sync.messages)
+            tail = sync.gather + sync.rest
+        else:
+            tail = self._exposed(sync.reduce + sync.rest, passes.backward, sync.messages) + sync.gather
+        waits = (forward - passes.forward, backward - passes.backward)
+        adjusted = Pass(forward, backward, passes.forward_wait + waits[0], passes.backward_wait + waits[1])
+        return StageTime(adjusted, tail, max(map(self._update, self._states(stage))), sync.sent)
+
+    def _exposed(self, seconds: float, cover: float, messages: float) -> float:
+        """What of a series of messages does not hide behind `cover` seconds of arithmetic: at least the last one."""
+        return max(seconds / max(1.0, messages), seconds - self.engine.overlap * cover) if seconds else 0.0
+
+    def _states(self, stage: Stage) -> list[tuple[int, float]]:
+        """A rank of each kind in the stage, with the parameters that it updates."""
+        ways, data = stage.mesh.size("tensor"), stage.mesh.size("data")
+        own = local_parameters(self.graph, stage.units, stage.splits, ways) / (data if stage.zero else 1)
+        return [(rank, own) for rank in {self.alike[rank]: rank for rank in stage.mesh.ranks}.values()]
+
+    def _update(self, state: tuple[int, float]) -> float:
+        rank, own = state
+        dtype, engine = self.train.precision, self.engine
+        moved = 2 * engine.optimizer_bytes[dtype] + 2 * engine.gradient_bytes[dtype] + engine.weight_bytes[dtype]
+        return self.rates[self.alike[rank]].stream_s(own * moved)
+
+    def _sync(self, stage: Stage) -> Sync:
+        """Sums of gradients and gathers of weights over the batch axes, a step; nothing overlaps yet."""
+        mesh, network = stage.mesh, self.network
+        ways = mesh.size("tensor")
+        parameters = local_parameters(self.graph, stage.units, stage.splits, ways)
+        width = stage.grad_sync.bits / 8
+        size, gathered = parameters * width, parameters * self.engine.weight_bytes[self.train.precision]
+        tensors = sum(count * len(op.weights) for unit, count in self.graph.kinds(*stage.units) for op in unit
+                      for _ in [0] if op.weights)  # fmt: skip
+        bucket = stage.grad_sync.bucket_bytes
+        messages = tensors if bucket is None else math.ceil(size / bucket)
+        reduce = gather = rest = 0.0
+        topology = stage.grad_sync.topology
+        batch = [tuple(mesh.ranks[i] for i in range(k, len(mesh.ranks), ways)) for k in range(ways)]
+        if stage.zero == 0:
+            reduce = max(network.all_reduce_s(g, size, messages=messages, concurrent=ways, topology=topology) for g in batch)
+        else:
+            groups = mesh.groups("data")
+            reduce = max(network.reduce_scatter_s(g, size, messages=messages, concurrent=ways) for g in groups)
+            gather = max(network.all_gather_s(g, gathered, messages=messages, concurrent=ways) for g in groups)
+            part = size / max(1, mesh.size("data"))
+            rest = max(
+                (network.all_reduce_s(g, part, messages=messages, concurrent=len(groups[0]), topology=topology)
+                 for g in mesh.groups("site")), default=0.0,
+            )  # fmt: skip
+        if ways > 1:
+            rest += self._partial_weights(stage, width)
+        sent: dict[str, float] = {}
+        for group in batch:
+            for site, hops in leaving(network, group).items():
+                sent[site] = sent.get(site, 0.0) + hops * 2 * size * (len(group) - 1) / len(group)
+        return Sync(reduce, gather, rest, messages, sent)
+
+    def _partial_weights(self, stage: Stage, width: float) -> float:
+        """Sums over the tensor axis of the gradients of operators that divide the batch over it."""
+        ways = stage.mesh.size("tensor")
+        size = sum(
+            count * self.graph.size(weight.dims) * width
+            for unit, count in self.graph.kinds(*stage.units)
+            for op in unit
+            for weight in op.weights
+            if stage.splits.get(op.name) == "b"
+        )
+        groups = stage.mesh.groups("tensor")
+        return max(self.network.all_reduce_s(g, size, concurrent=len(groups)) for g in groups) if size and ways else 0.0
+
+    def memory(self, replica: Replica, index: int, coordinate: int, outer: int = 0) -> Memory:
+        """The peak of a device of one batch coordinate of one stage; `outer` bytes a parameter more between replicas."""
+        stage, train, engine = replica.stages[index], self.train, self.engine
+        rank, ways = stage.mesh.batch[coordinate][0], stage.mesh.size("tensor")
+        device, rows = self.signature[rank][0], replica.micro_rows(index, coordinate)
+        depth = effective_depths(replica)[index] if len(replica.stages) > 1 else 1
+        parameters = local_parameters(self.graph, stage.units, stage.splits, ways)
+        weights, gradients, optimizer = state_bytes(parameters, train, engine, stage.zero, stage.mesh.size("data"))
+        optimizer += outer * parameters
+        args = {"splits": stage.splits, "ways": ways}
+        kept = rows * depth * activations_per_row(
+            self.graph, stage.units, train, device.backend, recompute=stage.recompute, **args
+        )  # fmt: skip
+        if stage.recompute and min(stage.units[1], self.graph.layers + 1) > max(stage.units[0], 1):
+            kept += rows * replayed_per_row(self.graph, train, device.backend, stage.splits, ways)
+        head = stage.units[1] == self.graph.units and stage.units[0] < stage.units[1]
+        share = 1 / ways if stage.splits.get("head", "") else 1.0
+        buffers = 2 * depth * rows * self.graph.size("bsd", b=1, s=train.seq_len) * self.width if len(replica.stages) > 1 else 0
+        if len(stage.mesh.ranks) > ways:
+            buffers += stage.grad_sync.bucket_bytes or 0
+        if stage.zero == 3:
+            unit = max(self.graph.size("vd"), self.graph.parameters(1, 2))
+            buffers += 2 * unit * engine.weight_bytes[train.precision] / ways
+        return Memory(
+            weights=weights * engine.overhead, gradients=gradients * engine.overhead,
+            optimizer=optimizer * engine.overhead, activations=kept * engine.overhead,
+            logits=logits_bytes(self.graph, train, rows, engine, share) if head else 0.0, buffers=buffers,
+            framework=engine.framework if device.framework is None else device.framework,
+        )  # fmt: skip
+
+
+class Sync(NamedTuple):
+    """Seconds a step over the batch axes: sums, gathers of weights, sums over the other axes; messages of one series."""
+
+    reduce: float
+    gather: float
+    rest: float
+    messages: float
+    sent: dict[str, float]
+
+
+def returns_to_residual(op: Operator) -> bool:
+    """Whether an operator's output is added to the residual stream, or starts it."""
+    return op.output == "bsd" and op.kind in ("matmul", "lookup")
+
+
+def effective_depths(replica: Replica) -> list[int]:
+    """Microbatches that each stage has begun and not finished at most: no stage can have more than the one before it
+    lets through, nor more than there are."""
+    depths, most = [], replica.microbatches
+    for depth in replica.in_flight:
+        most = min(most, depth)
+        depths.append(most)
+    return depths
+
+
+def leaving(network: Network, group: Sequence[int]) -> dict[str, int]:
+    """Hops of a ring over the group that leave each site."""
+    found: dict[str, int] = {}
+    for a, b in zip(group, (*group[1:], group[0]), strict=True):
+        if network.sites[a] != network.sites[b]:
+            found[network.sites[a]] = found.get(network.sites[a], 0) + 1
+    return found
+
+
+def _crowding(devices: Sequence[object], cpus: int | None) -> float:
+    """CPU workers' threads for each core of their host, at least 1: so many share one core's speed."""
+    threads = sum(getattr(device, "threads", 0) for device in devices if getattr(device, "backend", "") == "cpu")
+    return max(1.0, threads / cpus) if cpus else 1.0

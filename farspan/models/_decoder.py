@@ -1,0 +1,66 @@
+"""The operators of a decoder block as `runtime.model` computes them, from the knobs of a ModelSpec."""
+
+from __future__ import annotations
+
+from farspan.domain.graph import Operator, OpGraph, Weight
+from farspan.domain.model import ModelSpec
+
+
+def graph(spec: ModelSpec) -> OpGraph:
+    """The training step of a pre-norm decoder: embedding, equal blocks, final norm and head."""
+    width = spec.heads // spec.kv_heads * spec.head_dim
+    sizes = {
+        "d": spec.d_model, "v": spec.vocab_size, "p": spec.context + spec.extra_positions, "n": spec.kv_heads,
+        "c": width + 2 * spec.head_dim, "r": width, "f": spec.d_ff, "w": 2 if spec.activation == "swiglu" else 1,
+    }  # fmt: skip
+    positions = (Weight(name="pos.weight", dims="pd"),) if spec.positions == "learned" else ()
+    embedding = Operator(
+        name="tok", kind="lookup", einsum="bs,vd->bsd", weights=(Weight(name="tok.weight", dims="vd"), *positions),
+        divisible="v",
+    )  # fmt: skip
+    head = Operator(
+        name="head", kind="matmul", einsum="bsd,vd->bsv", keeps=("bsd",), divisible="v",
+        weights=(Weight(name="tok.weight" if spec.tied else "head.weight", dims="vd"),),
+    )  # fmt: skip
+    loss = Operator(name="loss", kind="loss", einsum="bsv->bs", divisible="v")
+    return OpGraph(
+        sizes=sizes, layers=spec.layers, embedding=(embedding,), block=_block(spec),
+        head=(_norm(spec, "norm"), head, loss), tied=spec.tied,
+    )  # fmt: skip
+
+
+def _block(spec: ModelSpec) -> tuple[Operator, ...]:
+    swiglu = spec.activation == "swiglu"
+    return (
+        _norm(spec, "attn_norm"),
+        _linear(spec, "attn.qkv", "bsd,ncd->bsnc", bias="nc", divisible="n"),
+        Operator(name="attn", kind="attention", einsum="bsnc->bsnr", keeps=("bsnc",), divisible="n"),
+        _linear(spec, "attn.out", "bsnr,dnr->bsd", bias="d", divisible="n"),
+        _norm(spec, "mlp_norm"),
+        _linear(spec, "mlp.up", "bsd,wfd->bsfw", bias="wf", divisible="f"),
+        Operator(
+            name="mlp.act", kind="pointwise", einsum="bsfw->bsf", divisible="f",
+            keeps=("bsfw", "bsf") if swiglu else ("bsfw",),
+        ),
+        _linear(spec, "mlp.down", "bsf,df->bsd", bias="d", divisible="f"),
+    )  # fmt: skip
+
+
+def _linear(spec: ModelSpec, name: str, einsum: str, *, bias: str, divisible: str) -> Operator:
+    inputs, weight = einsum.split("->")[0].split(",")
+    weights = [Weight(name=f"{name}.weight", dims=weight)]
+    if spec.bias:
+        weights.append(Weight(name=f"{name}.bias", dims=bias))
+    return Operator(
+        name=name, kind="matmul", einsum=einsum, weights=tuple(weights), keeps=(inputs,), divisible=divisible
+    )
+
+
+def _norm(spec: ModelSpec, name: str) -> Operator:
+    """RMSNorm keeps its input and what its gain multiplies; LayerNorm's kernel keeps its input alone."""
+    layernorm = spec.norm == "layernorm"
+    parts = ("weight", "bias") if layernorm else ("weight",)
+    return Operator(
+        name=name, kind="pointwise", einsum="bsd,d->bsd", keeps=("bsd",) if layernorm else ("bsd", "bsd"),
+        weights=tuple(Weight(name=f"{name}.{part}", dims="d") for part in parts),
+    )  # fmt: skip
