@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -29,20 +30,31 @@ from farspan.domain.run import RunFolder, RunRecord, cache_folder
 from farspan.domain.train import TrainSpec
 from farspan.domain.units import format_bytes
 
+if TYPE_CHECKING:
+    from farspan.launch.probe import Probe
+
 #: Seconds of trial steps in each precision.
 PROBE_S = 3.0
 
 
-class Planned(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan and all that it was made from."""
+class Resolved(msgspec.Struct, frozen=True, kw_only=True):
+    """run.yaml made concrete on a cluster whose devices keep the pace of a trial, or of the estimator."""
 
-    plan: Plan
-    estimate: Estimate
+    model: ModelSpec
+    train: TrainSpec
     cluster: Cluster
     corpus: CorpusManifest
     corpus_folder: Path
     warnings: tuple[str, ...]
     origin: dict[str, str]
+
+
+class Planned(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan that this version's workers can run, and all that it was made from."""
+
+    plan: Plan
+    estimate: Estimate
+    resolved: Resolved
 
 
 def prepare(config: RunConfig, console: Console) -> tuple[Path, CorpusManifest]:
@@ -60,50 +72,95 @@ def prepare(config: RunConfig, console: Console) -> tuple[Path, CorpusManifest]:
     return folder, manifest
 
 
-def plan(config: RunConfig, console: Console) -> Planned:
-    """Prepare the text, look at the machine, try the model on it, and plan."""
-    from farspan.estimate.price import BETWEEN_HOSTS, crowding, estimate
-    from farspan.launch.probe import Probe
-    from farspan.planning.resolve import resolve
+def resolve(config: RunConfig, console: Console, *, trial: bool) -> Resolved:
+    """Prepare the text, find the cluster, and settle model and training; with `trial` on the first device's real speed.
+
+    Without a trial nothing of the cluster is touched: its figures and the estimator stand for it.
+    """
+    from farspan.domain.engine import engine as find_engine
+    from farspan.planning import pace
+    from farspan.planning.resolve import resolve as resolve_config
     from farspan.retrieval.stores import resolve as resolve_store
-    from farspan.techniques import data
 
-    require_torch()
     resolve_store(config.index.store)
-    given, workers = given_cluster(config), config.parallel.workers
+    engine, given = find_engine("farspan"), given_cluster(config, reach=trial)
     folder, manifest = prepare(config, console)
-    with Probe(given.hosts[0], threads=given.devices[0].threads, device=0) if given else Probe() as probe:
-        cluster = given or probe.describe(config.parallel.device, None if workers == "auto" else workers)
-        device = first_device(cluster)
-        precisions = cluster.devices[0].dtypes if config.train.precision == "auto" else (config.train.precision,)
-
-        def matmul_flops() -> float:
-            everywhere = len(cluster.devices) / crowding(cluster)
-            return everywhere * max(probe.matmul_flops(device, precisions).values())
-
-        def measure(model: ModelSpec, train: TrainSpec) -> ProbeResult:
-            # As many rows as fit: what does not fit at all is refused before it is tried.
-            everywhere = msgspec.structs.replace(train, batch=train.batch * len(cluster.devices))
-            drafted = data.plan(model, cluster, everywhere, corpus=manifest.hash)
-            if isinstance(drafted, Problem):
-                raise Refusal.of(drafted)
-            tried = msgspec.structs.replace(train, batch=drafted.replicas[0].stages[0].micro_rows)
-            console.say(f"trying the model on {cluster.devices[0].kind}: {', '.join(precisions)}")
-            return probe.measure(device, model, tried, precisions=precisions, seconds=PROBE_S)
-
-        resolved = resolve(config, manifest, cluster, matmul_flops=matmul_flops, measure=measure)
-    made = data.plan(resolved.model, cluster, resolved.train, corpus=manifest.hash)
-    if isinstance(made, Problem):
-        raise Refusal.of(made)
-    far = (BETWEEN_HOSTS,) if len(cluster.hosts) > 1 else ()
-    return Planned(
-        plan=made, estimate=estimate(made, cluster, resolved.probe), cluster=cluster, corpus=manifest,
-        corpus_folder=folder, warnings=(*resolved.warnings, *far), origin=resolved.origin,
+    if trial or given is None:
+        with _prober(config, given) as (probe, cluster):
+            found = resolve_config(config, manifest, cluster, **_trials(config, probe, cluster, console))
+    else:
+        cluster = given
+        asked = pace.common_precisions(cluster) if config.train.precision == "auto" else (config.train.precision,)
+        found = resolve_config(
+            config, manifest, cluster, matmul_flops=lambda: pace.product_flops(cluster, engine, asked),
+            measure=lambda model, train: pace.predicted(model, train, cluster, engine, asked),
+        )  # fmt: skip
+    if trial or given is None:
+        cluster = pace.calibrated(cluster, found.model, found.train, engine, found.probe)
+    return Resolved(
+        model=found.model, train=found.train, cluster=cluster, corpus=manifest, corpus_folder=folder,
+        warnings=found.warnings, origin=found.origin,
     )  # fmt: skip
 
 
-def given_cluster(config: RunConfig) -> Cluster | None:
-    """The cluster that the run asks for, with as many of its devices as `workers` says; None is this machine."""
+@contextmanager
+def _prober(config: RunConfig, given: Cluster | None) -> Iterator[tuple[Probe, Cluster]]:
+    """A probe process on the first host, and the cluster: the given one, or what the process finds here."""
+    from farspan.launch.probe import Probe
+
+    require_torch()
+    with Probe(given.hosts[0], threads=given.devices[0].threads, device=0) if given else Probe() as probe:
+        workers = config.parallel.workers
+        yield probe, given or probe.describe(config.parallel.device, None if workers == "auto" else workers)
+
+
+def _trials(config: RunConfig, probe: Probe, cluster: Cluster, console: Console) -> dict[str, Any]:
+    """The two measurements that resolving asks for, made on the cluster's first device."""
+    from farspan import models
+    from farspan.domain.engine import engine
+    from farspan.planning.pace import crowding
+    from farspan.techniques import Task, data
+
+    device = first_device(cluster)
+    precisions = cluster.devices[0].dtypes if config.train.precision == "auto" else (config.train.precision,)
+
+    def matmul_flops() -> float:
+        return len(cluster.devices) / crowding(cluster) * max(probe.matmul_flops(device, precisions).values())
+
+    def measure(model: ModelSpec, train: TrainSpec) -> ProbeResult:
+        # As many rows as fit: what does not fit at all is refused before it is tried.
+        everywhere = msgspec.structs.replace(train, batch=train.batch * len(cluster.devices))
+        drafted = data.plan(Task(model, models.graph(model), cluster, everywhere, engine("farspan")))
+        if isinstance(drafted, Problem):
+            raise Refusal.of(drafted)
+        tried = msgspec.structs.replace(train, batch=drafted.replicas[0].micro_rows(0, 0))
+        console.say(f"trying the model on {cluster.devices[0].kind}: {', '.join(precisions)}")
+        return probe.measure(device, model, tried, precisions=precisions, seconds=PROBE_S)
+
+    return {"matmul_flops": matmul_flops, "measure": measure}
+
+
+def plan(resolved: Resolved) -> Planned:
+    """The data-parallel plan over all devices, which this version's workers can run. Raises Refusal where none fits."""
+    from farspan import models
+    from farspan.domain.engine import engine
+    from farspan.estimate.price import price
+    from farspan.techniques import Task, data
+
+    graph = models.graph(resolved.model)
+    task = Task(resolved.model, graph, resolved.cluster, resolved.train, engine("farspan"), resolved.corpus.hash)
+    made = data.plan(task)
+    if isinstance(made, Problem):
+        raise Refusal.of(made)
+    (stage,) = made.replicas[0].stages
+    flat = msgspec.structs.replace(stage, grad_sync=msgspec.structs.replace(stage.grad_sync, topology="flat"))
+    made = msgspec.structs.replace(made, replicas=(msgspec.structs.replace(made.replicas[0], stages=(flat,)),))
+    return Planned(plan=made, estimate=price(made, task.costs), resolved=resolved)
+
+
+def given_cluster(config: RunConfig, *, reach: bool) -> Cluster | None:
+    """The cluster that the run asks for, with as many of its devices as `workers` says; None is this machine. With
+    `reach`, refuses one whose first host cannot be reached."""
     from farspan.launch.hosts import Agent
     from farspan.launch.launchers import split
 
@@ -111,8 +168,9 @@ def given_cluster(config: RunConfig) -> Cluster | None:
     if config.parallel.cluster is None:
         return None
     cluster, workers = clusters.find(config.parallel.cluster), config.parallel.workers
-    with Agent(cluster.hosts[0]):  # Or a refusal that says why it cannot be reached.
-        pass
+    if reach:
+        with Agent(cluster.hosts[0]):  # Or a refusal that says why it cannot be reached.
+            pass
     if workers == "auto":
         return cluster
     if workers > len(cluster.devices):
@@ -142,23 +200,24 @@ def first_device(cluster: Cluster) -> PlannedDevice:
 
 def start(path: Path, config: RunConfig, console: Console) -> RunFolder:
     """Plan what `config` asks for, say what that will take, and make its run directory at `path`."""
-    planned = plan(config, console)
+    resolved = resolve(config, console, trial=True)
+    planned = plan(resolved)
     say_plan(planned, console)
     # Again: it may have been made while this run was planned.
     refuse_existing(path, command("train", "run.yaml", "--run", f"{path}-2"))
     run = RunFolder(path)
     run.logs.mkdir(parents=True)
     record = RunRecord(
-        corpus=str(planned.corpus_folder.resolve()), command=tuple(sys.argv),
-        created=datetime.now(UTC).isoformat(timespec="seconds"), warnings=planned.warnings,
+        corpus=str(resolved.corpus_folder.resolve()), command=tuple(sys.argv),
+        created=datetime.now(UTC).isoformat(timespec="seconds"), warnings=resolved.warnings,
         initial=str(Path(config.model.path).expanduser().resolve()) if config.model.path else None,
         launcher=asked if (asked := config.parallel.cluster or "").startswith("ray:") else config.parallel.launcher,
     )  # fmt: skip
     write_atomically(run.config, as_yaml(config))
-    write_atomically(run.corpus, to_json(planned.corpus))
-    write_atomically(run.tokenizer, (planned.corpus_folder / "tokenizer.json").read_bytes())
+    write_atomically(run.corpus, to_json(resolved.corpus))
+    write_atomically(run.tokenizer, (resolved.corpus_folder / "tokenizer.json").read_bytes())
     save(planned.estimate, run.estimate)
-    save(planned.cluster, run.cluster)
+    save(resolved.cluster, run.cluster)
     save(record, run.record)
     save(planned.plan, run.plan)
     return run
@@ -168,10 +227,10 @@ def say_plan(planned: Planned, console: Console) -> None:
     """The plan line, and what there is to be warned about, before training; refuses what does not fit."""
     from farspan.report.text import plan_line
 
-    console.say(plan_line(planned.plan, planned.estimate, planned.corpus))
-    for warning in planned.warnings:
+    console.say(plan_line(planned.plan, planned.estimate, planned.resolved.corpus))
+    for warning in planned.resolved.warnings:
         console.say(f"warning: {warning}")
-    usable = min(device.memory for device in planned.cluster.devices)
+    usable = min(device.memory for device in planned.resolved.cluster.devices)
     if planned.estimate.memory_bytes > usable:
         raise Refusal(
             "out-of-memory", what="the plan needs more memory than a device has", where="plan",

@@ -79,6 +79,8 @@ class Site(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     egress_usd_per_byte: float = 0.0
     #: Seconds until the machines are taken away; None is never.
     lease_s: float | None = None
+    #: Seconds that a job waits in the site's queue before it starts.
+    queue_s: float = 0.0
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

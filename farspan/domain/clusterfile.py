@@ -66,6 +66,8 @@ class SiteEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     #: Dollars for 10^9 bytes that leave the site.
     egress: float = 0.0
     lease: Quantity | None = None
+    #: What a job waits there before it starts.
+    queue: Quantity | None = None
 
 
 class LinkEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -126,7 +128,10 @@ class _Reader:
                 raise self._out_of_range(f"{where}.{key}", f"{number} is not a price in dollars")
         lease = self._quantity(parse_seconds, entry.lease, f"{where}.lease", 1, 1e9)
         hosts = tuple(self._host(host, found, where, entry.price) for host, found in entry.hosts.items())
-        return Site(name=name, hosts=hosts, egress_usd_per_byte=entry.egress / 1e9, lease_s=lease)
+        queue = self._quantity(parse_seconds, entry.queue, f"{where}.queue", 0, 1e9) or 0.0
+        return Site(
+            name=name, hosts=hosts, egress_usd_per_byte=entry.egress / 1e9, lease_s=lease, queue_s=queue
+        )  # fmt: skip
 
     def _host(self, name: str, entry: HostEntry, site: str, price: float | None) -> Host:
         where = f"{site}.hosts.{name}"
@@ -238,7 +243,7 @@ def to_file(cluster: Cluster) -> ClusterFile:
         sites={
             site.name: SiteEntry(
                 hosts={host.name: _host_entry(host) for host in site.hosts},
-                egress=site.egress_usd_per_byte * 1e9, lease=site.lease_s,
+                egress=site.egress_usd_per_byte * 1e9, lease=site.lease_s, queue=site.queue_s or None,
             )
             for site in cluster.sites
         },

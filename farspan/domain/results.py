@@ -54,6 +54,8 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     #: Tokens that reach the loss of one synchronous token: 1 but for replicas that meet now and then; with bounds.
     token_efficiency: float = 1.0
     token_efficiency_interval: tuple[float, float] = (1.0, 1.0)
+    #: Whether a published run in this setting stands behind `token_efficiency`.
+    evidence: bool = True
     #: Predicted training loss in nats a token at the end of the run.
     loss: float | None = None
     interval: tuple[float, float]

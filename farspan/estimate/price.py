@@ -169,7 +169,8 @@ def _tied_s(replica: Replica, costs: Costs, simulated: Simulated) -> list[float]
         return extra
     first, last = stages[0], stages[-1]
     size = costs.graph.size("vd") * first.grad_sync.bits / 8
-    wire = costs.network.wire(last.mesh.ranks[-1], first.mesh.ranks[0], collective=False)
+    streams = max(costs.engine.streams, *(edge.streams for edge in replica.edges))
+    wire = costs.network.wire(last.mesh.ranks[-1], first.mesh.ranks[0], collective=False, streams=streams)
     across = costs.network.send_s(wire, size) + wire.delay_s
     if not costs.engine.receives_ahead:
         extra[0] = extra[-1] = 2 * across

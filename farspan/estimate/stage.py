@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from farspan.domain.cluster import Device
 from farspan.domain.engine import Engine
 from farspan.domain.graph import Operator, OpGraph
 from farspan.domain.plan import Replica, Stage
@@ -54,11 +55,11 @@ class Costs:
     def __init__(self, graph: OpGraph, train: TrainSpec, engine: Engine, network: Network) -> None:
         self.graph, self.train, self.engine, self.network = graph, train, engine, network
         self.width = BYTES[train.precision]
-        crowd = {host.name: _crowding(host.devices, host.cpus) for host in network.cluster.hosts}
+        crowd = _crowding(network)
         self.signature = [(device, crowd[host]) for device, host in zip(network.devices, network.hosts, strict=True)]
         #: Ranks whose devices are alike have the same number.
         known: dict[tuple[bytes, float], int] = {}
-        keys = {id(device): msgspec.json.encode(device) for device in network.devices}
+        keys = {id(device): _figures(device) for device in network.devices}
         self.alike = [known.setdefault((keys[id(device)], crowd), len(known)) for device, crowd in self.signature]
         self.rates = {
             kind: Rates(self.signature[rank][0], train.precision, engine, self.signature[rank][1])
@@ -230,10 +231,18 @@ class Costs:
 
     def memory(self, replica: Replica, index: int, coordinate: int, outer: int = 0) -> Memory:
         """The peak of a device of one batch coordinate of one stage; `outer` bytes a parameter more between replicas."""
-        stage, train, engine = replica.stages[index], self.train, self.engine
+        piped = len(replica.stages) > 1
+        depth = effective_depths(replica)[index] if piped else 1
+        rows = replica.micro_rows(index, coordinate)
+        return self.memory_of(replica.stages[index], rows, depth, coordinate, piped=piped, outer=outer)
+
+    def memory_of(
+        self, stage: Stage, rows: int, depth: int, coordinate: int, *, piped: bool = True, outer: int = 0
+    ) -> Memory:
+        """As `memory`, of a stage with `depth` microbatches of so many rows in flight; `piped` where it has neighbours."""
+        train, engine = self.train, self.engine
         rank, ways = stage.mesh.batch[coordinate][0], stage.mesh.size("tensor")
-        device, rows = self.signature[rank][0], replica.micro_rows(index, coordinate)
-        depth = effective_depths(replica)[index] if len(replica.stages) > 1 else 1
+        device = self.signature[rank][0]
         parameters = local_parameters(self.graph, stage.units, stage.splits, ways)
         weights, gradients, optimizer = state_bytes(parameters, train, engine, stage.zero, stage.mesh.size("data"))
         optimizer += outer * parameters
@@ -245,7 +254,7 @@ class Costs:
             kept += rows * replayed_per_row(self.graph, train, device.backend, stage.splits, ways)
         head = stage.units[1] == self.graph.units and stage.units[0] < stage.units[1]
         share = 1 / ways if stage.splits.get("head", "") else 1.0
-        buffers = 2 * depth * rows * self.graph.size("bsd", b=1, s=train.seq_len) * self.width if len(replica.stages) > 1 else 0
+        buffers = 2 * depth * rows * self.graph.size("bsd", b=1, s=train.seq_len) * self.width if piped else 0
         if len(stage.mesh.ranks) > ways:
             buffers += stage.grad_sync.bucket_bytes or 0
         if stage.zero == 3:
@@ -293,7 +302,15 @@ def leaving(network: Network, group: Sequence[int]) -> dict[str, int]:
     return found
 
 
-def _crowding(devices: Sequence[object], cpus: int | None) -> float:
+def _crowding(network: Network) -> dict[str, float]:
     """CPU workers' threads for each core of their host, at least 1: so many share one core's speed."""
-    threads = sum(getattr(device, "threads", 0) for device in devices if getattr(device, "backend", "") == "cpu")
-    return max(1.0, threads / cpus) if cpus else 1.0
+    cpus = {host.name: host.cpus for host in network.cluster.hosts}
+    threads = dict.fromkeys(network.hosts, 0)
+    for device, host in zip(network.devices, network.hosts, strict=True):
+        threads[host] += device.threads if device.backend == "cpu" else 0
+    return {host: max(1.0, used / cores) if (cores := cpus[host]) else 1.0 for host, used in threads.items()}
+
+
+def _figures(device: Device) -> bytes:
+    """What of a device decides its times and its memory."""
+    return msgspec.json.encode(msgspec.structs.replace(device, enter=None, usd_per_hour=None, origin="given"))

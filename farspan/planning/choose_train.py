@@ -14,8 +14,9 @@ from farspan.domain.probe import ProbeResult
 from farspan.domain.problems import Refusal
 from farspan.domain.train import Optimizer, Precision, Schedule, TrainSpec
 from farspan.domain.units import format_count, format_seconds
-from farspan.estimate.price import RESERVE, step_seconds
+from farspan.estimate.price import RESERVE
 from farspan.planning.choose_model import ChosenModel
+from farspan.planning.pace import step_seconds
 from farspan.planning.quantities import asked_rows, asked_tokens, deadline_s, given_or, out_of_range, save_every_s
 from farspan.planning.size import FRESH_EPOCHS, SMALLEST, TOKENS_PER_PARAMETER, TOLERANCE
 

@@ -12,7 +12,7 @@ from farspan.domain.codec import missing_path
 from farspan.domain.config import Quantity, RunConfig
 from farspan.domain.problems import Refusal, nearest
 from farspan.domain.units import parse_count, parse_fraction, parse_seconds
-from farspan.estimate.price import hourly_price
+from farspan.planning.pace import hourly_price
 from farspan.planning.size import KNOBS
 
 Number = TypeVar("Number", int, float)

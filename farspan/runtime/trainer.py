@@ -53,6 +53,11 @@ class Worker:
     def stage(self) -> Stage:
         return self.plan.replicas[0].stages[0]
 
+    @property
+    def micro_rows(self) -> int:
+        """Sequences that this worker reads at a time."""
+        return self.plan.replicas[0].micro_rows(0, self.group.rank)
+
 
 class Trainer:
     """Runs the steps of a plan from where its newest whole checkpoint left off."""
@@ -60,7 +65,8 @@ class Trainer:
     def __init__(self, worker: Worker, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.w, self.monotonic = worker, monotonic
         self.order = Order(worker.train.count, worker.plan.train.seed)
-        self.reducer = Reducer(worker.state, worker.stage.grad_sync.bucket_bytes) if worker.group.world > 1 else None
+        bucket = worker.stage.grad_sync.bucket_bytes or worker.state.grad.nbytes
+        self.reducer = Reducer(worker.state, bucket) if worker.group.world > 1 else None
         self.progress = Progress(step=0, plan=worker.plan.hash, elapsed_s=0.0)
         deadline_s, planned = worker.plan.train.deadline_s, worker.plan.train.steps
         self.budget = TimeBudget(deadline_s, planned) if deadline_s is not None else None
@@ -122,16 +128,16 @@ class Trainer:
 
     def _step(self, step: int) -> tuple[float, float, int, float]:
         """One update. Returns the mean loss, the gradient norm before clipping, valid tokens, and the learning rate."""
-        train, stage, group = self.w.plan.train, self.w.stage, self.w.group
+        train, stage, group, micro_rows = self.w.plan.train, self.w.stage, self.w.group, self.w.micro_rows
         batch = self.order.window(np.arange(step * train.batch, (step + 1) * train.batch, dtype=np.int64))
         valid_tokens = int(self.w.train.valid(batch).sum())
         mine = self.order.window(samples_of(step, stage.rows, group.rank))
         total = torch.zeros((), device=group.device)
-        starts = list(range(0, len(mine), stage.micro_rows))
+        starts = list(range(0, len(mine), micro_rows))
         for start in starts:
             if self.reducer and start == starts[-1]:
                 self.reducer.arm()
-            inputs, targets = self._to_device(self.w.train.read(mine[start : start + stage.micro_rows]))
+            inputs, targets = self._to_device(self.w.train.read(mine[start : start + micro_rows]))
             loss = self.w.model.loss(inputs, targets)
             (loss * (self.loss_scale / valid_tokens)).backward()
             total += loss.detach()
@@ -207,7 +213,7 @@ class Trainer:
         limit = val.count if not train.validate_tokens else min(val.count, -(-train.validate_tokens // train.seq_len))
         total, tokens = 0.0, 0
         self.w.model.eval()
-        micro = self.w.stage.micro_rows
+        micro = self.w.micro_rows
         for start in range(group.rank * micro, limit, group.world * micro):
             windows = np.arange(start, min(start + micro, limit), dtype=np.uint64)
             inputs, targets = self._to_device(val.read(windows))

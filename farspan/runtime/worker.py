@@ -48,6 +48,11 @@ SAMPLE_TOKENS, PROMPT_TOKENS = 80, 8
 
 def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None]) -> Worker:
     """The model on its device, its flat state, and the token files."""
+    if plan.unsupported:
+        raise Refusal(
+            "cannot-plan", what=f"this version cannot run {plan.unsupported}", where=run.plan,
+            fact="it runs plans of one stage over one data axis", remedy="set parallel.technique: data in run.yaml",
+        )  # fmt: skip
     manifest = load(run.corpus, CorpusManifest)
     if manifest.hash != plan.inputs.corpus:
         raise Refusal(
@@ -59,7 +64,7 @@ def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
     train, val = (
         Windows(TokenFile.open(folder, split, manifest).tokens, plan.train.seq_len) for split in ("train", "val")
     )
-    model = Decoder(plan.model, attention=plan.train.attention, recompute=plan.train.recompute)
+    model = Decoder(plan.model, attention=plan.train.attention, recompute=plan.replicas[0].stages[0].recompute)
     if record.initial is None:
         initialise(model, plan.train.seed)
     elif group.rank == 0:  # The others get the state from rank 0: `Trainer.restore`.

@@ -1,0 +1,40 @@
+"""Techniques, one file each: the file name is the registration. Listing them imports none of them."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import Protocol, cast
+
+from farspan.domain.plan import Plan
+from farspan.domain.problems import Problem, Refusal, nearest
+from farspan.techniques._task import Task
+
+__all__ = ["Task", "Technique", "names", "technique"]
+
+
+class Technique(Protocol):
+    """What a technique file holds: `SUMMARY`, a line for people, and `plan`."""
+
+    SUMMARY: str
+
+    @staticmethod
+    def plan(task: Task) -> Plan | Problem:
+        """The technique's best plan for all devices of the task's cluster, or why there is none."""
+        ...
+
+
+def names() -> tuple[str, ...]:
+    """Every technique, sorted."""
+    return tuple(sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_")))
+
+
+def technique(name: str) -> Technique:
+    """The technique file of that name; a Refusal offers the nearest one."""
+    if name not in names():
+        match = nearest(name, names())
+        raise Refusal(
+            "out-of-range", what=f"there is no technique {name!r}", where="run.yaml, key parallel.technique",
+            fact=f"known: {', '.join(names())}", remedy=f"use {match or 'auto'!r}",
+        )  # fmt: skip
+    return cast(Technique, importlib.import_module(f"{__name__}.{name}"))

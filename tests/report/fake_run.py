@@ -19,6 +19,7 @@ from farspan.domain.results import (
     Estimate,
     Event,
     Finished,
+    Memory,
     Sampled,
     Saved,
     Started,
@@ -44,8 +45,12 @@ ENVIRONMENT = Environment(
     farspan="0.1.0", python="3.11.9", torch="2.13.0", platform="Linux-6.1-x86_64", device="CPU with AMX", cpus=2,
     threads=2, memory_bytes=24 * 10**9, commit="4699a65",
 )  # fmt: skip
+MEMORY = Memory(
+    weights=3e8, gradients=1e8, optimizer=2e8, activations=1e8, logits=0.0, buffers=0.0, framework=4e8
+)  # fmt: skip
 ESTIMATE = Estimate(
-    step_s=0.09, run_s=130.0, tokens_per_s=22_700.0, memory_bytes=1_100_000_000, usd=0.026, interval=(0.8, 1.3),
+    step_s=0.09, compute_s=0.08, communication_s=0.01, bubble_s=0.0, run_s=130.0, tokens_per_s=22_700.0,
+    tflops_per_device=0.1, mfu=0.1, memory=(MEMORY,), usd=0.026, kwh=0.01, interval=(0.8, 1.3),
     assumptions=("two threads, nothing else running",),
 )  # fmt: skip
 START = 1_790_000_000.0
@@ -54,7 +59,7 @@ START = 1_790_000_000.0
 def make_plan(steps: int, world: int = 1) -> Plan:
     rows = tuple(8 // world for _ in range(world))
     mesh = Mesh(ranks=tuple(range(world)), shape=(world,), axes=("data",))
-    stage = Stage(layers=(0, 6), mesh=mesh, rows=rows, micro_rows=rows[0], grad_sync=GradSync(bucket_bytes=25 * 2**20))
+    stage = Stage(units=(0, 8), mesh=mesh, rows=rows, grad_sync=GradSync(bucket_bytes=25 * 2**20))
     return Plan(
         technique="data",
         model=MODEL,

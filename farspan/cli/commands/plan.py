@@ -1,4 +1,7 @@
-"""Price a run before it starts: model, steps, time, memory, money."""
+"""Price a run before it starts: what each technique would take, which is best, and why.
+
+With a run.yaml, or with --model and --cluster alone: then neither text nor machines nor PyTorch are needed.
+"""
 
 from __future__ import annotations
 
@@ -8,59 +11,110 @@ from typing import Any
 
 import msgspec
 
-from farspan.cli import job
+from farspan.cli import clusters, job
 from farspan.cli.console import Console
 from farspan.cli.runs import load_config, takes_config
 from farspan.domain.codec import save
-from farspan.domain.model import train_flops_per_token
+from farspan.planning.rank import OBJECTIVES, TOLERANCE, Candidate, Ranking, rank
 
-HELP = "say what a run would take"
+HELP = "say what each technique would take, and which is best"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     takes_config(parser)
-    parser.add_argument("--resolved", action="store_true", help="show each value and where it came from")
-    parser.add_argument("--out", metavar="PLAN.JSON", help="write the plan to this file")
+    asked = parser.add_argument_group("a question without run.yaml")
+    asked.add_argument("--model", help="a preset, a Hugging Face folder, or parameters such as 124M")
+    asked.add_argument("--tokens", default="20x_params", help="tokens to train on (default: 20x_params)")
+    asked.add_argument("--batch", help="a step's sequences, or tokens such as '256k tokens' (default: by the tokens)")
+    asked.add_argument("--seq-len", type=int, help="tokens of a sequence (default: the model's context)")
+    asked.add_argument("--precision", default="auto", help="auto, bf16, fp16 or fp32")
+    asked.add_argument("--attention", default="sdpa", choices=("sdpa", "vanilla"), help="flash, or the textbook's")
+    asked.add_argument("--recompute", action="store_true", help="keep only the blocks' inputs of the forward pass")
+    parser.add_argument("--objective", choices=OBJECTIVES, default="time", help="what is best (default: time)")
+    parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="how much slower fewest_devices may be")
+    parser.add_argument("--technique", action="append", default=[], help="price this one only; may be repeated")
+    parser.add_argument("--resolved", action="store_true", help="show each value of run.yaml and where it came from")
+    parser.add_argument("-o", "--out", metavar="PLAN.JSON", help="write the chosen plan to this file")
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
-    planned = job.plan(load_config(given), console)
-    job.say_plan(planned, console)
-    if given.resolved:
-        for key, (value, origin) in resolved(planned).items():
-            console.say(f"  {key:22} {value!s:20} {origin}")
-    if given.out:
-        save(planned.plan, Path(given.out))
-    console.answer({"candidates": [candidate(planned)], "chosen": 0})
+    from farspan.cli.planning import say_ranking
+
+    resolved = None
+    if given.model is not None:
+        ranking = answer(given)
+    else:
+        config = load_config(given)
+        resolved = job.resolve(config, console, trial=config.parallel.cluster is None)
+        ranking = rank_resolved(given, resolved)
+        if given.resolved:
+            for key, (value, origin) in values(resolved).items():
+                console.say(f"  {key:22} {value!s:20} {origin}")
+    say_ranking(ranking, console)
+    if given.out and ranking.chosen is not None:
+        save(ranking.candidates[ranking.chosen].plan, Path(given.out))
+    found: dict[str, Any] = {"candidates": [as_json(one, ranking) for one in ranking.candidates], "chosen": ranking.chosen}
+    if resolved is not None:
+        found["resolved"] = {key: {"value": value, "origin": origin} for key, (value, origin) in values(resolved).items()}
+    console.answer(found)
 
 
-def resolved(planned: job.Planned) -> dict[str, tuple[Any, str]]:
+def answer(given: argparse.Namespace) -> Ranking:
+    """The ranking for --model and --cluster."""
+    from farspan.domain.engine import engine
+    from farspan.domain.problems import Refusal
+    from farspan.planning.question import Question, model_of, train_of
+
+    if given.cluster is None:
+        raise Refusal(
+            "usage", what="--model needs --cluster", where="farspan plan", fact="without it there is nothing to plan for",
+            remedy=f"farspan plan --model {given.model} --cluster fabric/gat-amst",
+        )  # fmt: skip
+    model, cluster = model_of(given.model), clusters.find(given.cluster)
+    question = Question(
+        model=given.model, tokens=given.tokens, batch=given.batch, seq_len=given.seq_len, precision=given.precision,
+        attention=given.attention, recompute=given.recompute,
+    )  # fmt: skip
+    train = train_of(question, model, cluster)
+    return rank(
+        model, cluster, train, engine("farspan"), objective=given.objective, allow=given.technique,
+        tolerance=given.tolerance,
+    )  # fmt: skip
+
+
+def rank_resolved(given: argparse.Namespace, resolved: job.Resolved) -> Ranking:
+    """The ranking for a run.yaml."""
+    from farspan.domain.engine import engine
+
+    return rank(
+        resolved.model, resolved.cluster, resolved.train, engine("farspan"), objective=given.objective,
+        allow=given.technique, tolerance=given.tolerance, corpus=resolved.corpus.hash,
+    )  # fmt: skip
+
+
+def values(resolved: job.Resolved) -> dict[str, tuple[Any, str]]:
     """Dotted key -> value and origin, for every value that was chosen or given."""
-    values = {"model": msgspec.to_builtins(planned.plan.model), "train": msgspec.to_builtins(planned.plan.train)}
-    values["train"].update(values["train"].pop("optimizer"), **values["train"].pop("schedule"))
+    parts = {"model": msgspec.to_builtins(resolved.model), "train": msgspec.to_builtins(resolved.train)}
+    parts["train"].update(parts["train"].pop("optimizer"), **parts["train"].pop("schedule"))
     found = {}
-    for part, fields in values.items():
+    for part, fields in parts.items():
         for key, value in fields.items():
             name = f"{part}.{key}"
-            found[name] = (value, planned.origin.get(name, planned.origin.get(part, "default")))
+            found[name] = (value, resolved.origin.get(name, resolved.origin.get(part, "default")))
     return found
 
 
-def candidate(planned: job.Planned) -> dict[str, Any]:
-    plan, estimate = planned.plan, planned.estimate
-    flops = estimate.tokens_per_s * train_flops_per_token(plan.model, plan.train.seq_len)
-    devices = [f"{device.host}/{device.backend}:{device.index}" for device in plan.devices]
-    return {
-        "technique": plan.technique,
-        "devices": devices,
-        "fits": True,
-        "problem": None,
-        "estimate": {
-            **msgspec.to_builtins(estimate),
-            "minutes": estimate.run_s / 60,
-            "tflops_per_device": flops / len(plan.devices) / 1e12,
-            "memory_bytes": dict.fromkeys(devices, estimate.memory_bytes),
-        },
-        "plan": msgspec.to_builtins(plan),
-        "resolved": {key: {"value": value, "origin": origin} for key, (value, origin) in resolved(planned).items()},
-    }
+def as_json(one: Candidate, ranking: Ranking) -> dict[str, Any]:
+    """A candidate as the command's answer has it."""
+    names = [f"{host.name}/{device.backend}:{i}" for host in ranking.cluster.hosts for i, device in enumerate(host.devices)]
+    devices = [names[place] for place in one.places]
+    found: dict[str, Any] = {
+        "technique": one.technique, "where": one.where, "devices": devices, "fits": one.plan is not None,
+        "problem": one.problem, "unchosen": one.unchosen, "estimate": None, "plan": one.plan,
+    }  # fmt: skip
+    if one.estimate is not None:
+        memory = dict(zip(devices, (part.total for part in one.estimate.memory), strict=True))
+        found["estimate"] = {
+            **msgspec.to_builtins(one.estimate), "minutes": one.time_s / 60, "memory_bytes": memory,
+        }  # fmt: skip
+    return found

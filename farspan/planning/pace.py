@@ -1,0 +1,102 @@
+"""The speed of a model on a cluster before there is a plan: from a trial of one device, or predicted for one."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from farspan import models
+from farspan.domain.cluster import Cluster, DType
+from farspan.domain.engine import Engine
+from farspan.domain.model import ModelSpec
+from farspan.domain.plan import GradSync, Inputs, Mesh, Plan, PlannedDevice, Replica, Stage
+from farspan.domain.probe import ProbeResult, Speed
+from farspan.domain.results import Estimate
+from farspan.domain.train import Precision, TrainSpec
+from farspan.estimate.price import estimate
+
+
+def crowding(cluster: Cluster) -> float:
+    """CPU workers' threads for each core of the most crowded host, at least 1: so many share one core's speed."""
+    shares = [1.0]
+    for host in cluster.hosts:
+        if host.cpus:
+            shares.append(sum(device.threads for device in host.devices if device.backend == "cpu") / host.cpus)
+    return max(shares)
+
+
+def step_seconds(rows: int, seq_len: int, speed: Speed, cluster: Cluster) -> float:
+    """A step in which the busiest worker reads `rows` sequences, from the speed of one worker alone."""
+    return rows * seq_len / speed.tokens_per_s * crowding(cluster)
+
+
+def hourly_price(cluster: Cluster) -> float | None:
+    """US dollars an hour for every device together; None where any price is unknown."""
+    prices = [device.usd_per_hour for device in cluster.devices]
+    known = [price for price in prices if price is not None]
+    return sum(known) if len(known) == len(prices) else None
+
+
+def on_one_device(model: ModelSpec, train: TrainSpec, cluster: Cluster, engine: Engine) -> Estimate:
+    """What one worker on the cluster's first device would take for `train.batch` sequences at a time."""
+    host, device = cluster.hosts[0], cluster.devices[0]
+    graph = models.graph(model)
+    stage = Stage(
+        units=(0, graph.units), mesh=Mesh(ranks=(0,), shape=(1,), axes=("data",)), rows=(train.batch,),
+        grad_sync=GradSync(bucket_bytes=None), recompute=train.recompute,
+    )  # fmt: skip
+    at = PlannedDevice(host=host.name, backend=device.backend, index=0, threads=device.threads)
+    plan = Plan(
+        technique="data", model=model, train=train, replicas=(Replica(stages=(stage,)),), devices=(at,),
+        inputs=Inputs(cluster="", corpus=""),
+    )  # fmt: skip
+    return estimate(plan, graph, cluster, engine)
+
+
+def predicted(
+    model: ModelSpec, train: TrainSpec, cluster: Cluster, engine: Engine, precisions: tuple[Precision, ...]
+) -> ProbeResult:
+    """What a trial would find, by the estimator: where the cluster is not at hand, or should not be disturbed."""
+    speeds: dict[Precision, Speed] = {}
+    for precision in precisions:
+        found = on_one_device(model, msgspec.structs.replace(train, precision=precision), cluster, engine)
+        speeds[precision] = Speed(step_s=found.step_s, tokens_per_s=found.tokens_per_s, memory_bytes=found.memory_bytes)
+    return ProbeResult(rows=train.batch, seq_len=train.seq_len, speeds=speeds)
+
+
+def calibrated(
+    cluster: Cluster, model: ModelSpec, train: TrainSpec, engine: Engine, probe: ProbeResult
+) -> Cluster:
+    """The cluster whose devices of the first one's kind keep the pace and the memory that a trial measured there."""
+    tried = msgspec.structs.replace(train, batch=probe.rows, seq_len=probe.seq_len)
+    speed, found = probe.speeds[train.precision], on_one_device(model, tried, cluster, engine)
+    kind = cluster.devices[0].kind
+    framework = max(0, speed.memory_bytes - found.memory_bytes + round(found.memory[0].framework))
+    sites = []
+    for site in cluster.sites:
+        hosts = []
+        for host in site.hosts:
+            devices = tuple(
+                msgspec.structs.replace(device, pace=speed.step_s / found.step_s, framework=framework)
+                if device.kind == kind else device for device in host.devices
+            )  # fmt: skip
+            hosts.append(msgspec.structs.replace(host, devices=devices))
+        sites.append(msgspec.structs.replace(site, hosts=tuple(hosts)))
+    return msgspec.structs.replace(cluster, sites=tuple(sites))
+
+
+def product_flops(cluster: Cluster, engine: Engine, precisions: tuple[DType, ...]) -> float:
+    """FLOP/s of large matrix products of all devices together at the fastest of these dtypes."""
+    from farspan.estimate.compute import Rates
+
+    return sum(
+        max(Rates(device, dtype, engine).flops(4096, 4096, 4096) for dtype in precisions) for device in cluster.devices
+    )
+
+
+def common_precisions(cluster: Cluster) -> tuple[Precision, ...]:
+    """Dtypes that every device computes in hardware, fastest on the first one first."""
+    first = cluster.devices[0]
+    both = [dtype for dtype in first.dtypes if all(dtype in device.dtypes for device in cluster.devices)]
+    return tuple(sorted(both, key=lambda dtype: (-first.flops.get(dtype, -math.inf), dtype != "bf16"))) or ("fp32",)

@@ -1,0 +1,92 @@
+"""A planning question in flags: a model, tokens and a cluster, without text and without the machines."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import msgspec
+
+from farspan import models
+from farspan.domain.cluster import Cluster
+from farspan.domain.codec import parse_json, read_bytes
+from farspan.domain.model import ModelSpec, parameters
+from farspan.domain.problems import Refusal, nearest
+from farspan.domain.train import Precision, TrainSpec
+from farspan.domain.units import parse_count
+from farspan.planning.choose_model import DEFAULT_FAMILY
+from farspan.planning.choose_train import batch_tokens
+from farspan.planning.pace import common_precisions
+from farspan.planning.quantities import asked_rows, asked_tokens, out_of_range, positive
+from farspan.planning.size import shape_for
+
+#: Vocabulary of a model that is asked for by its size alone: Llama-2's (arXiv 2307.09288).
+VOCABULARY = 32_000
+CONTEXT = 1024
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """What the flags of `farspan plan` say; quantities as written. None takes a default, which `TrainSpec` shows."""
+
+    model: str
+    tokens: str = "20x_params"
+    batch: str | None = None
+    seq_len: int | None = None
+    precision: str = "auto"
+    attention: str = "sdpa"
+    recompute: bool = False
+
+
+def model_of(name: str) -> ModelSpec:
+    """A preset, a Hugging Face folder, or parameters such as 124M (a Llama of the size study's shape)."""
+    folder = Path(name).expanduser()
+    if (folder / "config.json").is_file():
+        return models.from_config(parse_json(read_bytes(folder / "config.json"), dict, folder / "config.json"))
+    known = models.presets()
+    if name in known:
+        return known[name].spec
+    if name[:1].isdigit():
+        count = positive(parse_count, name, "--model", "124M")
+        return shape_for(DEFAULT_FAMILY, count, vocab_size=VOCABULARY, context=CONTEXT, knobs={})
+    match = nearest(name, known)
+    raise Refusal(
+        "out-of-range", what=f"there is no model {name!r}", where="--model",
+        fact=f"neither parameters such as 124M, nor a folder with config.json, nor one of {', '.join(known)}",
+        remedy=f"--model {match}" if match else "--model gpt2",
+    )  # fmt: skip
+
+
+def train_of(question: Question, model: ModelSpec, cluster: Cluster) -> TrainSpec:
+    """The training that a question means on a cluster; raises Refusal (out-of-range) for what cannot be."""
+    seq_len = question.seq_len or model.context
+    if not 1 <= seq_len <= model.context:
+        fact = f"the model has {model.context} positions"
+        raise out_of_range("--seq-len", seq_len, fact, f"--seq-len {model.context}")
+    tokens = asked_tokens(question.tokens, parameters(model))
+    devices = len(cluster.devices)
+    if question.batch is not None:
+        batch = asked_rows(question.batch, seq_len)
+    else:
+        rows = 2 ** max(0, round(math.log2(batch_tokens(tokens) / seq_len)))
+        batch = max(1, math.ceil(rows / devices)) * devices
+    return TrainSpec(
+        steps=max(1, round(tokens / (batch * seq_len))), batch=batch, seq_len=seq_len,
+        precision=_precision(question.precision, cluster),
+        attention="vanilla" if question.attention == "vanilla" else "sdpa", recompute=question.recompute,
+    )  # fmt: skip
+
+
+def _precision(asked: str, cluster: Cluster) -> Precision:
+    common = common_precisions(cluster)
+    if asked == "auto":
+        return common[0]
+    for precision in ("fp32", "bf16", "fp16"):
+        if asked == precision:
+            break
+    else:
+        raise out_of_range("--precision", asked, "known: auto, fp32, bf16, fp16", "--precision auto")
+    lacking = sorted({device.kind for device in cluster.devices if asked not in device.dtypes})
+    if lacking:
+        fact = f"{', '.join(lacking)} does not compute it in hardware"
+        raise out_of_range("--precision", asked, fact, "--precision auto")
+    return precision

@@ -1,0 +1,224 @@
+"""Every technique on every part of a cluster that makes sense, priced and put in order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+import msgspec
+
+from farspan import models, techniques
+from farspan.domain.cluster import Cluster
+from farspan.domain.engine import Engine
+from farspan.domain.model import ModelSpec
+from farspan.domain.plan import Plan
+from farspan.domain.problems import Problem, Refusal
+from farspan.domain.results import Estimate
+from farspan.domain.train import TrainSpec
+from farspan.domain.units import format_seconds
+from farspan.estimate.price import price
+from farspan.techniques import Task
+
+Objective = Literal["time", "cost", "loss_per_dollar", "fewest_devices"]
+OBJECTIVES: tuple[Objective, ...] = ("time", "cost", "loss_per_dollar", "fewest_devices")
+#: `fewest_devices` admits plans that take at most this much longer than the fastest.
+TOLERANCE = 0.1
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """Some of a cluster's devices, by their places, and what to call them."""
+
+    name: str
+    places: tuple[int, ...]
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """One technique on one part of the cluster: a priced plan, or why there is none."""
+
+    technique: str
+    where: str
+    #: Places of its devices in the cluster.
+    places: tuple[int, ...]
+    plan: Plan | None = None
+    estimate: Estimate | None = None
+    problem: Problem | None = None
+    #: Seconds until the run's loss is that of synchronous training, queues included; infinite without a plan.
+    time_s: float = math.inf
+    #: Why a plan that fits is listed but not chosen.
+    unchosen: str | None = None
+
+    @property
+    def eligible(self) -> bool:
+        return self.plan is not None and self.unchosen is None
+
+
+class Ranking(msgspec.Struct, frozen=True, kw_only=True):
+    """Candidates, best first; those without a plan last. `chosen` is the best that may be chosen."""
+
+    model: ModelSpec
+    cluster: Cluster
+    objective: Objective
+    candidates: tuple[Candidate, ...]
+    chosen: int | None
+
+
+def rank(
+    model: ModelSpec, cluster: Cluster, train: TrainSpec, engine: Engine, *, objective: Objective = "time",
+    allow: Sequence[str] = (), tolerance: float = TOLERANCE, corpus: str = "", parts: bool = True,
+) -> Ranking:  # fmt: skip
+    """Price the techniques of `allow` (none: all) on the whole cluster and, with `parts`, on its parts.
+
+    Raises Refusal for an unknown technique, or an objective in money where no price is known.
+    """
+    graph, names = models.graph(model), tuple(allow) or techniques.names()
+    found: list[Candidate] = []
+    for part in all_parts(cluster) if parts else (whole(cluster),):
+        only = None if len(part.places) == len(cluster.devices) else part.places
+        task = Task(model, graph, cluster, train, engine, corpus, only)
+        found += [candidate(task, part, name) for name in names]
+    found = _without_repeats(found)
+    key = _key(objective, found, tolerance)
+    found.sort(key=lambda one: (not one.eligible, key(one), one.technique, one.places))
+    chosen = 0 if found and found[0].eligible and key(found[0]) < math.inf else None
+    return Ranking(model=model, cluster=cluster, objective=objective, candidates=tuple(found), chosen=chosen)
+
+
+def candidate(task: Task, part: Part, name: str) -> Candidate:
+    """One technique's answer, priced."""
+    try:
+        made = techniques.technique(name).plan(task)
+    except KeyError as error:
+        made = Problem(
+            code="cannot-plan", what="some hosts cannot reach each other", where=part.name, fact=str(error.args[0]),
+            remedy="give the link in the cluster file, or measure it: farspan probe --cluster FILE -o FILE",
+        )  # fmt: skip
+    if isinstance(made, Problem):
+        return Candidate(technique=name, where=part.name, places=part.places, problem=made)
+    estimate = price(made, task.costs)
+    sites = [task.cluster.site_of(device.host) for device in made.devices]
+    queue = max(site.queue_s for site in sites)
+    lease = min((site.lease_s for site in sites if site.lease_s is not None), default=math.inf)
+    total = queue + estimate.run_s / estimate.token_efficiency
+    return Candidate(
+        technique=name, where=part.name, places=part.places, plan=made, estimate=estimate, time_s=total,
+        unchosen=_unchosen(task, estimate, lease, total),
+    )  # fmt: skip
+
+
+def _unchosen(task: Task, estimate: Estimate, lease: float, total: float) -> str | None:
+    if total > lease:
+        return f"a lease ends after {format_seconds(lease)}, before the run does"
+    if not estimate.evidence:
+        return "no published run in this setting says how many more tokens it needs"
+    short = [
+        host.name for host in task.cluster.hosts
+        if host.memory is not None and host_bytes(task, host.name) > host.memory
+    ]  # fmt: skip
+    return f"{', '.join(short)} has too little memory for its workers" if short else None
+
+
+def host_bytes(task: Task, host: str) -> float:
+    """Bytes of a host's own memory that its workers of other devices take, and rank 0's copy of a checkpoint."""
+    workers = [device for device in task.devices if device.host == host and device.backend != "cpu"]
+    state = 12 * task.graph.parameters() if workers and task.devices[0].host == host else 0
+    return len(workers) * task.engine.host_framework + state
+
+
+def whole(cluster: Cluster) -> Part:
+    """All devices."""
+    return Part(name="all devices", places=tuple(range(len(cluster.devices))))
+
+
+def all_parts(cluster: Cluster) -> list[Part]:
+    """The whole; each site; all but one site; each host; the devices of each kind; one of parts that are alike."""
+    site_of, host_of = {}, {}
+    place = 0
+    for site in cluster.sites:
+        for host in site.hosts:
+            for _ in host.devices:
+                site_of[place], host_of[place] = site.name, host.name
+                place += 1
+    places, devices = range(place), cluster.devices
+    found = [whole(cluster)]
+    groups: list[tuple[str, Callable[[int], bool]]] = []
+    for site in cluster.sites:
+        groups.append((site.name, lambda p, name=site.name: site_of[p] == name))  # type: ignore[misc]
+    if len(cluster.sites) > 2:
+        for site in cluster.sites:
+            groups.append((f"all but {site.name}", lambda p, name=site.name: site_of[p] != name))  # type: ignore[misc]
+    for host in cluster.hosts:
+        groups.append((host.name, lambda p, name=host.name: host_of[p] == name))  # type: ignore[misc]
+    for kind in dict.fromkeys(device.kind for device in devices):
+        groups.append((f"every {kind}", lambda p, kind=kind: devices[p].kind == kind))  # type: ignore[misc]
+    groups += _first_devices(cluster, host_of)
+    seen = {found[0].places}
+    alike: set[object] = set()
+    for name, inside in groups:
+        chosen = tuple(p for p in places if inside(p))
+        key = _likeness(cluster, chosen, site_of, host_of)
+        if chosen and chosen not in seen and key not in alike:
+            seen.add(chosen)
+            alike.add(key)
+            found.append(Part(name=name, places=chosen))
+    return found
+
+
+def _first_devices(cluster: Cluster, host_of: dict[int, str]) -> Iterator[tuple[str, Callable[[int], bool]]]:
+    """One device of each kind: what a model that fits one device needs no network for."""
+    kinds = [device.kind for device in cluster.devices]
+    for kind in dict.fromkeys(kinds):
+        first = kinds.index(kind)
+        yield f"one {kind} of {host_of[first]}", lambda p, first=first: p == first  # type: ignore[misc]
+
+
+def _likeness(cluster: Cluster, places: Sequence[int], site_of: dict[int, str], host_of: dict[int, str]) -> object:
+    """What makes two parts of one site equal: kinds by host, and the site's terms. Parts of several sites are unique."""
+    if len({site_of[p] for p in places}) > 1:
+        return tuple(places)
+    hosts: dict[str, list[object]] = {}
+    for p in places:
+        device = cluster.devices[p]
+        hosts.setdefault(host_of[p], []).append((device.kind, device.memory, device.usd_per_hour, str(device.rates)))
+    site = cluster.site_of(host_of[places[0]])
+    return str(sorted(hosts.values(), key=str)), site.lease_s, site.queue_s, site.egress_usd_per_byte
+
+
+def _without_repeats(found: list[Candidate]) -> list[Candidate]:
+    """A technique that has no plan on any part says so once, for the largest."""
+    planned = {one.technique for one in found if one.plan is not None}
+    refused: dict[str, Candidate] = {}
+    for one in found:
+        if one.technique not in planned:
+            refused.setdefault(one.technique, one)
+    return [one for one in found if one.plan is not None] + list(refused.values())
+
+
+def _key(objective: Objective, found: Sequence[Candidate], tolerance: float) -> Callable[[Candidate], float]:
+    """What the objective orders by; less is better."""
+    if objective in ("cost", "loss_per_dollar"):
+        if all(one.estimate is None or one.estimate.usd is None for one in found) and any(one.plan for one in found):
+            raise Refusal(
+                "out-of-range", what=f"the objective {objective} needs prices", where="--objective",
+                fact="no plan's devices all have a price", remedy="give devices a price in the cluster file: price: 0.50",
+            )  # fmt: skip
+        return _cost if objective == "cost" else _loss_per_dollar
+    fastest = min((one.time_s for one in found if one.eligible), default=math.inf)
+    if objective == "fewest_devices":
+        return lambda one: len(one.places) + (1e6 if one.time_s > (1 + tolerance) * fastest else 0) + one.time_s * 1e-12
+    return lambda one: one.time_s
+
+
+def _cost(one: Candidate) -> float:
+    if one.estimate is None or one.estimate.usd is None:
+        return math.inf
+    # A free cluster's plans differ in time alone.
+    return one.estimate.usd / one.estimate.token_efficiency + 1e-9 * one.time_s
+
+
+def _loss_per_dollar(one: Candidate) -> float:
+    """Dollars for each nat that the loss falls below a uniform guess (arXiv 2410.19456 with a scaling law's loss)."""
+    if one.estimate is None or one.estimate.usd is None or one.estimate.loss is None or one.plan is None:
+        return math.inf
+    gained = math.log(one.plan.model.vocab_size) - one.estimate.loss
+    return math.inf if gained <= 0 else (one.estimate.usd + 1e-9 * one.time_s) / gained

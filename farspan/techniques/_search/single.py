@@ -1,0 +1,132 @@
+"""Plans of one stage: rows handed out by speed, and the fewest microbatches that fit memory."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from farspan.domain.plan import GradSync, Mesh, Plan, Replica, Stage, Zero
+from farspan.domain.problems import Problem
+from farspan.techniques._task import Task, best, cannot
+
+#: PyTorch DDP's default, from Li et al., arXiv 2006.15704.
+BUCKET_BYTES = 25 * 2**20
+
+
+def rows_by_speed(rows: int, seconds: Sequence[float], quantum: int = 1) -> list[int]:
+    """`rows` sequences handed out so that the slowest coordinate ends earliest; `seconds` a sequence each.
+
+    In portions of `quantum` rows, one at least for everyone. Greedy is optimal here: times grow evenly with rows.
+    """
+    portions = rows // quantum
+    pace = sum(1 / s for s in seconds)
+    given = [max(1, math.floor(portions / s / pace) - 1) for s in seconds]
+    while (spare := portions - sum(given)) < 0:
+        slowest = max((i for i in range(len(given)) if given[i] > 1), key=lambda i: given[i] * seconds[i])
+        given[slowest] -= 1
+    queue = [((given[i] + 1) * s, i) for i, s in enumerate(seconds)]
+    heapq.heapify(queue)
+    for _ in range(spare):
+        _, i = heapq.heappop(queue)
+        given[i] += 1
+        heapq.heappush(queue, ((given[i] + 1) * seconds[i], i))
+    return [portion * quantum for portion in given]
+
+
+def stage_rows(task: Task, mesh: Mesh, splits: dict[str, str], rows: int, quantum: int = 1) -> tuple[int, ...]:
+    """Sequences of each batch coordinate of a mesh that holds the whole model, by the speed of its slowest device."""
+    ways, graph, costs = mesh.size("tensor"), task.graph, task.costs
+    pace: dict[int, float] = {}
+
+    def seconds(rank: int) -> float:
+        kind = costs.alike[rank]
+        if kind not in pace:
+            # At a typical load, so that fixed costs of operators count as they will.
+            typical = max(1, rows // len(mesh.batch))
+            units = (costs.unit_s(rank, unit, typical, splits, ways) for unit, _ in graph.kinds(0, graph.units))
+            counts = [count for _, count in graph.kinds(0, graph.units)]
+            pace[kind] = sum(count * (f + b) for count, (f, b) in zip(counts, units, strict=True)) / typical
+        return pace[kind]
+
+    return tuple(rows_by_speed(rows, [max(map(seconds, group)) for group in mesh.batch], quantum))
+
+
+def plans(
+    task: Task, technique: str, mesh: Mesh, *, zero: Zero = 0, splits: dict[str, str] | None = None
+) -> list[Plan]:
+    """One stage on this mesh, each topology, with and without recompute, in the fewest microbatches that fit."""
+    bits = 32
+    sites = {task.costs.network.sites[rank] for rank in mesh.ranks}
+    rows = stage_rows(task, mesh, splits or {}, task.train.batch)
+    found = []
+    for recompute in (True,) if task.train.recompute else (False, True):
+        for topology in ("flat", "hierarchical") if len(sites) > 1 and len(mesh.batch) > len(sites) else ("flat",):
+            sync = GradSync(bucket_bytes=BUCKET_BYTES, topology=topology, bits=bits)
+            stage = Stage(
+                units=(0, task.graph.units), mesh=mesh, rows=rows, grad_sync=sync, zero=zero, splits=splits or {},
+                recompute=recompute,
+            )  # fmt: skip
+            found.append(task.plan(technique, [in_fewest_parts(task, stage)]))
+    return found
+
+
+def in_fewest_parts(task: Task, stage: Stage) -> Replica:
+    """The stage as a replica whose microbatches are as large as every device's memory lets them be.
+
+    Memory is linear in a microbatch's rows but for the logits' cap, so the count follows by bisection.
+    """
+    most = max(stage.rows)
+
+    def replica(parts: int) -> Replica:
+        return task.replica([stage], parts, (1,))
+
+    def fits(parts: int) -> bool:
+        one = replica(parts)
+        seen = set()
+        for c, ranks in enumerate(stage.mesh.batch):
+            key = (task.costs.alike[ranks[0]], one.micro_rows(0, c))
+            if key not in seen and task.costs.memory(one, 0, c).total > task.capacity(ranks[0]):
+                return False
+            seen.add(key)
+        return True
+
+    low, high = 1, most
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    return replica(low)
+
+
+def over_batch(task: Task, technique: str, zero: Zero, *, axes: str = "data") -> Plan | Problem:
+    """The best plan of one stage over all devices whose batch axes carry state as ZeRO's level says."""
+    ranks = tuple(task.ranks)
+    if task.train.batch < len(ranks):
+        return too_few_rows(task, len(ranks))
+    mesh = Mesh(ranks=ranks, shape=(len(ranks),), axes=("data",))
+    return best(task, plans(task, technique, mesh, zero=zero))
+
+
+def too_few_rows(task: Task, coordinates: int) -> Problem:
+    return cannot(
+        "the batch has fewer sequences than there are devices", "run.yaml, key train.batch.global",
+        f"{task.train.batch} sequences a step, {coordinates} devices", f"set train.batch.global: {coordinates} sequences",
+    )  # fmt: skip
+
+
+def one_device(task: Task, technique: str) -> Problem | None:
+    """Why a technique that divides something between devices has no plan for one."""
+    if len(task.ranks) > 1:
+        return None
+    return cannot(
+        f"{technique} divides work between devices, and here is one",
+        "the cluster",
+        f"one {task.costs.network.devices[0].kind}",
+        "use data: it runs on one device as on many",
+    )
+
+
+def relabelled(plan: Plan | Problem, technique: str) -> Plan | Problem:
+    return plan if isinstance(plan, Problem) else msgspec.structs.replace(plan, technique=technique)

@@ -1,0 +1,205 @@
+"""What a run of neighbouring devices can be as a pipeline stage: its meshes, and tables of what they take.
+
+A table holds, for every pair of cuts (first, last unit), the seconds of a microbatch (both passes, and a microbatch's part
+of what comes once a step) and how many microbatches memory lets be in flight. Blocks are alike, so a few priced stages
+give the whole table: everything is affine in the number of blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from farspan.domain.plan import GradSync, Mesh, Stage, Zero
+from farspan.techniques._search.ilp import Infeasible
+from farspan.techniques._search.operators import Assignment
+from farspan.techniques._search.single import BUCKET_BYTES, rows_by_speed
+from farspan.techniques._task import Task
+
+#: Up to so many devices every run of neighbours inside a site may be a stage; beyond, runs are whole hosts or equal
+#: parts of one.
+EVERY_RUN = 16
+
+
+class Slice(NamedTuple):
+    """Places [start, stop) of a device order."""
+
+    start: int
+    stop: int
+
+
+class Option(NamedTuple):
+    """One way to run a stage on a slice: its mesh by tensor width, its splits, ZeRO level, recompute, microbatch rows."""
+
+    ways: int
+    splits: dict[str, str]
+    zero: Zero
+    recompute: bool
+    rows: tuple[int, ...]
+
+
+class Table(NamedTuple):
+    """By cuts [first, last]: seconds a microbatch, and microbatches in flight that fit (0: does not fit)."""
+
+    option: Option
+    seconds: NDArray[np.float64]
+    depth: NDArray[np.int64]
+
+
+def slices(task: Task, order: Sequence[int]) -> list[Slice]:
+    """The runs of an order that may be a stage: inside one site, and of one host or several whole ones."""
+    network, found = task.costs.network, []
+    n = len(order)
+    hosts = [network.hosts[rank] for rank in order]
+    starts = [i for i in range(n) if i == 0 or hosts[i] != hosts[i - 1]]
+    ends = [*starts[1:], n]
+    for start in range(n):
+        for stop in range(start + 1, n + 1):
+            if network.sites[order[start]] != network.sites[order[stop - 1]]:
+                break
+            one_host = hosts[start] == hosts[stop - 1]
+            whole = start in starts and stop in ends
+            if n <= EVERY_RUN or (whole or (one_host and _aligned(start, stop, starts, ends))):
+                found.append(Slice(start, stop))
+    return found
+
+
+def _aligned(start: int, stop: int, starts: Sequence[int], ends: Sequence[int]) -> bool:
+    """Whether a run is one of the equal parts of its host."""
+    at = next(k for k, end in enumerate(ends) if start < end)
+    size, whole = stop - start, ends[at] - starts[at]
+    return whole % size == 0 and (start - starts[at]) % size == 0
+
+
+class Tables:
+    """Tables of slices, one for each kind of slice: those whose devices and inner links are alike share theirs."""
+
+    def __init__(self, task: Task, microbatches: int) -> None:
+        self.task, self.microbatches = task, microbatches
+        self.rows = task.train.batch // microbatches
+        self._made: dict[object, list[Table]] = {}
+
+    def of(self, ranks: Sequence[int]) -> list[Table]:
+        """The tables of a slice's options that can be of use, fastest first."""
+        key = self._kind(ranks)
+        if key not in self._made:
+            self._made[key] = [table for option in self._options(ranks) if (table := self._table(ranks, option))]
+        return self._made[key]
+
+    def _kind(self, ranks: Sequence[int]) -> object:
+        network, costs = self.task.costs.network, self.task.costs
+        hosts = list(dict.fromkeys(network.hosts[rank] for rank in ranks))
+        places = tuple(hosts.index(network.hosts[rank]) for rank in ranks)
+        links = [network.link(a, b) for i, a in enumerate(hosts) for b in hosts[i + 1 :]]
+        return tuple(costs.alike[rank] for rank in ranks), places, tuple((link.rtt_s, link.bandwidth) for link in links)
+
+    def _options(self, ranks: Sequence[int]) -> list[Option]:
+        found = []
+        for ways in tensor_widths(self.task, ranks):
+            coordinates = len(ranks) // ways
+            if coordinates > self.rows:
+                continue
+            rows = self._rows(ranks, ways)
+            levels: tuple[Zero, ...] = (0, 1, 2) if coordinates > 1 else (0,)
+            for zero in levels:
+                splits = self._splits(ranks, ways, rows, zero)
+                for recompute in (True,) if self.task.train.recompute else (False, True):
+                    found.append(Option(ways, splits, zero, recompute, rows))
+        return found
+
+    def _rows(self, ranks: Sequence[int], ways: int) -> tuple[int, ...]:
+        groups = [ranks[i : i + ways] for i in range(0, len(ranks), ways)]
+        typical = max(1, self.rows // len(groups))
+        costs, block = self.task.costs, self.task.graph.block
+        pace = {
+            r: sum(costs.unit_s(r, block, typical, {}, 1)) for r in {costs.alike[rank]: rank for rank in ranks}.values()
+        }
+        by_kind = {costs.alike[rank]: seconds for rank, seconds in pace.items()}
+        return tuple(rows_by_speed(self.rows, [max(by_kind[costs.alike[r]] for r in group) for group in groups]))
+
+    def _splits(self, ranks: Sequence[int], ways: int, rows: Sequence[int], zero: Zero) -> dict[str, str]:
+        """The cheapest strategies of all operators over a tensor axis, for units of every kind."""
+        if ways == 1:
+            return {}
+        group, task = ranks[:ways], self.task
+        assignment = Assignment(task, (0, task.graph.units), group, max(rows), zero=zero, data=len(ranks) // ways,
+                                concurrent=len(ranks) // ways)  # fmt: skip
+        found = assignment.solve()
+        return {} if isinstance(found, Infeasible) else found[0]
+
+    def _table(self, ranks: Sequence[int], option: Option) -> Table | None:
+        """Everything is affine in blocks: priced at one and at all blocks, with and without the ends."""
+        units = self.task.graph.units
+        seconds = np.full((units + 1, units + 1), np.inf)
+        depth = np.zeros((units + 1, units + 1), dtype=np.int64)
+        for has_embedding in (False, True):
+            for has_head in (False, True):
+                self._fill(ranks, option, has_embedding, has_head, seconds, depth)
+        return Table(option, seconds, depth) if depth.any() else None
+
+    def _fill(
+        self, ranks: Sequence[int], option: Option, embedding: bool, head: bool, seconds: NDArray[np.float64],
+        depth: NDArray[np.int64],
+    ) -> None:  # fmt: skip
+        layers = self.task.graph.layers
+        fewest = layers if embedding and head else 0 if embedding or head else 1
+        low, high = (self._priced(ranks, option, self._units(embedding, head, blocks)) for blocks in (fewest, layers))
+        for blocks in range(fewest, layers + 1):
+            share = (blocks - fewest) / max(1, layers - fewest)
+            time, fixed, each = (a + (b - a) * share for a, b in zip(low, high, strict=True))
+            first, last = self._units(embedding, head, blocks)
+            starts = range(1, layers + 2 - blocks) if not embedding and not head else (first,)
+            for start in starts:
+                seconds[start, start + last - first] = time
+                depth[start, start + last - first] = self._depth(fixed, each)
+
+    def _units(self, embedding: bool, head: bool, blocks: int) -> tuple[int, int]:
+        """A stage of so many blocks and these ends."""
+        units = self.task.graph.units
+        if embedding:
+            return (0, units if head else blocks + 1)
+        return (units - 1 - blocks, units) if head else (1, 1 + blocks)
+
+    def _priced(self, ranks: Sequence[int], option: Option, units: tuple[int, int]) -> tuple[float, float, float]:
+        """Seconds a microbatch, bytes of the fullest device that stay (less its capacity), bytes a microbatch adds."""
+        task, parts = self.task, self.microbatches
+        stage = stage_of(ranks, option, units, parts)
+        time = task.costs.time(stage, option.rows, parts)
+        seconds = time.passes.forward + time.passes.backward + (time.exposed + time.update) / parts
+        worst = (-math.inf, 0.0)
+        for c in {task.costs.alike[group[0]]: c for c, group in enumerate(stage.mesh.batch)}.values():
+            none, one = (task.costs.memory_of(stage, option.rows[c], depth, c).total for depth in (0, 1))
+            worst = max(worst, (none - task.capacity(stage.mesh.batch[c][0]), float(one - none)))
+        return seconds, *worst
+
+    def _depth(self, fixed: float, each: float) -> int:
+        """Microbatches in flight that fit; 0 where not one does."""
+        return 0 if fixed > 0 else min(self.microbatches, int(-fixed // each) if each > 0 else self.microbatches)
+
+
+def tensor_widths(task: Task, ranks: Sequence[int]) -> list[int]:
+    """Tensor widths of a slice: 1, and what divides every run of like devices of one host in it."""
+    network, costs, runs, previous = task.costs.network, task.costs, [], None
+    for rank in ranks:
+        key = (network.hosts[rank], costs.alike[rank])
+        if key == previous:
+            runs[-1] += 1
+        else:
+            runs.append(1)
+        previous = key
+    return [ways for ways in range(1, min(runs) + 1) if all(run % ways == 0 for run in runs)]
+
+
+def stage_of(ranks: Sequence[int], option: Option, units: tuple[int, int], microbatches: int) -> Stage:
+    """The stage that an option means on these ranks."""
+    data = len(ranks) // option.ways
+    shape, axes = ((data,), ("data",)) if option.ways == 1 else ((data, option.ways), ("data", "tensor"))
+    return Stage(
+        units=units, mesh=Mesh(ranks=tuple(ranks), shape=shape, axes=axes), zero=option.zero, splits=option.splits,
+        rows=tuple(row * microbatches for row in option.rows), recompute=option.recompute,
+        grad_sync=GradSync(bucket_bytes=BUCKET_BYTES),
+    )  # fmt: skip

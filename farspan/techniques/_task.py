@@ -1,0 +1,145 @@
+"""What every technique is asked: a model and its training, on a cluster, under an engine."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from farspan.domain.cluster import Cluster
+from farspan.domain.codec import content_hash
+from farspan.domain.engine import Engine
+from farspan.domain.graph import OpGraph
+from farspan.domain.model import ModelSpec
+from farspan.domain.plan import Edge, Inputs, Plan, PlannedDevice, Replica, Stage, Sync
+from farspan.domain.problems import Problem
+from farspan.domain.results import Estimate
+from farspan.domain.train import TrainSpec
+from farspan.domain.units import format_bytes
+from farspan.estimate.network import Network
+from farspan.estimate.price import price
+from farspan.estimate.stage import Costs
+
+#: Streams between two stages: beyond, one more adds little (`farspan probe` tries 1 to 16) and costs a socket a pair.
+MOST_STREAMS = 8
+
+
+@dataclass(frozen=True)
+class Task:
+    """One question to a technique. Ranks are the devices in the cluster's order."""
+
+    model: ModelSpec
+    graph: OpGraph
+    cluster: Cluster
+    train: TrainSpec
+    engine: Engine
+    #: Content hash of the corpus; empty where there is none yet.
+    corpus: str = ""
+    #: Which of the cluster's devices to use, by their place in it; None is all.
+    only: tuple[int, ...] | None = None
+
+    @functools.cached_property
+    def devices(self) -> tuple[PlannedDevice, ...]:
+        everything = [
+            PlannedDevice(host=host.name, backend=device.backend, index=index, threads=device.threads)
+            for host in self.cluster.hosts
+            for index, device in enumerate(host.devices)
+        ]
+        return tuple(everything if self.only is None else (everything[place] for place in self.only))
+
+    @functools.cached_property
+    def sites(self) -> dict[str, tuple[int, ...]]:
+        """The ranks of each site that has any."""
+        found: dict[str, tuple[int, ...]] = {}
+        for rank, site in enumerate(self.costs.network.sites):
+            found[site] = (*found.get(site, ()), rank)
+        return found
+
+    @functools.cached_property
+    def costs(self) -> Costs:
+        return Costs(self.graph, self.train, self.engine, Network(self.cluster, self.devices, self.engine))
+
+    @functools.cached_property
+    def inputs(self) -> Inputs:
+        return Inputs(cluster=content_hash(self.cluster), corpus=self.corpus)
+
+    @property
+    def ranks(self) -> range:
+        return range(len(self.devices))
+
+    def plan(self, technique: str, replicas: Sequence[Replica], sync: Sync | None = None) -> Plan:
+        return Plan(
+            technique=technique, model=self.model, train=self.train, replicas=tuple(replicas), devices=self.devices,
+            inputs=self.inputs, engine=self.engine.name, sync=sync,
+        )  # fmt: skip
+
+    def replica(self, stages: Sequence[Stage], microbatches: int, in_flight: Sequence[int]) -> Replica:
+        bits: Literal[16, 32] = 32 if self.train.precision == "fp32" else 16
+        edges = tuple(
+            Edge(bits=bits, streams=self.streams(a.mesh.ranks[-1], b.mesh.ranks[0]))
+            for a, b in itertools.pairwise(stages)
+        )
+        return Replica(stages=tuple(stages), edges=edges, microbatches=microbatches, in_flight=tuple(in_flight))
+
+    def streams(self, a: int, b: int) -> int:
+        """TCP streams that fill the line between two ranks, where one stream's window does not."""
+        network = self.costs.network
+        if network.hosts[a] == network.hosts[b]:
+            return 1
+        wire = network.wire(a, b, collective=False, streams=1)
+        return max(1, min(MOST_STREAMS, math.ceil(wire.line / wire.rate)))
+
+    def capacity(self, rank: int) -> float:
+        """Bytes that a plan may fill on a device."""
+        return self.engine.fill * self.costs.network.devices[rank].memory
+
+
+def shortage(task: Task, plan: Plan, estimate: Estimate) -> tuple[float, int]:
+    """Bytes that the fullest device lacks (negative: has to spare), and its rank."""
+    used = sorted(rank for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks)
+    return max((memory.total - task.capacity(rank), rank) for rank, memory in zip(used, estimate.memory, strict=True))
+
+
+def best(task: Task, plans: Sequence[Plan]) -> Plan | Problem:
+    """The fastest plan that fits every device; where none does, what the one that lacks least is short of."""
+    priced = [(plan, price(plan, task.costs)) for plan in plans]
+    fitting = [(plan, found) for plan, found in priced if shortage(task, plan, found)[0] <= 0]
+    if fitting:
+        return min(fitting, key=lambda pair: pair[1].step_s / pair[1].token_efficiency)[0]
+    plan, found = min(priced, key=lambda pair: shortage(task, *pair)[0])
+    return out_of_memory(task, plan, found)
+
+
+def out_of_memory(task: Task, plan: Plan, found: Estimate) -> Problem:
+    """What is short, on which device, and by how much."""
+    lacking, rank = shortage(task, plan, found)
+    device, at = task.costs.network.devices[rank], task.devices[rank]
+    used = sorted(r for replica in plan.replicas for stage in replica.stages for r in stage.mesh.ranks)
+    memory = found.memory[used.index(rank)]
+    parts = sorted(msgspec.structs.asdict(memory).items(), key=lambda part: -part[1])[:3]
+    most = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
+    return Problem(
+        code="out-of-memory", what=f"{device.kind} is short of {format_bytes(lacking)}, one sequence at a time",
+        where=f"{at.host}, device {at.index}",
+        fact=f"needs {format_bytes(memory.total)} ({most}), usable {format_bytes(task.capacity(rank))} "
+        f"of {format_bytes(device.memory)}",
+        remedy=_remedy(task, device.backend, memory.total, rank),
+    )  # fmt: skip
+
+
+def _remedy(task: Task, backend: str, needed: float, rank: int) -> str:
+    # Workers on CPUs share their host's memory: fewer of them have more each.
+    everywhere = len(task.devices)
+    if backend == "cpu" and (fitting := int(task.capacity(rank) * everywhere // needed)) >= 1 and everywhere > 1:
+        return f"set parallel.workers: {fitting}"
+    return "ask what fits: farspan plan --fit, with the same model and cluster"
+
+
+def cannot(what: str, where: str, fact: str, remedy: str) -> Problem:
+    """Why a technique has no plan here, for another reason than memory."""
+    return Problem(code="cannot-plan", what=what, where=where, fact=fact, remedy=remedy)

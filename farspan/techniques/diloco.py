@@ -1,0 +1,80 @@
+"""DiLoCo: a replica a site, each trained by itself, whose changes meet every H steps (arXiv 2311.08105).
+
+Each replica is any other plan of its site; it reads a share of every step's sequences that its speed earns. What fewer
+meetings cost in tokens is in `estimate.replicas`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from farspan.domain.plan import Mesh, Plan, Replica, Stage, Sync
+from farspan.domain.problems import Problem
+from farspan.estimate.price import price
+from farspan.techniques import data, pipeshard, zero2
+from farspan.techniques._search.single import rows_by_speed, too_few_rows
+from farspan.techniques._task import Task, best, cannot
+
+SUMMARY = "a replica a site that meets the others every H steps"
+
+#: Steps between meetings that are tried: those that Charles et al. (arXiv 2503.09799, section 5) compare beyond 1.
+EVERY = (10, 30, 100, 300)
+
+
+def plan(task: Task) -> Plan | Problem:
+    """The best of H and of exchanges that overlap or not; a replica for every site with devices."""
+    sites = tuple(task.sites.values())
+    if len(sites) < 2:
+        return cannot(
+            "replicas that meet rarely need several sites", "the cluster", f"one site, {next(iter(task.sites))}",
+            "use data: inside one site gradients are summed every step",
+        )  # fmt: skip
+    if task.train.batch < len(task.ranks):
+        return too_few_rows(task, len(task.ranks))
+    even = [max(len(ranks), task.train.batch // len(sites)) for ranks in sites]
+    seconds = []
+    for ranks, rows in zip(sites, even, strict=True):
+        made = _alone(task, ranks, rows)
+        if isinstance(made, Problem):
+            return made
+        seconds.append(price(made, _site_task(task, ranks, rows).costs).step_s / rows)
+    shares = [max(share, len(ranks)) for share, ranks in zip(rows_by_speed(task.train.batch, seconds), sites, strict=True)]
+    shares[shares.index(max(shares))] -= sum(shares) - task.train.batch
+    replicas = []
+    for ranks, share in zip(sites, shares, strict=True):
+        made = _alone(task, ranks, share)
+        if isinstance(made, Problem):
+            return made
+        replicas.append(_moved(made.replicas[0], ranks))
+    found = [
+        task.plan("diloco", replicas, Sync(every=every, overlap=overlap))
+        for every in EVERY if every <= max(EVERY[0], task.train.steps // 10) for overlap in (False, True)
+    ]  # fmt: skip
+    return best(task, found)
+
+
+def _site_task(task: Task, ranks: Sequence[int], rows: int) -> Task:
+    """The same question to one site alone, with its share of every step."""
+    places = tuple(rank if task.only is None else task.only[rank] for rank in ranks)
+    train = msgspec.structs.replace(task.train, batch=rows)
+    return Task(task.model, task.graph, task.cluster, train, task.engine, task.corpus, places)
+
+
+def _alone(task: Task, ranks: Sequence[int], rows: int) -> Plan | Problem:
+    there = _site_task(task, ranks, rows)
+    made = [other.plan(there) for other in (data, zero2, pipeshard)]
+    plans = [one for one in made if isinstance(one, Plan)]
+    return best(there, plans) if plans else next(one for one in made if isinstance(one, Problem))
+
+
+def _moved(replica: Replica, ranks: Sequence[int]) -> Replica:
+    """The replica of a plan for one site, with the ranks that its devices have in the whole cluster."""
+
+    def moved(stage: Stage) -> Stage:
+        mesh = stage.mesh
+        new = Mesh(ranks=tuple(ranks[rank] for rank in mesh.ranks), shape=mesh.shape, axes=mesh.axes)
+        return msgspec.structs.replace(stage, mesh=new)
+
+    return msgspec.structs.replace(replica, stages=tuple(map(moved, replica.stages)))

@@ -1,0 +1,24 @@
+"""Hybrid sharding: state is divided inside each site and copied between sites (FSDP's hybrid, arXiv 2304.11277, 3.2.2)."""
+
+from __future__ import annotations
+
+from farspan.domain.plan import Mesh, Plan
+from farspan.domain.problems import Problem
+from farspan.techniques._search.single import plans, too_few_rows
+from farspan.techniques._task import Task, best, cannot
+
+SUMMARY = "parameters, gradients and optimizer state divided inside each site, copied between sites"
+
+
+def plan(task: Task) -> Plan | Problem:
+    """One stage over (site, data): needs as many devices in every site, two at least of both."""
+    counts = [len(ranks) for ranks in task.sites.values()]
+    if len(counts) < 2 or len(set(counts)) > 1 or counts[0] < 2:
+        return cannot(
+            "hybrid sharding needs several sites with equally many devices, two or more", "the cluster",
+            f"devices by site: {', '.join(map(str, counts))}", "use fsdp, or leave devices out with --cluster NAME:N",
+        )  # fmt: skip
+    if task.train.batch < len(task.ranks):
+        return too_few_rows(task, len(task.ranks))
+    mesh = Mesh(ranks=tuple(task.ranks), shape=(len(counts), counts[0]), axes=("site", "data"))
+    return best(task, [one for zero in (1, 2, 3) for one in plans(task, "hsdp", mesh, zero=zero)])

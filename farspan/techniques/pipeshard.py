@@ -1,0 +1,182 @@
+"""Pipeline stages over device orders, each stage with a mesh and an intra-operator plan of its own.
+
+The search states its orders: of up to three sites all; of more as given, by speed both ways, and along the shortest
+round trips both ways; hosts inside a site and devices inside a host as given; with a tied table each also with half of
+the first site's devices last. For each order and number of microbatches the stage search meets
+every optimum of its additive objective; the best few are priced by the full estimator, with the depth in flight that
+covers the round trips, and the best of those is moved cut by cut while that helps.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator
+
+import msgspec
+
+from farspan.domain.plan import Plan, Replica
+from farspan.domain.problems import Problem
+from farspan.domain.results import Estimate
+from farspan.estimate.price import price
+from farspan.techniques import shard
+from farspan.techniques._search.single import one_device, relabelled
+from farspan.techniques._search.slices import Tables, stage_of
+from farspan.techniques._search.stages import Solution, StageSearch
+from farspan.techniques._task import Task, cannot, shortage
+
+SUMMARY = "pipeline stages over sites and hosts, each divided inside by the same integer linear program"
+
+#: Solutions of the stage search that are priced in full.
+PRICED = 24
+#: Microbatches a step at most: beyond, per-microbatch overheads outweigh what is left of the bubble.
+MOST_MICROBATCHES = 64
+#: Of more sites than this not every order is tried.
+EVERY_ORDER = 3
+
+
+def plan(task: Task) -> Plan | Problem:
+    """The best pipeline, or a single stage where that is faster."""
+    if alone := one_device(task, "pipeshard"):
+        return alone
+    found = pipelines(task)
+    single = shard.plan(task)
+    if isinstance(single, Plan):
+        found.append((single, price(single, task.costs)))
+    if not found:
+        assert isinstance(single, Problem)
+        return single if single.code == "out-of-memory" else cannot(
+            "no pipeline fits these devices", "the cluster", f"{len(task.ranks)} devices, batch {task.train.batch}",
+            "ask what fits: farspan plan --fit, with the same model and cluster",
+        )  # fmt: skip
+    return relabelled(min(found, key=lambda pair: pair[1].step_s)[0], "pipeshard")
+
+
+def pipelines(task: Task) -> list[tuple[Plan, Estimate]]:
+    """Pipelines of two and more stages that fit, fastest last improved."""
+    solutions: list[tuple[float, int, Solution, int]] = []
+    count = itertools.count()
+    for parts in microbatch_counts(task):
+        tables = Tables(task, parts)
+        for order in orders(task):
+            for solution in StageSearch(task, order, tables).solutions():
+                if len(solution.cuts) > 1:
+                    objective = solution.objective + tied_s(task, solution)
+                    solutions.append((objective, next(count), solution, parts))
+    found: list[tuple[Plan, Estimate]] = []
+    for _, _, solution, parts in heapq.nsmallest(PRICED, solutions):
+        found += deepened(task, solution, parts)
+    if not found:
+        return []
+    best = min(found, key=lambda pair: pair[1].step_s)
+    return [improved(task, *best)]
+
+
+def tied_s(task: Task, solution: Solution) -> float:
+    """Seconds that a tied table's gradient takes from the last stage to the first, and its rows back."""
+    if not task.graph.tied:
+        return 0.0
+    first, last = solution.cuts[0].ranks[0], solution.cuts[-1].ranks[-1]
+    wire = task.costs.network.wire(first, last, collective=False, streams=task.streams(first, last))
+    return 2 * (wire.delay_s + task.costs.network.send_s(wire, 4 * task.graph.size("vd")))
+
+
+def microbatch_counts(task: Task) -> list[int]:
+    """Numbers of microbatches that divide the batch: powers of two, and the batch's other divisors nearby."""
+    batch = task.train.batch
+    divisors = [m for m in range(1, min(batch, MOST_MICROBATCHES) + 1) if batch % m == 0]
+    return [m for i, m in enumerate(divisors) if i == 0 or m >= 1.4 * divisors[i - 1]]
+
+
+def orders(task: Task) -> list[tuple[int, ...]]:
+    """The device orders that are searched (module docstring); equal sequences of alike devices count once."""
+    network = task.costs.network
+    by_site: dict[str, list[int]] = {}
+    for rank in task.ranks:
+        by_site.setdefault(network.sites[rank], []).append(rank)
+    names = list(by_site)
+    found, seen = [], set()
+    for order, turned in itertools.product(_site_orders(task, names, by_site), (0, 1) if task.graph.tied else (0,)):
+        first = by_site[order[0]]
+        # A tied table is cheapest where both ends of the pipeline lie in one site: part of the first goes last.
+        turn = min(turned * max(1, len(first) // 2), len(first) - 1)
+        ranks = tuple(rank for name in order for rank in by_site[name])
+        ranks = ranks[turn:] + ranks[:turn]
+        key = tuple((task.costs.alike[a], network.link(network.hosts[a], network.hosts[b]).rtt_s if
+                     network.hosts[a] != network.hosts[b] else 0.0) for a, b in zip(ranks, (*ranks[1:], ranks[-1]), strict=True))  # fmt: skip
+        if key not in seen:
+            seen.add(key)
+            found.append(ranks)
+    return found
+
+
+def _site_orders(task: Task, names: list[str], by_site: dict[str, list[int]]) -> Iterator[tuple[str, ...]]:
+    if len(names) <= EVERY_ORDER:
+        yield from itertools.permutations(names)
+        return
+    network = task.costs.network
+
+    def rtt(a: str, b: str) -> float:
+        return network.link(network.hosts[by_site[a][0]], network.hosts[by_site[b][0]]).rtt_s
+
+    def pace(name: str) -> float:
+        return sum(task.costs.unit_s(by_site[name][0], task.graph.block, 1, {}, 1))
+
+    chains = []
+    for start in names:
+        chain, left = [start], [name for name in names if name != start]
+        while left:
+            chain.append(min(left, key=lambda name: rtt(chain[-1], name)))
+            left.remove(chain[-1])
+        chains.append((sum(map(rtt, chain, chain[1:])), tuple(chain)))
+    shortest = min(chains)[1]
+    fast = tuple(sorted(names, key=pace))
+    yield from (shortest, shortest[::-1], tuple(names), fast, fast[::-1])
+
+
+def deepened(task: Task, solution: Solution, parts: int) -> list[tuple[Plan, Estimate]]:
+    """The solution as plans that fit, with the microbatches in flight of 1F1B, and more of them while that pays."""
+    stages = [stage_of(cut.ranks, cut.option, cut.units, parts) for cut in solution.cuts]
+    most = [min(parts, cut.depth) for cut in solution.cuts]
+    found: list[tuple[Plan, Estimate]] = []
+    for extra in (0, 1, 2, 4, 8, 16, parts):
+        depths = [min(deepest, len(stages) - i + extra) for i, deepest in enumerate(most)]
+        made = priced(task, task.replica(stages, parts, depths))
+        if made is None or (found and made[1].step_s > 0.999 * found[-1][1].step_s):
+            break
+        found.append(made)
+    return found[-1:]
+
+
+def priced(task: Task, replica: Replica) -> tuple[Plan, Estimate] | None:
+    """The replica as a plan with its estimate; None where it does not fit."""
+    made = task.plan("pipeshard", [replica])
+    found = price(made, task.costs)
+    return None if shortage(task, made, found)[0] > 0 else (made, found)
+
+
+def improved(task: Task, plan: Plan, found: Estimate) -> tuple[Plan, Estimate]:
+    """Cuts moved by one unit, and depths by one microbatch, while the full estimator says that the step gets shorter."""
+    while True:
+        (replica,) = plan.replicas
+        better = [
+            made for other in _neighbours(replica) if (made := priced(task, other)) and made[1].step_s < found.step_s
+        ]
+        if not better:
+            return plan, found
+        plan, found = min(better, key=lambda pair: pair[1].step_s)
+
+
+def _neighbours(replica: Replica) -> Iterator[Replica]:
+    for i in range(len(replica.stages) - 1):
+        first, second = replica.stages[i], replica.stages[i + 1]
+        for cut in (first.units[1] - 1, first.units[1] + 1):
+            if first.units[0] < cut < second.units[1]:
+                stages = list(replica.stages)
+                stages[i] = msgspec.structs.replace(first, units=(first.units[0], cut))
+                stages[i + 1] = msgspec.structs.replace(second, units=(cut, second.units[1]))
+                yield msgspec.structs.replace(replica, stages=tuple(stages))
+    for i, depth in enumerate(replica.in_flight):
+        if depth < replica.microbatches:
+            deeper = (*replica.in_flight[:i], depth + 1, *replica.in_flight[i + 1 :])
+            yield msgspec.structs.replace(replica, in_flight=deeper)

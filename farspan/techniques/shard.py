@@ -1,0 +1,85 @@
+"""Intra-operator parallelism: a tensor axis inside hosts, the batch over the rest, operators divided by an ILP.
+
+The search of Alpa's intra-operator pass (arXiv 2201.12023, section 4) over meshes (data, tensor) of every width that the
+hosts allow, and every ZeRO level over the data axis. Width 1 is data parallelism, so this is never slower than it.
+"""
+
+from __future__ import annotations
+
+from farspan.domain.plan import Mesh, Plan, Zero
+from farspan.domain.problems import Problem
+from farspan.techniques import data, fsdp, hsdp, zero1, zero2
+from farspan.techniques._search.ilp import Infeasible
+from farspan.techniques._search.operators import Assignment
+from farspan.techniques._search.single import one_device, plans, relabelled, too_few_rows
+from farspan.techniques._task import Task, best
+
+SUMMARY = "operators divided inside hosts by an integer linear program, the batch and the state between them"
+
+
+def plan(task: Task) -> Plan | Problem:
+    """The best mesh of (data, tensor); raises nothing: what does not fit is told as data parallelism tells it."""
+    if alone := one_device(task, "shard"):
+        return alone
+    found: list[Plan] = []
+    problems: list[Problem] = []
+    for other in (data, zero1, zero2, fsdp, hsdp):
+        made = other.plan(task)
+        (problems if isinstance(made, Problem) else found).append(made)
+    for ways in widths(task):
+        found += _plans(task, ways)
+    if not found:
+        return problems[0] if problems else too_few_rows(task, len(task.ranks))
+    return relabelled(best(task, found), "shard")
+
+
+def widths(task: Task) -> tuple[int, ...]:
+    """Sizes of a tensor axis that divide every host into groups of like devices, 2 and more."""
+    network = task.costs.network
+    runs: list[int] = []
+    previous = None
+    for rank, host in enumerate(network.hosts):
+        key = (host, task.costs.alike[rank])
+        if key == previous:
+            runs[-1] += 1
+        else:
+            runs.append(1)
+        previous = key
+    return tuple(ways for ways in range(2, min(runs) + 1) if all(run % ways == 0 for run in runs))
+
+
+def _plans(task: Task, ways: int) -> list[Plan]:
+    """The plans of one width: for each ZeRO level the cheapest division under the memory that is left."""
+    coordinates = len(task.ranks) // ways
+    if task.train.batch < coordinates:
+        return []
+    ranks = tuple(task.ranks)
+    axes = ("data", "tensor") if coordinates > 1 else ("tensor",)
+    mesh = Mesh(ranks=ranks, shape=(coordinates, ways) if coordinates > 1 else (ways,), axes=axes)
+    levels: tuple[Zero, ...] = (0, 1, 2, 3) if coordinates > 1 else (0,)
+    found: list[Plan] = []
+    for zero in levels:
+        splits = assign(task, mesh, zero)
+        if splits is not None:
+            found += plans(task, "shard", mesh, zero=zero, splits=splits)
+    return found
+
+
+def assign(task: Task, mesh: Mesh, zero: Zero) -> dict[str, str] | None:
+    """Splits of every operator for the whole model on this mesh; None where no division fits memory."""
+    coordinates = len(mesh.batch)
+    rows = max(1, task.train.batch // coordinates)
+    slowest = max(mesh.batch, key=lambda group: task.costs.unit_s(group[0], task.graph.block, rows, {}, 1))
+    tightest = min(task.capacity(rank) for rank in mesh.ranks)
+    parts = 1
+    while True:
+        assignment = Assignment(
+            task, (0, task.graph.units), slowest, -(-rows // parts), zero=zero, data=mesh.size("data"),
+            microbatches=parts, concurrent=coordinates,
+        )  # fmt: skip
+        found = assignment.solve(tightest)
+        if not isinstance(found, Infeasible):
+            return found[0]
+        if parts >= rows:
+            return None
+        parts *= 2
