@@ -1,21 +1,267 @@
-"""A ranking as people read it."""
+"""A ranking as people read it: a line on the question, the table, the choice, and why."""
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from farspan.cli.console import Console
-from farspan.domain.units import format_bytes, format_seconds
-from farspan.planning.rank import Ranking
+from farspan.cli.paint import paint, painter, width
+from farspan.domain.model import parameters
+from farspan.domain.units import format_bytes, format_count, format_seconds, short_time
+from farspan.planning.compare import best_of, bounds, called, devices_line, joined, spent, verdict
+from farspan.planning.diff import Difference
+from farspan.planning.rank import Candidate, Ranking
+from farspan.planning.why import Why, assumed, choice, reason, why
+
+if TYPE_CHECKING:
+    from farspan.report.plan_page import Told
+    from farspan.report.plan_picture import Picture
+
+#: So many candidates with a plan are shown, and each technique's best, unless all are asked for.
+SHOWN = 8
+#: Assumptions below the table; `--why` has them all.
+ASSUMED = 3
+HEADS = ("#", "technique", "where", "GB/device", "step %", "tok/s", "TFLOP/s", "minutes", "cost", "verdict")
+LEGEND = "step %: compute / communication that nothing hides / waiting for other stages; minutes: predicted (interval)"
+WHERE = HEADS.index("where")
+#: Columns that are aligned to the left.
+LEFT = {"technique", "where", "verdict"}
 
 
-def say_ranking(ranking: Ranking, console: Console) -> None:
-    """One line a candidate, the chosen one marked."""
-    for i, one in enumerate(ranking.candidates):
-        mark = "*" if i == ranking.chosen else " "
-        if one.estimate is None:
-            assert one.problem is not None
-            console.say(f"{mark} {one.technique:10} {one.where:16} {one.problem.what}: {one.problem.fact}")
-            continue
-        memory = format_bytes(one.estimate.memory_bytes)
-        console.say(
-            f"{mark} {one.technique:10} {one.where:16} {format_seconds(one.time_s):>12} {memory:>9} {one.unchosen or ''}"
+def say_ranking(
+    ranking: Ranking, console: Console, *, everything: bool = False, more: str = "farspan plan --all"
+) -> None:
+    """The question, the table, what is chosen and what that assumes."""
+    console.say(paragraph(question(ranking)))
+    console.say()
+    for line in table(ranking, everything=everything, colours=painter(json=console.json), more=more):
+        console.say(line)
+    console.say()
+    console.say(paragraph(choice(ranking)))
+    if ranking.chosen is None:
+        return
+    known = assumed(ranking.candidates[ranking.chosen])
+    rest = f"; {len(known) - ASSUMED} more with --why" if len(known) > ASSUMED else ""
+    console.say(paragraph(f"Assumes: {'; '.join(known[:ASSUMED])}{rest}."))
+
+
+def question(ranking: Ranking) -> str:
+    """`gpt2, 24 layers x 1024, 355 M parameters; 16.8 M tokens ...; 4 a30 at gat and amst`."""
+
+    model, cluster = ranking.model, ranking.cluster
+    text = f"{model.family}, {model.layers} layers x {model.d_model}, {format_count(parameters(model))} parameters"
+    plan = next((one.plan for one in ranking.candidates if one.plan is not None), None)
+    if plan is not None:
+        train = plan.train
+        tokens = format_count(train.steps * train.tokens_per_step)
+        text += f"; {tokens} tokens in {train.steps:,} steps of {train.batch} x {train.seq_len}, {train.precision}"
+    where = joined([site.name for site in cluster.sites])
+    text += f"; {devices_line(cluster, range(len(cluster.devices)))} at {where}"
+    return f"{text}; best in {ranking.objective.replace('_', ' ')}"
+
+
+def table(ranking: Ranking, *, everything: bool, colours: bool, more: str) -> list[str]:
+    """The candidates, a line each (two where the part's name is long), and what of them is not shown."""
+    planned = [i for i, one in enumerate(ranking.candidates) if one.plan is not None]
+    best = {id(best_of(ranking, one.technique)) for one in ranking.candidates}
+    shown = [i for k, i in enumerate(planned) if everything or k < SHOWN or id(ranking.candidates[i]) in best]
+    rows = [_cells(ranking, i) for i in shown]
+    lines = _aligned(rows, [_tint(ranking, i) for i in shown], colours) if rows else []
+    notes = {row: ranking.candidates[i].unchosen for row, i in enumerate(shown) if ranking.candidates[i].unchosen}
+    found = list(lines[:1]) and [paint(lines[0][0], "soft", colours)]
+    for row, group in enumerate(lines[1:]):
+        found += group
+        if row in notes:
+            found.append(paint(paragraph(f"not chosen: {notes[row]}", indent=14), "soft", colours))
+    if hidden := len(planned) - len(shown):
+        found.append(paint(f"    {hidden} more, each behind its technique's best: {more}", "soft", colours))
+    if rows:
+        found.append(paint(paragraph(LEGEND, indent=4), "soft", colours))
+    return found + _refused(ranking, colours)
+
+
+def _cells(ranking: Ranking, index: int) -> list[str]:
+    one = ranking.candidates[index]
+    found, plan = one.estimate, one.plan
+    assert found is not None and plan is not None
+    ranks = sorted(rank for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks)
+    capacity = [ranking.cluster.devices[one.places[rank]].memory for rank in ranks]
+    used, of = max(
+        ((part.total, size) for part, size in zip(found.memory, capacity, strict=True)), key=lambda p: p[0] / p[1]
+    )
+    low, high = (seconds / 60 for seconds in bounds(one))
+    minutes = f"{_short(one.time_s / 60)} ({_short(low)}-{_short(high)})"
+    return [
+        str(index + 1), one.technique, one.where, f"{_short(used / 1e9)} of {_short(of / 1e9)}",
+        _split(one), format_count(found.tokens_per_s).replace(" ", ""), f"{found.tflops_per_device:.3g}",
+        minutes, spent(one), verdict(ranking, one),
+    ]  # fmt: skip
+
+
+def _short(number: float) -> str:
+    """Two digits or more: `0.42`, `6.5`, `24`, `1,240`, `12k`."""
+    if number >= 10_000:
+        return f"{number / 1000:,.0f}k"
+    return (
+        f"{number:,.0f}"
+        if number >= 9.95
+        else f"{number:.2g}"
+        if number < 0.995
+        else f"{number:.1f}".removesuffix(".0")
+    )
+
+
+def _tint(ranking: Ranking, index: int) -> str:
+    return "good" if index == ranking.chosen else "" if ranking.candidates[index].eligible else "soft"
+
+
+def _aligned(rows: Sequence[Sequence[str]], tints: Sequence[str], colours: bool) -> list[list[str]]:
+    """Lines of each row, the heading first; the part's name has what other columns leave, on several lines at need."""
+    widths = [max(len(row[column]) for row in (HEADS, *rows)) for column in range(len(HEADS))]
+    spare = width() - sum(widths) - len(HEADS) + 1
+    if spare < 0:
+        # The long verdict gives way before the name does.
+        rows = [[*row[:-1], _terse(row[-1])] for row in rows]
+        widths[-1] = max(len(row[-1]) for row in (HEADS, *rows))
+        spare = width() - sum(widths) - len(HEADS) + 1
+    widths[WHERE] = max(9, widths[WHERE] + min(0, spare))
+    made = []
+    for row, tint in zip((HEADS, *rows), ("", *tints), strict=True):
+        names = textwrap.wrap(row[WHERE], widths[WHERE]) or [""]
+        first = [*row[:WHERE], names[0], *row[WHERE + 1 :]]
+        cells = (
+            cell.ljust(size) if head in LEFT else cell.rjust(size)
+            for head, cell, size in zip(HEADS, first, widths, strict=True)
         )
+        indent = " " * (sum(widths[:WHERE]) + WHERE)
+        lines = [" ".join(cells).rstrip(), *(indent + name for name in names[1:])]
+        made.append([paint(line, tint, colours) for line in lines])
+    return made
+
+
+def _terse(verdict: str) -> str:
+    """`24 % slower` as `+24 %`."""
+    number, _, word = verdict.rpartition(" ")
+    if word not in ("slower", "dearer", "faster", "cheaper"):
+        return verdict
+    sign = "" if number.endswith("x") else "+" if word in ("slower", "dearer") else "-"
+    return sign + number
+
+
+def _refused(ranking: Ranking, colours: bool) -> list[str]:
+    """A paragraph for each reason why techniques have no plan."""
+    reasons: dict[str, list[Candidate]] = {}
+    for one in ranking.candidates:
+        if one.problem is not None and best_of(ranking, one.technique) is one:
+            reasons.setdefault(reason(one), []).append(one)
+    found = []
+    for text, those in reasons.items():
+        names = ", ".join(one.technique for one in those)
+        found.append(paint(paragraph(f"{names}: {verdict(ranking, those[0])}: {text}", indent=4), "soft", colours))
+    return found
+
+
+def told(ranking: Ranking, index: int | None) -> Told:
+    """What the page says around the pictures of the candidate at `index`."""
+    planned = [i for i, one in enumerate(ranking.candidates) if one.plan is not None]
+    from farspan.report.plan_page import Told
+
+    found = why(ranking)
+    parts = (("Why", found.against), ("What is left out", found.left_out), ("What is not known", found.unknown))
+    one = None if index is None else ranking.candidates[index]
+    instead = "" if index == ranking.chosen else "Another is chosen: "
+    return Told(
+        title="Nothing fits" if one is None else called(one), question=question(ranking), choice=instead + found.choice,
+        tiles=() if one is None else _tiles(ranking, one), heads=HEADS,
+        rows=tuple(tuple(_cells(ranking, i)) for i in planned),
+        marked=planned.index(index) if index is not None else None,
+        refused=tuple(_refused(ranking, colours=False)), why=parts,
+    )  # fmt: skip
+
+
+def _tiles(ranking: Ranking, one: Candidate) -> tuple[tuple[str, str, str], ...]:
+    found = one.estimate
+    assert found is not None
+    low, high = bounds(one)
+    peak = "" if found.mfu is None else f" · MFU {found.mfu:.1%}"
+    energy = "energy unknown" if found.kwh is None else f"{found.kwh:.3g} kWh at most"
+    return (
+        ("Time", format_seconds(one.time_s), f"{format_seconds(low)} to {format_seconds(high)}"),
+        ("Step", short_time(found.step_s), f"compute / communication / waiting {_split(one)} %"),
+        ("Tokens a second", f"{found.tokens_per_s:,.0f}", f"{found.tflops_per_device:.3g} TFLOP/s a device{peak}"),
+        ("Memory", format_bytes(found.memory_bytes), "of the fullest device"),
+        ("Money", spent(one), energy),
+        ("Verdict", verdict(ranking, one), devices_line(ranking.cluster, one.places)),
+    )
+
+
+def _split(one: Candidate) -> str:
+    found = one.estimate
+    assert found is not None
+    parts = (found.compute_s, found.communication_s, found.bubble_s)
+    return "/".join(f"{100 * part / found.step_s:.0f}" for part in parts)
+
+
+def say_picture(shown: Picture, console: Console) -> None:
+    """The plan on the cluster, a step in time, and memory."""
+    from farspan.report.plan_terminal import show
+
+    colours = painter(json=console.json)
+    console.say()
+    for line in show(shown, width()):
+        console.say("".join(paint(text, tint, colours) for text, tint in line).rstrip())
+
+
+def say_why(found: Why, console: Console) -> None:
+    """Every sentence, under a heading each."""
+    parts = (
+        ("Against the others", found.against),
+        ("What is left out", found.left_out),
+        ("What is not known", found.unknown),
+    )
+    for heading, sentences in parts:
+        if sentences:
+            console.say(f"\n{paint(heading, 'strong', painter(json=console.json))}")
+        for sentence in sentences:
+            console.say(paragraph(f"- {sentence}", hang=2))
+
+
+def say_difference(found: Difference, console: Console) -> None:
+    """Two plans side by side: what is configured differently, then what that gives."""
+    colours = painter(json=console.json)
+    heads = ("", f"A: {found.names[0]}", f"B: {found.names[1]}", "B / A")
+    if found.configuration:
+        rows = [(row.what, row.a, row.b, "") for row in found.configuration]
+        _say_columns([heads, *rows], console, colours)
+        console.say()
+    else:
+        console.say("the two plans are configured alike")
+    figures = [(row.what, row.a, row.b, "" if row.ratio is None else f"{row.ratio:.3g}") for row in found.figures]
+    _say_columns([heads, *figures], console, colours)
+    if found.same:
+        console.say()
+        console.say(paragraph(f"The same in both: {', '.join(found.same)}."))
+
+
+def _say_columns(rows: Sequence[Sequence[str]], console: Console, colours: bool) -> None:
+    """Columns to the left; long cells go on below."""
+    first, last = (max(len(row[column]) for row in rows) for column in (0, 3))
+    each = (width() - first - last - 6) // 2
+    each = min(each, max(len(cell) for row in rows for cell in row[1:3]))
+    for number, row in enumerate(rows):
+        cells = [textwrap.wrap(cell, each) or [""] for cell in row[1:3]]
+        for line in range(max(map(len, cells))):
+            a, b = (cell[line] if line < len(cell) else "" for cell in cells)
+            name, ratio = (row[0], row[3]) if line == 0 else ("", "")
+            text = f"{name:{first}}  {a:{each}}  {b:{each}}  {ratio:>{last}}".rstrip()
+            console.say(paint(text, "" if number else "soft", colours))
+
+
+def paragraph(text: str, *, indent: int = 0, hang: int = 0) -> str:
+    """Text in lines of the terminal's width."""
+    return textwrap.fill(
+        text, width(), initial_indent=" " * indent, subsequent_indent=" " * (indent + hang), break_on_hyphens=False,
+        break_long_words=False,
+    )  # fmt: skip

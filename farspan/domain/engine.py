@@ -39,6 +39,16 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     message_s: float
     #: Share of the backward pass that gradient sums hide behind.
     overlap: float
+    #: Gradients of divided optimizer state are scattered as they are summed; else every device gets the whole sum.
+    scatters: bool = True
+    #: Gradients are copied into buckets to be sent; else they lie in them from the start.
+    buckets_copied: bool = True
+    #: Weights are gathered in the buckets that gradients are summed in; else one message a tensor.
+    gathers_combined: bool = True
+    #: Every device of a stage sends its own part of what crosses to the next; else one device of each host.
+    sends_paired: bool = False
+    #: Stages that share a tied table sum its gradient by one collective; else by a send each way.
+    ties_collective: bool = False
     #: A sender computes nothing until its message has arrived.
     sends_awaited: bool
     #: Receives are posted before the data comes; else the sender first waits for the receiver, half a round trip.
@@ -50,11 +60,16 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     optimizer_bytes: dict[DType, int]
     #: Factor on all tensors of a worker: what an allocator loses, and buffers that a compiler keeps twice.
     overhead: float = 1.0
+    #: Share of a stage's state that every device holds whole at its peak although the plan divides it.
+    undivided: float = 0.0
     #: Share of a device's memory that a plan may fill.
     fill: float
     #: Bytes of a worker before it holds any tensor: of the device, and of the host where that is another memory.
     framework: int
     host_framework: int
+    #: Bytes a parameter of the host's memory while a run starts: of the whole model on the first host, which makes the
+    #: state, and of every stage on the hosts that receive it.
+    host_state: int = 0
     #: Logits are made so many bytes at a time; None makes them whole.
     logits_chunk: int | None
     #: Factors on the predicted step between which the measured one is expected: compute, network.

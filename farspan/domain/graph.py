@@ -1,8 +1,8 @@
 """OpGraph: a training step as operators over named dims. How work can be split, and what it costs, follows from these.
 
 Dims, one letter each: b sequences, s positions, d d_model, v vocabulary, p rows of the position table, n groups of
-heads that share one key and value head, c rows of q, k and v of one group, r rows of q of one group, f d_ff,
-w matrices that feed the MLP's activation (2 for SwiGLU, else 1).
+heads that share one key and value head, c rows of q, k and v of one group, r rows of q of one group, e rows of k of one
+group (a head's size), f d_ff, w matrices that feed the MLP's activation (2 for SwiGLU, else 1).
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class Operator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     keeps: tuple[str, ...] = ()
     #: Dims that devices can divide among themselves, beside b.
     divisible: str = ""
+    #: Where no fused kernel exists it computes in fp32, and keeps that, whatever the training's precision.
+    upcasts: bool = False
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -73,7 +75,7 @@ class OpGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def size(self, dims: str, **given: int) -> int:
         """Elements of a tensor over these dims; `b` and `s` are given."""
-        return math.prod(given.get(dim) or self.sizes[dim] for dim in dims)
+        return math.prod(given[dim] if dim in given else self.sizes[dim] for dim in dims)
 
     def parameters(self, first: int = 0, last: int | None = None) -> int:
         """Trainable parameters of the units [first, last); a tied table counts once where both ends are in."""
@@ -91,6 +93,12 @@ def forward_flops(graph: OpGraph, op: Operator, rows: int, seq_len: int) -> floa
     if op.kind == "attention":
         return 4.0 * seq_len * graph.size("bsnr", b=rows, s=seq_len)
     return 0.0
+
+
+def replayed(unit: tuple[Operator, ...]) -> tuple[Operator, ...]:
+    """What recomputation runs again of a unit: all but its last operator, of whose output the backward pass needs
+    nothing (PyTorch's checkpoints stop there, and compilers drop it)."""
+    return unit[:-1]
 
 
 def backward_flops(graph: OpGraph, op: Operator, rows: int, seq_len: int, flash: bool) -> float:

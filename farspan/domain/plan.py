@@ -53,6 +53,12 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """The ranks of each batch coordinate: those that share one tensor axis see the same sequences."""
         return self.groups("tensor")
 
+    @property
+    def transposed(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each tensor coordinate: those that hold the same parts of operators for other sequences."""
+        ways = self.size("tensor")
+        return tuple(self.ranks[k::ways] for k in range(ways))
+
 
 class GradSync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How gradients of the batch axes are summed: buckets of so many bytes (None: one message a tensor), each sent as

@@ -42,6 +42,7 @@ EXIT_CODES = {
     "lab-unavailable": 37,
     "version-mismatch": 38,
     "launcher-unusable": 39,
+    "cannot-export": 40,
     "interrupted": 130,
 }
 

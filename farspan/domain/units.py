@@ -116,3 +116,17 @@ def format_flops(flops_per_s: float) -> str:
         if flops_per_s >= scale:
             return f"{flops_per_s / scale:.3g} {suffix}FLOP/s"
     return f"{flops_per_s / 1e6:.3g} MFLOP/s"
+
+
+def short_time(seconds: float) -> str:
+    """Three digits for what is compared closely: `88.1 ms`, `117 ms`, `1.36 s`."""
+    if seconds >= 100:
+        return format_seconds(seconds)
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def format_usd(usd: float) -> str:
+    """Dollars: `$2.64`, `$1,200`, and below one as many digits as say something: `$0.0031`."""
+    if usd >= 1000:
+        return f"${usd:,.0f}"
+    return f"${usd:,.2f}" if usd >= 1 or usd == 0 else f"${usd:.4f}"

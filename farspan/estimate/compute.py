@@ -80,17 +80,13 @@ def work(
         activations, weights = 2 * graph.size("bsd", **size), 0.0
     if op.kind == "attention" and not flash:
         # Scores and probabilities go to memory and back.
-        activations += 4 * seq_len * graph.size("bsn", **size) * graph.sizes["r"] / _head_dim(graph) * share
+        activations += 4 * seq_len * graph.size("bsn", **size) * graph.sizes["r"] / graph.sizes["e"] * share
     if op.kind == "loss":
         # fp32 probabilities beside the logits.
         activations *= 3
     moved = width * (activations + weights)
-    m, k, n = rows * seq_len, graph.sizes["d"], max(1, round(graph.size(op.output[2:] or "d") * share))
+    summed = "".join(dim for dim in op.inputs[-1] if dim not in op.output) if op.kind == "matmul" else "d"
+    m, k, n = rows * seq_len, graph.size(summed), max(1, round(graph.size(op.output[2:] or "d") * share))
     forward = Work(forward_flops(graph, op, rows, seq_len) * share, moved, m, k, n)
     backward = Work(backward_flops(graph, op, rows, seq_len, flash) * share, 2 * moved, m, k, n)
     return forward, backward
-
-
-def _head_dim(graph: OpGraph) -> int:
-    """c = r + 2 E (`domain.graph`)."""
-    return (graph.sizes["c"] - graph.sizes["r"]) // 2

@@ -11,11 +11,11 @@ E, A, B, ALPHA, BETA = 1.8172, 482.01, 2085.43, 0.3478, 0.3658
 
 def loss(parameters: float, tokens: float) -> float:
     """Nats a token of a model of so many parameters after so many tokens."""
-    return E + A / parameters**ALPHA + B / tokens**BETA
+    return E + A / math.pow(parameters, ALPHA) + B / math.pow(tokens, BETA)
 
 
 def tokens_for(excess: float, parameters: float, tokens: float) -> float:
     """Factor on `tokens` that makes up for a loss that is higher by a share `excess`; infinite where none does."""
     asked = loss(parameters, tokens)
     left = asked / (1 + excess) - E - A / parameters**ALPHA
-    return math.inf if left <= 0 else (B / left) ** (1 / BETA) / tokens
+    return math.inf if left <= 0 else math.pow(B / left, 1 / BETA) / tokens

@@ -10,7 +10,7 @@ from farspan.domain.engine import Engine
 from farspan.domain.graph import Operator, OpGraph
 from farspan.domain.train import TrainSpec
 from farspan.estimate.compute import BYTES
-from farspan.estimate.sharding import weight_share
+from farspan.estimate.sharding import RESIDUAL, weight_share
 
 #: The runtime makes logits this many bytes at a time, so that long batches with large vocabularies stay small.
 LOGITS_CHUNK_BYTES = 64 * 2**20
@@ -27,8 +27,10 @@ def local_parameters(graph: OpGraph, units: tuple[int, int], splits: dict[str, s
         for op in unit
         for weight in op.weights
     )
-    both = graph.tied and units == (0, graph.units)
-    return total - (graph.size("vd") * weight_share(graph.head[1], "vd", splits.get("head", ""), ways) if both else 0)
+    if graph.tied and units == (0, graph.units):
+        ends = (graph.embedding[0], graph.head[1])
+        total -= graph.size("vd") * min(weight_share(op, "vd", splits.get(op.name, ""), ways) for op in ends)
+    return total
 
 
 def keeps_scores(train: TrainSpec, backend: str) -> bool:
@@ -42,13 +44,19 @@ def kept_per_row(
     """Bytes that one unit keeps of one sequence for its backward pass."""
     working, total = BYTES[train.precision], 0.0
     for op in unit:
-        share = splits.get(op.name, "")
-        for dims in op.keeps:
-            total += graph.size(dims, b=1, s=train.seq_len) / (ways if share == "b" or share in dims and share else 1)
+        split, keeps = splits.get(op.name, ""), op.keeps
+        width = 4 if op.upcasts and backend == "cpu" else working
         if op.kind == "attention" and keeps_scores(train, backend):
-            heads = graph.sizes["n"] * graph.sizes["r"] // ((graph.sizes["c"] - graph.sizes["r"]) // 2)
-            total += heads * train.seq_len**2 / (ways if share else 1)
-    return working * total
+            # Whole scores need contiguous q, k and v: copies, which outlive the projection.
+            keeps = op.keeps[:1]
+            heads = graph.size("nr") // graph.sizes["e"]
+            # The textbook's softmax is in fp32; what it multiplies is a copy where that is not the precision.
+            score = 4 + working if train.attention == "vanilla" and working < 4 else working
+            total += score * heads * train.seq_len**2 / (ways if split else 1)
+        for dims in keeps:
+            divided = split == "b" or (split and split in dims)
+            total += width * graph.size(dims, b=1, s=train.seq_len) / (ways if divided else 1)
+    return total
 
 
 def activations_per_row(
@@ -60,7 +68,8 @@ def activations_per_row(
     total = 0.0
     for unit, count in graph.kinds(*units):
         if recompute and unit is graph.block:
-            total += count * BYTES[train.precision] * graph.size("bsd", b=1, s=train.seq_len)
+            divided = ways if (splits or {}).get(RESIDUAL) == "b" else 1
+            total += count * BYTES[train.precision] * graph.size("bsd", b=1, s=train.seq_len) / divided
         else:
             total += count * kept_per_row(graph, unit, train, splits or {}, ways, backend)
     return total

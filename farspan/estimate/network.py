@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -81,6 +82,11 @@ class Network:
         """The site of a host."""
         return self._site_of[host]
 
+    def rtt_s(self, a: int, b: int) -> float:
+        """The round trip between two ranks' hosts; 0 inside one."""
+        hosts = self.hosts[a], self.hosts[b]
+        return 0.0 if hosts[0] == hosts[1] else self.link(*hosts).rtt_s
+
     def wire(self, a: int, b: int, *, collective: bool, streams: int | None = None) -> Wire:
         """The wire from rank `a` to rank `b` for a collective's messages, or for sends over so many streams."""
         return self.between(self.hosts[a], self.hosts[b], collective, streams or self.engine.streams)
@@ -108,11 +114,12 @@ class Network:
         timed = () if collective or streams > 1 else tuple(sorted(link.transfer_s.items()))
         return Wire(link.rtt_s / 2, rate, line, (a, b), sites, timed)
 
-    def send_s(self, wire: Wire, size: float) -> float:
-        """Seconds that a message of `size` bytes keeps a wire busy, without its delay."""
+    def send_s(self, wire: Wire, size: float, concurrent: int = 1) -> float:
+        """Seconds that one of so many concurrent messages of `size` bytes keeps a wire busy, without its delay."""
         if len(wire.timed) > 1:
-            return max(size / wire.line, _interpolated(wire.timed, size) - wire.delay_s) + self.engine.message_s
-        return size / wire.rate + self.engine.message_s
+            least = concurrent * size / wire.line
+            return max(least, _interpolated(wire.timed, size) - wire.delay_s) + self.engine.message_s
+        return size / wire.shared(concurrent) + self.engine.message_s
 
     # -- collectives over a group of ranks, `size` bytes being the whole tensor -----------------------------------------
 
@@ -140,7 +147,8 @@ class Network:
         if n < 2:
             return 0.0
         latency, slowest = self._ring(tuple(self.hosts[rank] for rank in group), steps, concurrent)
-        return messages * latency + steps * size / n * slowest
+        # Streams are channels that each work through messages of their own, one after another.
+        return math.ceil(messages / self.engine.streams) * latency + steps * size / n * slowest
 
     def _ring(self, hosts: tuple[str, ...], steps: int, concurrent: int) -> tuple[float, float]:
         """Latency of the longest way that a part goes in so many steps, and seconds a byte on the slowest wire."""
@@ -151,7 +159,11 @@ class Network:
             hops = [wire.delay_s + (0.0 if wire.local else self.engine.message_s) for wire in wires]
             rounds, rest = divmod(steps, n)
             part = max(sum(hops[(i + k) % n] for k in range(rest)) for i in range(n)) if rest else 0.0
-            slowest = max(1 / wire.shared(1 if wire.local else concurrent) for wire in wires)
+            # Hops of one ring between the same two sites go over the same line.
+            crossing = Counter(wire.sites for wire in wires if wire.sites[0] != wire.sites[1])
+            slowest = max(
+                1 / wire.shared(1 if wire.local else concurrent * max(1, crossing[wire.sites])) for wire in wires
+            )
             self._rings[key] = (rounds * sum(hops) + part, slowest)
         return self._rings[key]
 
@@ -175,9 +187,11 @@ def assumed_bandwidth(link: Link, sites: tuple[str, str]) -> float:
 
 def _under_way(link: Link, streams: int, window: int) -> float:
     """Bytes under way over so many streams: measured where they were, else the streams' windows."""
+    if streams in link.in_flight:
+        return link.in_flight[streams]
     if link.in_flight:
-        nearest = min(link.in_flight, key=lambda count: abs(math.log(count / streams)))
-        return link.in_flight[nearest] * (streams / nearest if nearest > streams else 1.0)
+        # More streams carry no less than fewer did, and of more that were measured their share.
+        return max(found * min(1.0, streams / count) for count, found in link.in_flight.items())
     return streams * (link.window or window)
 
 

@@ -7,9 +7,10 @@ All replicas step side by side; every `sync.every` steps they also exchange thei
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from farspan.domain.cluster import Cluster
+from farspan.domain.cluster import Cluster, Device
 from farspan.domain.engine import Engine
 from farspan.domain.graph import OpGraph
 from farspan.domain.model import train_flops_per_token
@@ -19,8 +20,8 @@ from farspan.estimate.assumptions import assumptions
 from farspan.estimate.loss import loss
 from farspan.estimate.network import Network
 from farspan.estimate.replicas import token_efficiency
-from farspan.estimate.schedule import Hop, Simulated, simulate
-from farspan.estimate.stage import Costs, StageTime, effective_depths
+from farspan.estimate.schedule import Hop, Simulated, greatest_cycle_mean, simulate
+from farspan.estimate.stage import Costs, StageTime, effective_depths, leaving
 
 #: Share of a run that validation, checkpoints, start-up and noise take beside its steps. A planning margin.
 RESERVE = 0.1
@@ -45,16 +46,18 @@ def estimate(plan: Plan, graph: OpGraph, cluster: Cluster, engine: Engine) -> Es
     return price(plan, costs)
 
 
-def price(plan: Plan, costs: Costs) -> Estimate:
-    """As `estimate`, with what was priced before kept in `costs`: searches price hundreds of plans of one model."""
+def price(plan: Plan, costs: Costs, *, brief: bool = False) -> Estimate:
+    """As `estimate`, with what was priced before kept in `costs`: searches price hundreds of plans of one model. A
+    `brief` one lists no assumptions."""
     train, network, engine = plan.train, costs.network, costs.engine
     steps = [step(replica, costs) for replica in plan.replicas]
     slowest = max(steps, key=lambda found: found.seconds)
     outer, sent = _outer(plan, costs, slowest)
     step_s = slowest.seconds + outer
     run_s = train.steps * step_s / (1 - RESERVE)
-    if train.deadline_s is not None:
-        run_s = min(run_s, train.deadline_s)
+    steps_done: float = train.steps
+    if train.deadline_s is not None and train.deadline_s < run_s:
+        run_s, steps_done = train.deadline_s, train.steps * train.deadline_s / run_s
     for found in steps:
         for site, size in found.sent.items():
             sent[site] = sent.get(site, 0.0) + size
@@ -62,15 +65,16 @@ def price(plan: Plan, costs: Costs) -> Estimate:
     flops = tokens_per_s * train_flops_per_token(plan.model, train.seq_len)
     used = [network.devices[rank] for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks]
     peaks = [device.flops.get(train.precision) for device in used]
-    efficiency, bounds = token_efficiency(plan, costs.graph.parameters())
+    worth = token_efficiency(plan, costs.graph.parameters())
     return Estimate(
         step_s=step_s, compute_s=slowest.compute, communication_s=slowest.communication + outer,
         bubble_s=slowest.bubble, run_s=run_s, tokens_per_s=tokens_per_s, tflops_per_device=flops / len(used) / 1e12,
         mfu=flops / sum(peak for peak in peaks if peak) if all(peaks) else None, memory=_memory(plan, costs),
-        usd=_usd(plan, costs, run_s, sent), kwh=_kwh(used, run_s), token_efficiency=efficiency,
-        token_efficiency_interval=bounds,
-        loss=loss(costs.graph.parameters(), train.steps * train.tokens_per_step * efficiency),
-        interval=_interval(engine, step_s, slowest.network + outer, used, plan), assumptions=assumptions(plan, costs),
+        usd=_usd(plan, costs, run_s, steps_done, sent), kwh=_kwh(used, run_s), token_efficiency=worth.tokens,
+        token_efficiency_interval=worth.interval, evidence=worth.evidence,
+        loss=loss(costs.graph.parameters(), steps_done * train.tokens_per_step * worth.tokens),
+        interval=_interval(engine, step_s, slowest.network + outer, used, plan), 
+        assumptions=() if brief else assumptions(plan, costs),
     )  # fmt: skip
 
 
@@ -87,29 +91,58 @@ def step(replica: Replica, costs: Costs) -> Step:
         for site, size in stage_time.sent.items():
             sent[site] = sent.get(site, 0.0) + size
     _add_edges(replica, costs, sent)
-    ties = _tied_s(replica, costs, simulated)
-    known = [end + time.exposed + tie for end, time, tie in zip(simulated.ends, times, ties, strict=True)]
-    begins = _begins(simulated, len(times))
-    cycles = []
-    for i, time in enumerate(times):
-        told = max(known[j] + (_delay(replica, costs, j, i) if j != i else 0.0) for j in range(len(times)))
-        cycles.append(told + time.update - (begins[i] if costs.engine.receives_ahead else 0.0))
-    slowest = max(range(len(times)), key=lambda i: cycles[i])
-    waits = replica.microbatches * (times[slowest].passes.forward_wait + times[slowest].passes.backward_wait)
-    compute = simulated.computed[slowest] - waits + times[slowest].update
-    communication = waits + simulated.sending[slowest] + times[slowest].exposed + ties[slowest]
+    tie = _tie(replica, costs)
+    seconds = _period(replica, costs, times, tie, simulated)
+    busy = []
+    summed = [end + time.exposed for end, time in zip(simulated.ends, times, strict=True)]
+    for i, (time, wait) in enumerate(zip(times, tie.waits(summed), strict=True)):
+        waits = replica.microbatches * (time.passes.forward_wait + time.passes.backward_wait)
+        compute = simulated.computed[i] - waits + time.update
+        busy.append((compute, waits + simulated.sending[i] + time.exposed + wait))
+    compute, communication = max(busy, key=sum)
     network = communication + _fill(replica, costs, down, up) if len(times) > 1 else communication
-    bubble = max(0.0, cycles[slowest] - compute - communication)
-    return Step(cycles[slowest], compute, communication, bubble, network, simulated, sent)
+    bubble = max(0.0, seconds - compute - communication)
+    return Step(seconds, compute, communication, bubble, network, simulated, sent)
 
 
-def run(replica: Replica, costs: Costs, times: list[StageTime]) -> Simulated:
-    """The simulated passes of one step of a replica."""
+def _period(replica: Replica, costs: Costs, times: list[StageTime], tie: Tie, simulated: Simulated) -> float:
+    """Seconds from one step to the next: where receives are posted ahead, a stage begins its next step while others
+    still finish theirs, and the longest cycle of waiting for one another decides (Baccelli et al. 1992, chapter 3)."""
+    starts = _next(replica, costs, times, tie, simulated.ends)
+    if not costs.engine.receives_ahead or len(times) == 1:
+        return max(starts)
+    begins = _begins(simulated, len(times))
+    if all(start - begin <= starts[0] * (1 + 1e-12) for start, begin in zip(starts, begins, strict=True)):
+        return starts[0]  # Nobody waits longer than the first stage does for itself.
+    apart = []
+    for i in range(len(times)):
+        alone = [0.0 if stage == i else -math.inf for stage in range(len(times))]
+        apart.append(_next(replica, costs, times, tie, run(replica, costs, times, alone).ends))
+    return greatest_cycle_mean(apart)
+
+
+def _next(replica: Replica, costs: Costs, times: list[StageTime], tie: Tie, ends: list[float]) -> list[float]:
+    """When each stage can begin its next step: after an update that needs the gradient norm of all stages."""
+    summed = [end + time.exposed for end, time in zip(ends, times, strict=True)]
+    known = [end + wait for end, wait in zip(summed, tie.waits(summed), strict=True)]
+    starts = []
+    for i, time in enumerate(times):
+        told = (known[j] + _delay(replica, costs, j, i) if j != i else known[i] for j in range(len(times)))
+        starts.append(max(told) + time.update)
+    if tie.across:
+        starts[-1] = max(starts[-1], starts[0] + tie.across)
+    return starts
+
+
+def run(
+    replica: Replica, costs: Costs, times: list[StageTime], starts: Sequence[float] | None = None
+) -> Simulated:
+    """The simulated passes of one step of a replica, whose stages are free from `starts` on; all from 0 by default."""
     down, up = edges(replica, costs)
     return simulate(
         [time.passes.forward for time in times], [time.passes.backward for time in times], down, up,
         replica.microbatches, effective_depths(replica), sends_awaited=costs.engine.sends_awaited,
-        receives_ahead=costs.engine.receives_ahead,
+        receives_ahead=costs.engine.receives_ahead, starts=starts,
     )  # fmt: skip
 
 
@@ -119,15 +152,17 @@ def edges(replica: Replica, costs: Costs) -> tuple[list[Hop], list[Hop]]:
     Each byte crosses between two hosts once: the batch coordinates of both stages send in pairs, as many at a time as
     the stage with fewer has hosts, and what arrives is spread inside the receiver's host.
     """
-    down, up = [], []
+    down: list[Hop] = []
+    up: list[Hop] = []
     for i, edge in enumerate(replica.edges):
         size = _edge_bytes(replica, costs, i)
         a, b = replica.stages[i].mesh.ranks, replica.stages[i + 1].mesh.ranks
-        pairs = min(len({costs.network.hosts[rank] for rank in ranks}) for ranks in (a, b))
+        senders = (ranks if costs.engine.sends_paired else {costs.network.hosts[rank] for rank in ranks} for ranks in (a, b))
+        pairs = min(map(len, senders))
         streams = max(costs.engine.streams, edge.streams)
         for hops, (sender, receiver) in ((down, (a[-1], b[0])), (up, (b[0], a[-1]))):
             wire = costs.network.wire(sender, receiver, collective=False, streams=streams)
-            hops.append(Hop(costs.network.send_s(wire, size / pairs), wire.delay_s))
+            hops.append(Hop(costs.network.send_s(wire, size / pairs, pairs), wire.delay_s))
     return down, up
 
 
@@ -162,23 +197,35 @@ def _begins(simulated: Simulated, stages: int) -> list[float]:
     return first
 
 
-def _tied_s(replica: Replica, costs: Costs, simulated: Simulated) -> list[float]:
-    """Seconds that each stage waits for the other end's part of a tied table's gradient, after its own last pass."""
-    stages, extra = replica.stages, [0.0] * len(replica.stages)
-    if not costs.graph.tied or len(stages) == 1:
-        return extra
-    first, last = stages[0], stages[-1]
+class Tie(NamedTuple):
+    """What a tied table costs the first and the last stage: seconds that both wait after their sums, or seconds of the
+    head's summed part on its way to the table, and of the updated rows back, beside passes of other stages."""
+
+    both: float = 0.0
+    across: float = 0.0
+
+    def waits(self, ends: list[float]) -> list[float]:
+        """Seconds that each stage waits, given when the sums of its gradients ended."""
+        found = [0.0] * len(ends)
+        found[0] = found[-1] = self.both
+        if self.across:
+            found[0] = max(0.0, ends[-1] + self.across - ends[0])
+        return found
+
+
+def _tie(replica: Replica, costs: Costs) -> Tie:
+    """The exchange of a tied table's gradient between a pipeline's ends."""
+    if not costs.graph.tied or len(replica.stages) == 1:
+        return Tie()
+    first, last = replica.stages[0], replica.stages[-1]
     size = costs.graph.size("vd") * first.grad_sync.bits / 8
+    if costs.engine.ties_collective:
+        # Each device of a stage meets its peer of the other; the update waits for the sum.
+        return Tie(both=costs.network.all_reduce_s((first.mesh.ranks[0], last.mesh.ranks[-1]), size))
     streams = max(costs.engine.streams, *(edge.streams for edge in replica.edges))
     wire = costs.network.wire(last.mesh.ranks[-1], first.mesh.ranks[0], collective=False, streams=streams)
     across = costs.network.send_s(wire, size) + wire.delay_s
-    if not costs.engine.receives_ahead:
-        extra[0] = extra[-1] = 2 * across
-        return extra
-    # The head's part leaves while earlier stages drain; the updated rows come back while the next step fills.
-    fill = _begins(simulated, len(stages))[-1]
-    extra[0] = max(0.0, simulated.ends[-1] + across - simulated.ends[0]) + max(0.0, across - fill)
-    return extra
+    return Tie(across=across) if costs.engine.receives_ahead else Tie(both=2 * across)
 
 
 def _outer(plan: Plan, costs: Costs, slowest: Step) -> tuple[float, dict[str, float]]:
@@ -189,9 +236,9 @@ def _outer(plan: Plan, costs: Costs, slowest: Step) -> tuple[float, dict[str, fl
     size = costs.graph.parameters() * plan.sync.bits / 8
     took = costs.network.all_reduce_s(leaders, size)
     hidden = plan.sync.every * slowest.seconds if plan.sync.overlap else 0.0
-    sites = [costs.network.sites[rank] for rank in leaders]
     each = 2 * size * (len(leaders) - 1) / len(leaders) / plan.sync.every
-    return max(0.0, took - hidden) / plan.sync.every, dict.fromkeys(sites, each) if len(set(sites)) > 1 else {}
+    sent = {site: hops * each for site, hops in leaving(costs.network, leaders).items()}
+    return max(0.0, took - hidden) / plan.sync.every, sent
 
 
 def _memory(plan: Plan, costs: Costs) -> tuple[Memory, ...]:
@@ -206,26 +253,26 @@ def _memory(plan: Plan, costs: Costs) -> tuple[Memory, ...]:
     return tuple(found[rank] for rank in sorted(found))
 
 
-def _usd(plan: Plan, costs: Costs, run_s: float, sent: dict[str, float]) -> float | None:
+def _usd(plan: Plan, costs: Costs, run_s: float, steps: float, sent: dict[str, float]) -> float | None:
     """Devices by the hour and bytes that leave their site; None where a device's price is unknown."""
     used = {rank for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks}
     prices = [costs.network.devices[rank].usd_per_hour for rank in used]
     if any(price is None for price in prices):
         return None
     egress = {site.name: site.egress_usd_per_byte for site in costs.network.cluster.sites}
-    bytes_usd = sum(egress[site] * size for site, size in sent.items()) * plan.train.steps
+    bytes_usd = sum(egress[site] * size for site, size in sent.items()) * steps
     return sum(price or 0.0 for price in prices) * run_s / 3600 + bytes_usd
 
 
-def _kwh(used: list[object], run_s: float) -> float | None:
+def _kwh(used: list[Device], run_s: float) -> float | None:
     """Every device at its board power for the whole run: an upper bound."""
-    watts = [getattr(device, "watts", None) for device in used]
+    watts = [device.watts for device in used]
     return None if None in watts else sum(watt or 0.0 for watt in watts) * run_s / 3.6e6
 
 
-def _interval(engine: Engine, step_s: float, network_s: float, used: list[object], plan: Plan) -> tuple[float, float]:
+def _interval(engine: Engine, step_s: float, network_s: float, used: list[Device], plan: Plan) -> tuple[float, float]:
     """The engine's factors, weighed by what of the step is arithmetic and what is network; tighter after a trial."""
-    tried = all(getattr(device, "pace", 1.0) != 1.0 for device in used)
+    tried = all(device.pace != 1.0 for device in used)
     low, high = (0.75, 1.3) if tried else engine.interval
     share = min(1.0, network_s / step_s) if step_s else 0.0
     if tried and len(used) > 1:

@@ -7,6 +7,7 @@ carries one message at a time each way.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -50,18 +51,20 @@ def order(microbatches: int, depth: int) -> list[tuple[str, int]]:
 
 def simulate(
     forward: Sequence[float], backward: Sequence[float], down: Sequence[Hop], up: Sequence[Hop], microbatches: int,
-    depths: Sequence[int], *, sends_awaited: bool, receives_ahead: bool,
+    depths: Sequence[int], *, sends_awaited: bool, receives_ahead: bool, starts: Sequence[float] | None = None,
 ) -> Simulated:  # fmt: skip
     """One step. `down[i]` carries activations from stage i to i + 1, `up[i]` gradients back; `depths` never increase.
+    Stage i is free from `starts[i]` on: 0 by default, and minus infinity for one that never waits for itself.
 
     With `sends_awaited` a sender is blocked until its message has arrived. Without `receives_ahead` a message first
     waits for the receiver to be free and to answer: another delay.
     """
     stages = len(forward)
     todo = [order(microbatches, depth) for depth in depths]
-    place, free, computed, sending = [0] * stages, [0.0] * stages, [0.0] * stages, [0.0] * stages
-    ready: dict[tuple[int, str, int], float] = {(0, "forward", i): 0.0 for i in range(microbatches)}
-    wires = {(i, way): 0.0 for i in range(stages) for way in (1, -1)}
+    place, computed, sending = [0] * stages, [0.0] * stages, [0.0] * stages
+    free = list(starts or [0.0] * stages)
+    ready: dict[tuple[int, str, int], float] = {(0, "forward", i): -math.inf for i in range(microbatches)}
+    wires = {(i, way): -math.inf for i in range(stages) for way in (1, -1)}
     spans: list[Span] = []
     waiting = list(range(stages))
     while waiting:
@@ -85,7 +88,7 @@ def simulate(
             peer, hop, way = (stage + 1, down[stage], 1) if kind == "forward" else (stage - 1, up[stage - 1], -1)
             sent = max(end, wires[stage, way])
             if not receives_ahead:
-                sent = max(sent, free[peer] if place[peer] else 0.0) + hop.delay
+                sent = max(sent, free[peer]) + hop.delay
             wires[stage, way] = sent + hop.busy
             arrives = sent + hop.busy + hop.delay
             ready[(peer, kind, index)] = arrives
@@ -95,3 +98,15 @@ def simulate(
                 spans.append(Span(stage, "send", index, end, arrives))
             waiting.append(peer)
     return Simulated(free, computed, sending, spans)
+
+
+def greatest_cycle_mean(arcs: Sequence[Sequence[float]]) -> float:
+    """The greatest mean of any cycle, `arcs[i][j]` being the length from i to j: how often events can recur that wait
+    so long for one another (Karp 1978)."""
+    n = len(arcs)
+    walks = [[0.0] + [-math.inf] * (n - 1)]
+    for _ in range(n):
+        walks.append([max(walks[-1][i] + arcs[i][j] for i in range(n)) for j in range(n)])
+    return max(
+        min((walks[n][j] - walks[k][j]) / (n - k) for k in range(n) if walks[k][j] > -math.inf) for j in range(n)
+    )

@@ -15,6 +15,8 @@ import msgspec
 from farspan.domain.graph import Operator
 
 COPY, PARTIAL = "", "+"
+#: The entry of `Stage.splits` that says how the residual stream lies over the tensor axis between units.
+RESIDUAL = "residual"
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 
 

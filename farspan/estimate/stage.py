@@ -10,7 +10,7 @@ import msgspec
 
 from farspan.domain.cluster import Device
 from farspan.domain.engine import Engine
-from farspan.domain.graph import Operator, OpGraph
+from farspan.domain.graph import Operator, OpGraph, replayed
 from farspan.domain.plan import Replica, Stage
 from farspan.domain.results import Memory
 from farspan.domain.train import TrainSpec
@@ -24,10 +24,8 @@ from farspan.estimate.memory import (
     state_bytes,
 )
 from farspan.estimate.network import Network
+from farspan.estimate.sharding import PARTIAL, RESIDUAL as RESIDUAL
 from farspan.estimate.sharding import between, strategy, weight_share, work_share
-
-#: The entry of `Stage.splits` that says how the residual stream lies over the tensor axis between units.
-RESIDUAL = "residual"
 
 
 class Pass(NamedTuple):
@@ -60,19 +58,21 @@ class Costs:
         #: Ranks whose devices are alike have the same number.
         known: dict[tuple[bytes, float], int] = {}
         keys = {id(device): _figures(device) for device in network.devices}
-        self.alike = [known.setdefault((keys[id(device)], crowd), len(known)) for device, crowd in self.signature]
+        self.figures = [(keys[id(device)], crowd) for device, crowd in self.signature]
+        self.alike = [known.setdefault(figures, len(known)) for figures in self.figures]
         self.rates = {
             kind: Rates(self.signature[rank][0], train.precision, engine, self.signature[rank][1])
             for rank, kind in reversed(list(enumerate(self.alike)))
         }
         self._units: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._sizes: dict[tuple[object, ...], float] = {}
         self._waits: dict[tuple[object, ...], tuple[float, float]] = {}
 
     # -- arithmetic ------------------------------------------------------------------------------------------------------
 
     def unit_s(self, rank: int, unit: tuple[Operator, ...], rows: int, splits: Mapping[str, str], ways: int) -> tuple[float, float]:
         """Seconds of a device for the forward and the backward pass of one unit over `rows` sequences."""
-        key = (self.alike[rank], unit[0].name, rows, ways, tuple(splits.items()) if ways > 1 else ())
+        key = (self.alike[rank], unit[0].name, len(unit), rows, ways, tuple(splits.items()) if ways > 1 else ())
         if key not in self._units:
             times = [self.op_s(rank, op, rows, splits.get(op.name, ""), ways) for op in unit]
             self._units[key] = (sum(t[0] for t in times), sum(t[1] for t in times))
@@ -94,7 +94,8 @@ class Costs:
         self, group: Sequence[int], unit: tuple[Operator, ...], rows: int, splits: Mapping[str, str], concurrent: int
     ) -> tuple[float, float]:
         """Seconds of the collectives of one unit over its tensor axis: forward, backward."""
-        key = (*(self.network.hosts[rank] for rank in group), unit[0].name, rows, concurrent, *splits.items())
+        hosts = (self.network.hosts[rank] for rank in group)
+        key = (*hosts, unit[0].name, len(unit), rows, concurrent, *splits.items())
         if key not in self._waits:
             forward = backward = 0.0
             residual = splits.get(RESIDUAL, "")
@@ -106,6 +107,10 @@ class Costs:
                 if returns_to_residual(op):
                     f, b = self.edge_s(group, writes, residual, residual, "bsd", rows, concurrent)
                     forward, backward, writes = forward + f, backward + b, residual
+                elif op.kind == "loss" and plan.writes == PARTIAL:
+                    # Each device has a part of the vocabulary: the greatest logit, the sum, and the target's (Megatron-LM).
+                    size = 4.0 * self.graph.size(op.output, b=rows, s=self.train.seq_len)
+                    forward += 3 * self.network.all_reduce_s(group, size, concurrent=concurrent)
             self._waits[key] = (forward, backward)
         return self._waits[key]
 
@@ -113,7 +118,7 @@ class Costs:
         self, group: Sequence[int], writes: str, reads: str, gradient: str, dims: str, rows: int, concurrent: int
     ) -> tuple[float, float]:
         """Seconds of what lies between two operators: forward, backward."""
-        if len(group) < 2 or "d" not in dims and dims[:2] != "bs":
+        if len(group) < 2 or dims == "bs":  # Every device reads the tokens that it needs, and they have no gradient.
             return 0.0, 0.0
         size = self.graph.size(dims, b=rows, s=self.train.seq_len) * self.width
         both = between(writes, reads, gradient)
@@ -136,16 +141,24 @@ class Costs:
             seen.add(key)
             forward = backward = forward_wait = backward_wait = 0.0
             for unit, count in self.graph.kinds(*stage.units):
-                times = [self.unit_s(rank, unit, rows, stage.splits, ways) for rank in group]
-                f, b = max(t[0] for t in times), max(t[1] for t in times)
-                fw, bw = self.unit_wait(group, unit, rows, stage.splits, len(groups)) if ways > 1 else (0.0, 0.0)
-                again = stage.recompute and unit is self.graph.block
+                f, b, fw, bw = self._unit_pass(group, unit, rows, stage, len(groups))
                 forward, forward_wait = forward + count * f, forward_wait + count * fw
-                backward += count * (b + (f if again else 0.0))
-                backward_wait += count * (bw + (fw if again else 0.0))
+                backward, backward_wait = backward + count * b, backward_wait + count * bw
+                if stage.recompute and unit is self.graph.block:
+                    f, _, fw, _ = self._unit_pass(group, replayed(unit), rows, stage, len(groups))
+                    backward, backward_wait = backward + count * f, backward_wait + count * fw
             found = Pass(forward + forward_wait, backward + backward_wait, forward_wait, backward_wait)
             slowest = max(slowest, found, key=lambda p: p.forward + p.backward)
         return slowest
+
+    def _unit_pass(
+        self, group: Sequence[int], unit: tuple[Operator, ...], rows: int, stage: Stage, concurrent: int
+    ) -> tuple[float, float, float, float]:
+        """Seconds of the slowest device of a tensor axis for a unit, forward and backward; and of its collectives."""
+        ways = len(group)
+        times = [self.unit_s(rank, unit, rows, stage.splits, ways) for rank in group]
+        waits = self.unit_wait(group, unit, rows, stage.splits, concurrent) if ways > 1 else (0.0, 0.0)
+        return max(t[0] for t in times), max(t[1] for t in times), *waits
 
     def time(self, stage: Stage, micro_rows: Sequence[int], microbatches: int) -> StageTime:
         """All of a stage's times, with ZeRO's gathers and sums where its level has them."""
@@ -165,16 +178,37 @@ class Costs:
             tail = self._exposed(sync.reduce + sync.rest, passes.backward, sync.messages) + sync.gather
         waits = (forward - passes.forward, backward - passes.backward)
         adjusted = Pass(forward, backward, passes.forward_wait + waits[0], passes.backward_wait + waits[1])
-        return StageTime(adjusted, tail, max(map(self._update, self._states(stage))), sync.sent)
+        return StageTime(adjusted, tail, max(map(self._update, self._states(stage))), self._sent(stage, microbatches))
 
     def _exposed(self, seconds: float, cover: float, messages: float) -> float:
         """What of a series of messages does not hide behind `cover` seconds of arithmetic: at least the last one."""
         return max(seconds / max(1.0, messages), seconds - self.engine.overlap * cover) if seconds else 0.0
 
+    def parameters(self, stage: Stage) -> float:
+        """Parameters that each device of a stage holds before ZeRO divides them."""
+        ways = stage.mesh.size("tensor")
+        key = ("parameters", stage.units, ways, tuple(stage.splits.items()) if ways > 1 else ())
+        if key not in self._sizes:
+            self._sizes[key] = local_parameters(self.graph, stage.units, stage.splits, ways)
+        return self._sizes[key]
+
+    def kept(self, stage: Stage, backend: str) -> tuple[float, float]:
+        """Bytes of one sequence that a device of a stage keeps, and those of the block that it computes again."""
+        ways = stage.mesh.size("tensor")
+        key = ("kept", stage.units, stage.recompute, backend, ways, tuple(stage.splits.items()) if ways > 1 else ())
+        if key not in self._sizes:
+            self._sizes[key] = activations_per_row(
+                self.graph, stage.units, self.train, backend, splits=stage.splits, ways=ways, recompute=stage.recompute
+            )  # fmt: skip
+        again = ("again", backend, ways, tuple(stage.splits.items()) if ways > 1 else ())
+        if again not in self._sizes:
+            self._sizes[again] = replayed_per_row(self.graph, self.train, backend, stage.splits, ways)
+        replays = stage.recompute and min(stage.units[1], self.graph.layers + 1) > max(stage.units[0], 1)
+        return self._sizes[key], self._sizes[again] if replays else 0.0
+
     def _states(self, stage: Stage) -> list[tuple[int, float]]:
         """A rank of each kind in the stage, with the parameters that it updates."""
-        ways, data = stage.mesh.size("tensor"), stage.mesh.size("data")
-        own = local_parameters(self.graph, stage.units, stage.splits, ways) / (data if stage.zero else 1)
+        own = self.parameters(stage) / (stage.mesh.size("data") if stage.zero else 1)
         return [(rank, own) for rank in {self.alike[rank]: rank for rank in stage.mesh.ranks}.values()]
 
     def _update(self, state: tuple[int, float]) -> float:
@@ -187,7 +221,7 @@ class Costs:
         """Sums of gradients and gathers of weights over the batch axes, a step; nothing overlaps yet."""
         mesh, network = stage.mesh, self.network
         ways = mesh.size("tensor")
-        parameters = local_parameters(self.graph, stage.units, stage.splits, ways)
+        parameters = self.parameters(stage)
         width = stage.grad_sync.bits / 8
         size, gathered = parameters * width, parameters * self.engine.weight_bytes[self.train.precision]
         tensors = sum(count * len(op.weights) for unit, count in self.graph.kinds(*stage.units) for op in unit
@@ -196,25 +230,44 @@ class Costs:
         messages = tensors if bucket is None else math.ceil(size / bucket)
         reduce = gather = rest = 0.0
         topology = stage.grad_sync.topology
-        batch = [tuple(mesh.ranks[i] for i in range(k, len(mesh.ranks), ways)) for k in range(ways)]
         if stage.zero == 0:
+            batch = mesh.transposed
             reduce = max(network.all_reduce_s(g, size, messages=messages, concurrent=ways, topology=topology) for g in batch)
         else:
-            groups = mesh.groups("data")
-            reduce = max(network.reduce_scatter_s(g, size, messages=messages, concurrent=ways) for g in groups)
-            gather = max(network.all_gather_s(g, gathered, messages=messages, concurrent=ways) for g in groups)
+            groups, summed = mesh.groups("data"), network.reduce_scatter_s
+            if not self.engine.scatters:
+                summed = network.all_reduce_s
+            apart = messages if self.engine.gathers_combined else tensors
+            reduce = max(summed(g, size, messages=messages, concurrent=ways) for g in groups)
+            gather = max(network.all_gather_s(g, gathered, messages=apart, concurrent=ways) for g in groups)
             part = size / max(1, mesh.size("data"))
             rest = max(
-                (network.all_reduce_s(g, part, messages=messages, concurrent=len(groups[0]), topology=topology)
-                 for g in mesh.groups("site")), default=0.0,
-            )  # fmt: skip
+                network.all_reduce_s(g, part, messages=messages, concurrent=len(mesh.groups("site")), topology=topology)
+                for g in mesh.groups("site")
+            )
         if ways > 1:
             rest += self._partial_weights(stage, width)
-        sent: dict[str, float] = {}
-        for group in batch:
-            for site, hops in leaving(network, group).items():
-                sent[site] = sent.get(site, 0.0) + hops * 2 * size * (len(group) - 1) / len(group)
-        return Sync(reduce, gather, rest, messages, sent)
+        return Sync(reduce, gather, rest, messages)
+
+    def _sent(self, stage: Stage, microbatches: int) -> dict[str, float]:
+        """Bytes that leave each site in a step: a hop of a ring carries all parts but one, of a sum twice."""
+        mesh, sent = stage.mesh, dict[str, float]()
+        size = self.parameters(stage) * stage.grad_sync.bits / 8
+        if stage.zero == 0:
+            batch = mesh.transposed
+            if stage.grad_sync.topology == "hierarchical":
+                batch = tuple(tuple({self.network.sites[rank]: rank for rank in group}.values()) for group in batch)
+            carried = [(group, 2 * size) for group in batch]
+        else:
+            sums = (microbatches if stage.zero >= 2 else 1) * (1 if self.engine.scatters else 2)
+            gathers = 2 * microbatches if stage.zero == 3 else 1
+            gathered = self.parameters(stage) * self.engine.weight_bytes[self.train.precision]
+            carried = [(group, sums * size + gathers * gathered) for group in mesh.groups("data")]
+            carried += [(group, 2 * size / mesh.size("data")) for group in mesh.groups("site")]
+        for group, all_parts in carried:
+            for site, hops in leaving(self.network, group).items():
+                sent[site] = sent.get(site, 0.0) + hops * all_parts * (len(group) - 1) / len(group)
+        return sent
 
     def _partial_weights(self, stage: Stage, width: float) -> float:
         """Sums over the tensor axis of the gradients of operators that divide the batch over it."""
@@ -243,19 +296,21 @@ class Costs:
         train, engine = self.train, self.engine
         rank, ways = stage.mesh.batch[coordinate][0], stage.mesh.size("tensor")
         device = self.signature[rank][0]
-        parameters = local_parameters(self.graph, stage.units, stage.splits, ways)
+        parameters = self.parameters(stage)
         weights, gradients, optimizer = state_bytes(parameters, train, engine, stage.zero, stage.mesh.size("data"))
+        if engine.undivided:
+            whole = state_bytes(self.graph.parameters(*stage.units), train, engine, 0, 1)
+            weights, gradients, optimizer = (
+                part + engine.undivided * max(0.0, full - part)
+                for part, full in zip((weights, gradients, optimizer), whole, strict=True)
+            )
         optimizer += outer * parameters
-        args = {"splits": stage.splits, "ways": ways}
-        kept = rows * depth * activations_per_row(
-            self.graph, stage.units, train, device.backend, recompute=stage.recompute, **args
-        )  # fmt: skip
-        if stage.recompute and min(stage.units[1], self.graph.layers + 1) > max(stage.units[0], 1):
-            kept += rows * replayed_per_row(self.graph, train, device.backend, stage.splits, ways)
+        each, again = self.kept(stage, device.backend)
+        kept = rows * (depth * each + again)
         head = stage.units[1] == self.graph.units and stage.units[0] < stage.units[1]
         share = 1 / ways if stage.splits.get("head", "") else 1.0
-        buffers = 2 * depth * rows * self.graph.size("bsd", b=1, s=train.seq_len) * self.width if piped else 0
-        if len(stage.mesh.ranks) > ways:
+        buffers = 2.0 * depth * rows * self.graph.size("bsd", b=1, s=train.seq_len) * self.width if piped else 0
+        if len(stage.mesh.ranks) > ways and engine.buckets_copied:
             buffers += stage.grad_sync.bucket_bytes or 0
         if stage.zero == 3:
             unit = max(self.graph.size("vd"), self.graph.parameters(1, 2))
@@ -275,7 +330,6 @@ class Sync(NamedTuple):
     gather: float
     rest: float
     messages: float
-    sent: dict[str, float]
 
 
 def returns_to_residual(op: Operator) -> bool:

@@ -11,7 +11,8 @@ def graph(spec: ModelSpec) -> OpGraph:
     width = spec.heads // spec.kv_heads * spec.head_dim
     sizes = {
         "d": spec.d_model, "v": spec.vocab_size, "p": spec.context + spec.extra_positions, "n": spec.kv_heads,
-        "c": width + 2 * spec.head_dim, "r": width, "f": spec.d_ff, "w": 2 if spec.activation == "swiglu" else 1,
+        "c": width + 2 * spec.head_dim, "r": width, "e": spec.head_dim, "f": spec.d_ff,
+        "w": 2 if spec.activation == "swiglu" else 1,
     }  # fmt: skip
     positions = (Weight(name="pos.weight", dims="pd"),) if spec.positions == "learned" else ()
     embedding = Operator(
@@ -30,18 +31,18 @@ def graph(spec: ModelSpec) -> OpGraph:
 
 
 def _block(spec: ModelSpec) -> tuple[Operator, ...]:
-    swiglu = spec.activation == "swiglu"
+    # Flash attention keeps the projection, which v is a view of, and q and k where rotation made new ones of them.
+    attended = ("bsnc", "bsnr", "bsne") if spec.positions == "rope" else ("bsnc",)
+    # What ReLU keeps is its output, which the next matrix keeps anyway.
+    kept = {"swiglu": ("bsfw", "bsf"), "gelu_tanh": ("bsfw",), "relu": ()}[spec.activation]
     return (
         _norm(spec, "attn_norm"),
         _linear(spec, "attn.qkv", "bsd,ncd->bsnc", bias="nc", divisible="n"),
-        Operator(name="attn", kind="attention", einsum="bsnc->bsnr", keeps=("bsnc",), divisible="n"),
+        Operator(name="attn", kind="attention", einsum="bsnc->bsnr", keeps=attended, divisible="n"),
         _linear(spec, "attn.out", "bsnr,dnr->bsd", bias="d", divisible="n"),
         _norm(spec, "mlp_norm"),
         _linear(spec, "mlp.up", "bsd,wfd->bsfw", bias="wf", divisible="f"),
-        Operator(
-            name="mlp.act", kind="pointwise", einsum="bsfw->bsf", divisible="f",
-            keeps=("bsfw", "bsf") if swiglu else ("bsfw",),
-        ),
+        Operator(name="mlp.act", kind="pointwise", einsum="bsfw->bsf", divisible="f", keeps=kept),
         _linear(spec, "mlp.down", "bsf,df->bsd", bias="d", divisible="f"),
     )  # fmt: skip
 
@@ -62,5 +63,5 @@ def _norm(spec: ModelSpec, name: str) -> Operator:
     parts = ("weight", "bias") if layernorm else ("weight",)
     return Operator(
         name=name, kind="pointwise", einsum="bsd,d->bsd", keeps=("bsd",) if layernorm else ("bsd", "bsd"),
-        weights=tuple(Weight(name=f"{name}.{part}", dims="d") for part in parts),
+        weights=tuple(Weight(name=f"{name}.{part}", dims="d") for part in parts), upcasts=not layernorm,
     )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -18,19 +18,13 @@ from farspan.domain.results import Estimate
 from farspan.domain.train import TrainSpec
 from farspan.domain.units import format_seconds
 from farspan.estimate.price import price
+from farspan.planning.parts import Part, all_parts, whole
 from farspan.techniques import Task
 
 Objective = Literal["time", "cost", "loss_per_dollar", "fewest_devices"]
 OBJECTIVES: tuple[Objective, ...] = ("time", "cost", "loss_per_dollar", "fewest_devices")
 #: `fewest_devices` admits plans that take at most this much longer than the fastest.
 TOLERANCE = 0.1
-
-
-class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """Some of a cluster's devices, by their places, and what to call them."""
-
-    name: str
-    places: tuple[int, ...]
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,9 +67,10 @@ def rank(
     """
     graph, names = models.graph(model), tuple(allow) or techniques.names()
     found: list[Candidate] = []
+    memo: dict[object, object] = {}
     for part in all_parts(cluster) if parts else (whole(cluster),):
         only = None if len(part.places) == len(cluster.devices) else part.places
-        task = Task(model, graph, cluster, train, engine, corpus, only)
+        task = Task(model, graph, cluster, train, engine, corpus, only, memo)
         found += [candidate(task, part, name) for name in names]
     found = _without_repeats(found)
     key = _key(objective, found, tolerance)
@@ -125,65 +120,6 @@ def host_bytes(task: Task, host: str) -> float:
     return len(workers) * task.engine.host_framework + state
 
 
-def whole(cluster: Cluster) -> Part:
-    """All devices."""
-    return Part(name="all devices", places=tuple(range(len(cluster.devices))))
-
-
-def all_parts(cluster: Cluster) -> list[Part]:
-    """The whole; each site; all but one site; each host; the devices of each kind; one of parts that are alike."""
-    site_of, host_of = {}, {}
-    place = 0
-    for site in cluster.sites:
-        for host in site.hosts:
-            for _ in host.devices:
-                site_of[place], host_of[place] = site.name, host.name
-                place += 1
-    places, devices = range(place), cluster.devices
-    found = [whole(cluster)]
-    groups: list[tuple[str, Callable[[int], bool]]] = []
-    for site in cluster.sites:
-        groups.append((site.name, lambda p, name=site.name: site_of[p] == name))  # type: ignore[misc]
-    if len(cluster.sites) > 2:
-        for site in cluster.sites:
-            groups.append((f"all but {site.name}", lambda p, name=site.name: site_of[p] != name))  # type: ignore[misc]
-    for host in cluster.hosts:
-        groups.append((host.name, lambda p, name=host.name: host_of[p] == name))  # type: ignore[misc]
-    for kind in dict.fromkeys(device.kind for device in devices):
-        groups.append((f"every {kind}", lambda p, kind=kind: devices[p].kind == kind))  # type: ignore[misc]
-    groups += _first_devices(cluster, host_of)
-    seen = {found[0].places}
-    alike: set[object] = set()
-    for name, inside in groups:
-        chosen = tuple(p for p in places if inside(p))
-        key = _likeness(cluster, chosen, site_of, host_of)
-        if chosen and chosen not in seen and key not in alike:
-            seen.add(chosen)
-            alike.add(key)
-            found.append(Part(name=name, places=chosen))
-    return found
-
-
-def _first_devices(cluster: Cluster, host_of: dict[int, str]) -> Iterator[tuple[str, Callable[[int], bool]]]:
-    """One device of each kind: what a model that fits one device needs no network for."""
-    kinds = [device.kind for device in cluster.devices]
-    for kind in dict.fromkeys(kinds):
-        first = kinds.index(kind)
-        yield f"one {kind} of {host_of[first]}", lambda p, first=first: p == first  # type: ignore[misc]
-
-
-def _likeness(cluster: Cluster, places: Sequence[int], site_of: dict[int, str], host_of: dict[int, str]) -> object:
-    """What makes two parts of one site equal: kinds by host, and the site's terms. Parts of several sites are unique."""
-    if len({site_of[p] for p in places}) > 1:
-        return tuple(places)
-    hosts: dict[str, list[object]] = {}
-    for p in places:
-        device = cluster.devices[p]
-        hosts.setdefault(host_of[p], []).append((device.kind, device.memory, device.usd_per_hour, str(device.rates)))
-    site = cluster.site_of(host_of[places[0]])
-    return str(sorted(hosts.values(), key=str)), site.lease_s, site.queue_s, site.egress_usd_per_byte
-
-
 def _without_repeats(found: list[Candidate]) -> list[Candidate]:
     """A technique that has no plan on any part says so once, for the largest."""
     planned = {one.technique for one in found if one.plan is not None}
@@ -200,7 +136,8 @@ def _key(objective: Objective, found: Sequence[Candidate], tolerance: float) -> 
         if all(one.estimate is None or one.estimate.usd is None for one in found) and any(one.plan for one in found):
             raise Refusal(
                 "out-of-range", what=f"the objective {objective} needs prices", where="--objective",
-                fact="no plan's devices all have a price", remedy="give devices a price in the cluster file: price: 0.50",
+                fact="no plan's devices all have a price",
+                remedy="give devices a price in the cluster file: price: 0.50",
             )  # fmt: skip
         return _cost if objective == "cost" else _loss_per_dollar
     fastest = min((one.time_s for one in found if one.eligible), default=math.inf)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from farspan.domain.codec import content_hash, write_atomically
 from farspan.domain.results import Environment
 from farspan.domain.run import RunFolder
-from farspan.domain.units import format_bytes, format_count, format_seconds
+from farspan.domain.units import format_bytes, format_count, format_seconds, short_time
 from farspan.report import charts, text
 from farspan.report.figures import figures
 from farspan.report.history import Run
@@ -53,7 +53,7 @@ def environment() -> jinja2.Environment:
         "capitalised": lambda words: words[:1].upper() + words[1:],
     }  # fmt: skip
     shown = (charts.scales, charts.ticks, charts.label, charts.thin, charts.to_csv, text.counted, text.gap, text.maybe,
-             text.model_line, text.money, text.short_time, zip)  # fmt: skip
+             text.model_line, text.money, short_time, zip)  # fmt: skip
     made.globals |= {function.__name__: function for function in shown}
     made.globals |= {"width": charts.WIDTH, "height": charts.HEIGHT, "endings": text.ENDINGS}
     return made

@@ -9,7 +9,7 @@ from farspan.domain.model import parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import command
 from farspan.domain.results import Estimate, Measurement
-from farspan.domain.units import format_bytes, format_count, format_seconds
+from farspan.domain.units import format_bytes, format_count, format_seconds, format_usd, short_time
 from farspan.report.history import COMPLETE, Run
 from farspan.report.measure import measure
 
@@ -129,20 +129,13 @@ def references(run: Run, measured: Measurement | None) -> list[tuple[str, str, s
     return [(name, f"{nats:.3f}", f"{loss:.3f}", f"{loss - nats:+.3f}") for name, nats in entropies.items()]
 
 
-def short_time(seconds: float) -> str:
-    """Three digits for what is compared closely: `88.1 ms`, `117 ms`, `1.36 s`."""
-    if seconds >= 100:
-        return format_seconds(seconds)
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
 def gap(loss: float, entropy: float) -> str:
     """`1.62 nats below`."""
     return f"{abs(loss - entropy):.2f} nats {'below' if loss < entropy else 'above'}"
 
 
 def money(usd: float | None) -> str:
-    return "cost n/a" if usd is None else f"${usd:,.2f}" if usd >= 1 else f"${usd:.4f}"
+    return "cost n/a" if usd is None else format_usd(usd)
 
 
 def maybe(number: float | None, how: str) -> str:

@@ -6,8 +6,8 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import msgspec
 
@@ -42,6 +42,8 @@ class Task:
     corpus: str = ""
     #: Which of the cluster's devices to use, by their place in it; None is all.
     only: tuple[int, ...] | None = None
+    #: What searches found out about parts of this question, shared between the tasks of one ranking.
+    memo: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @functools.cached_property
     def devices(self) -> tuple[PlannedDevice, ...]:
@@ -94,6 +96,26 @@ class Task:
         wire = network.wire(a, b, collective=False, streams=1)
         return max(1, min(MOST_STREAMS, math.ceil(wire.line / wire.rate)))
 
+    def likeness(self, ranks: Sequence[int]) -> object:
+        """What makes two runs of devices take the same: figures, division into hosts, and the links between these."""
+        network = self.costs.network
+        hosts = list(dict.fromkeys(network.hosts[rank] for rank in ranks))
+        places = tuple(hosts.index(network.hosts[rank]) for rank in ranks)
+        links = tuple(network.link(a, b) for i, a in enumerate(hosts) for b in hosts[i + 1 :])
+        figures = tuple((link.rtt_s, link.bandwidth, link.window, link.loss, *link.in_flight.items()) for link in links)
+        return tuple(self.costs.figures[rank] for rank in ranks), places, figures
+
+    def fits(self, replica: Replica) -> bool:
+        """Whether every device of the replica holds what it must."""
+        seen = set()
+        for i, stage in enumerate(replica.stages):
+            for c, ranks in enumerate(stage.mesh.batch):
+                key = (i, self.costs.alike[ranks[0]], stage.rows[c])
+                if key not in seen and self.costs.memory(replica, i, c).total > self.capacity(ranks[0]):
+                    return False
+                seen.add(key)
+        return True
+
     def capacity(self, rank: int) -> float:
         """Bytes that a plan may fill on a device."""
         return self.engine.fill * self.costs.network.devices[rank].memory
@@ -107,7 +129,7 @@ def shortage(task: Task, plan: Plan, estimate: Estimate) -> tuple[float, int]:
 
 def best(task: Task, plans: Sequence[Plan]) -> Plan | Problem:
     """The fastest plan that fits every device; where none does, what the one that lacks least is short of."""
-    priced = [(plan, price(plan, task.costs)) for plan in plans]
+    priced = [(plan, price(plan, task.costs, brief=True)) for plan in plans]
     fitting = [(plan, found) for plan, found in priced if shortage(task, plan, found)[0] <= 0]
     if fitting:
         return min(fitting, key=lambda pair: pair[1].step_s / pair[1].token_efficiency)[0]

@@ -12,7 +12,6 @@ import msgspec
 
 from farspan.domain.plan import Mesh, Plan, Replica, Stage, Sync
 from farspan.domain.problems import Problem
-from farspan.estimate.price import price
 from farspan.techniques import data, pipeshard, zero2
 from farspan.techniques._search.single import rows_by_speed, too_few_rows
 from farspan.techniques._task import Task, best, cannot
@@ -34,17 +33,16 @@ def plan(task: Task) -> Plan | Problem:
     if task.train.batch < len(task.ranks):
         return too_few_rows(task, len(task.ranks))
     even = [max(len(ranks), task.train.batch // len(sites)) for ranks in sites]
-    seconds = []
-    for ranks, rows in zip(sites, even, strict=True):
-        made = _alone(task, ranks, rows)
-        if isinstance(made, Problem):
-            return made
-        seconds.append(price(made, _site_task(task, ranks, rows).costs).step_s / rows)
-    shares = [max(share, len(ranks)) for share, ranks in zip(rows_by_speed(task.train.batch, seconds), sites, strict=True)]
+    seconds = [_pace(task, ranks, rows) for ranks, rows in zip(sites, even, strict=True)]
+    shares = [
+        max(share, len(ranks)) for share, ranks in zip(rows_by_speed(task.train.batch, seconds), sites, strict=True)
+    ]
     shares[shares.index(max(shares))] -= sum(shares) - task.train.batch
     replicas = []
     for ranks, share in zip(sites, shares, strict=True):
-        made = _alone(task, ranks, share)
+        # Sites that are alike and read alike have the same plan.
+        key = ("alone", task.likeness(ranks), share)
+        made = task.memo[key] = task.memo.get(key) or _alone(task, ranks, share)
         if isinstance(made, Problem):
             return made
         replicas.append(_moved(made.replicas[0], ranks))
@@ -59,7 +57,16 @@ def _site_task(task: Task, ranks: Sequence[int], rows: int) -> Task:
     """The same question to one site alone, with its share of every step."""
     places = tuple(rank if task.only is None else task.only[rank] for rank in ranks)
     train = msgspec.structs.replace(task.train, batch=rows)
-    return Task(task.model, task.graph, task.cluster, train, task.engine, task.corpus, places)
+    return Task(task.model, task.graph, task.cluster, train, task.engine, task.corpus, places, task.memo)
+
+
+def _pace(task: Task, ranks: Sequence[int], rows: int) -> float:
+    """Seconds a sequence of a site whose devices share them by speed: what its share of a step follows from."""
+    costs, graph = task.costs, task.graph
+    each = max(1, rows // len(ranks))
+    units = graph.kinds(0, graph.units)
+    times = (sum(n * sum(costs.unit_s(rank, unit, each, {}, 1)) for unit, n in units) / each for rank in ranks)
+    return 1 / sum(1 / seconds for seconds in times)
 
 
 def _alone(task: Task, ranks: Sequence[int], rows: int) -> Plan | Problem:

@@ -1,4 +1,4 @@
-"""Hybrid sharding: state is divided inside each site and copied between sites (FSDP's hybrid, arXiv 2304.11277, 3.2.2)."""
+"""Hybrid sharding (FSDP's, arXiv 2304.11277, 3.2.2): state is divided inside each site and copied between sites."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Iterator
 
 import msgspec
@@ -18,17 +19,22 @@ import msgspec
 from farspan.domain.plan import Plan, Replica
 from farspan.domain.problems import Problem
 from farspan.domain.results import Estimate
-from farspan.estimate.price import price
+from farspan.estimate.price import price, step
 from farspan.techniques import shard
+from farspan.techniques._search.even import even_splits
 from farspan.techniques._search.single import one_device, relabelled
-from farspan.techniques._search.slices import Tables, stage_of
+from farspan.techniques._search.slices import EVERY_RUN, Tables, stage_of
 from farspan.techniques._search.stages import Solution, StageSearch
-from farspan.techniques._task import Task, cannot, shortage
+from farspan.techniques._task import Task, cannot
 
 SUMMARY = "pipeline stages over sites and hosts, each divided inside by the same integer linear program"
 
-#: Solutions of the stage search that are priced in full.
-PRICED = 24
+#: Solutions of the stage search that are priced in full, and the best of these that are deepened.
+PRICED, DEEPENED = 32, 6
+#: Up to so many devices the usual grid is tried too.
+MOST_EVEN = 64
+#: Moves of the search around its best solution.
+MOST_MOVES = 64
 #: Microbatches a step at most: beyond, per-microbatch overheads outweigh what is left of the bubble.
 MOST_MICROBATCHES = 64
 #: Of more sites than this not every order is tried.
@@ -42,7 +48,7 @@ def plan(task: Task) -> Plan | Problem:
     found = pipelines(task)
     single = shard.plan(task)
     if isinstance(single, Plan):
-        found.append((single, price(single, task.costs)))
+        found.append((single, price(single, task.costs, brief=True)))
     if not found:
         assert isinstance(single, Problem)
         return single if single.code == "out-of-memory" else cannot(
@@ -53,23 +59,42 @@ def plan(task: Task) -> Plan | Problem:
 
 
 def pipelines(task: Task) -> list[tuple[Plan, Estimate]]:
-    """Pipelines of two and more stages that fit, fastest last improved."""
+    """The best pipeline of two and more stages, if any fits."""
     solutions: list[tuple[float, int, Solution, int]] = []
     count = itertools.count()
     for parts in microbatch_counts(task):
         tables = Tables(task, parts)
         for order in orders(task):
-            for solution in StageSearch(task, order, tables).solutions():
+            worst = solutions[-1][0] if len(solutions) == PRICED else math.inf
+            for solution in StageSearch(task, order, tables).solutions(worst):
                 if len(solution.cuts) > 1:
                     objective = solution.objective + tied_s(task, solution)
                     solutions.append((objective, next(count), solution, parts))
-    found: list[tuple[Plan, Estimate]] = []
-    for _, _, solution, parts in heapq.nsmallest(PRICED, solutions):
-        found += deepened(task, solution, parts)
+            solutions = heapq.nsmallest(PRICED, solutions)
+    shallow = [made for _, _, solution, parts in solutions if (made := at_depth(task, solution, parts, 0))]
+    shallow.sort(key=lambda made: made[0])
+    found = [deepened(task, *made) for made in shallow[:DEEPENED]]
+    if EVERY_RUN < len(task.ranks) <= MOST_EVEN or not found:
+        found += _best_even(task, min((seconds for seconds, _ in found), default=math.inf))
     if not found:
         return []
-    best = min(found, key=lambda pair: pair[1].step_s)
-    return [improved(task, *best)]
+    made = task.plan("pipeshard", [improved(task, min(found, key=lambda pair: pair[0]))])
+    return [(made, price(made, task.costs, brief=True))]
+
+
+def _best_even(task: Task, best: float) -> list[tuple[float, Replica]]:
+    """The even split that beats `best` seconds and fits, if any: what the search's runs of hosts do not contain."""
+    found: list[tuple[float, Replica]] = []
+    for replica in even_splits(task, microbatch_counts(task)):
+        passes = (
+            task.costs.passes(stage, [replica.micro_rows(i, c) for c in range(len(stage.rows))])
+            for i, stage in enumerate(replica.stages)
+        )
+        if max(replica.microbatches * (p.forward + p.backward) for p in passes) >= best or not task.fits(replica):
+            continue
+        if (seconds := step(replica, task.costs).seconds) < best:
+            best, found = seconds, [(seconds, replica)]
+    return found
 
 
 def tied_s(task: Task, solution: Solution) -> float:
@@ -96,14 +121,17 @@ def orders(task: Task) -> list[tuple[int, ...]]:
         by_site.setdefault(network.sites[rank], []).append(rank)
     names = list(by_site)
     found, seen = [], set()
-    for order, turned in itertools.product(_site_orders(task, names, by_site), (0, 1) if task.graph.tied else (0,)):
+    sites = list(dict.fromkeys(_site_orders(task, names, by_site)))
+    # Of many orders only the first is turned: on fast links that saves little, on slow ones the shortest is first.
+    turned = [(order, 1) for order in (sites if len(names) <= EVERY_ORDER else sites[:1]) if task.graph.tied]
+    for order, half in [*((order, 0) for order in sites), *turned]:
         first = by_site[order[0]]
         # A tied table is cheapest where both ends of the pipeline lie in one site: part of the first goes last.
-        turn = min(turned * max(1, len(first) // 2), len(first) - 1)
+        turn = min(half * max(1, len(first) // 2), len(first) - 1)
         ranks = tuple(rank for name in order for rank in by_site[name])
         ranks = ranks[turn:] + ranks[:turn]
-        key = tuple((task.costs.alike[a], network.link(network.hosts[a], network.hosts[b]).rtt_s if
-                     network.hosts[a] != network.hosts[b] else 0.0) for a, b in zip(ranks, (*ranks[1:], ranks[-1]), strict=True))  # fmt: skip
+        pairs = zip(ranks, (*ranks[1:], ranks[-1]), strict=True)
+        key = tuple((task.costs.alike[a], network.rtt_s(a, b)) for a, b in pairs)
         if key not in seen:
             seen.add(key)
             found.append(ranks)
@@ -117,7 +145,7 @@ def _site_orders(task: Task, names: list[str], by_site: dict[str, list[int]]) ->
     network = task.costs.network
 
     def rtt(a: str, b: str) -> float:
-        return network.link(network.hosts[by_site[a][0]], network.hosts[by_site[b][0]]).rtt_s
+        return network.rtt_s(by_site[a][0], by_site[b][0])
 
     def pace(name: str) -> float:
         return sum(task.costs.unit_s(by_site[name][0], task.graph.block, 1, {}, 1))
@@ -134,37 +162,37 @@ def _site_orders(task: Task, names: list[str], by_site: dict[str, list[int]]) ->
     yield from (shortest, shortest[::-1], tuple(names), fast, fast[::-1])
 
 
-def deepened(task: Task, solution: Solution, parts: int) -> list[tuple[Plan, Estimate]]:
-    """The solution as plans that fit, with the microbatches in flight of 1F1B, and more of them while that pays."""
+def at_depth(task: Task, solution: Solution, parts: int, extra: int) -> tuple[float, Replica, Solution] | None:
+    """The step of a solution and its replica, with the microbatches in flight of 1F1B and `extra` more where memory lets
+    it; None where it does not fit after all."""
     stages = [stage_of(cut.ranks, cut.option, cut.units, parts) for cut in solution.cuts]
-    most = [min(parts, cut.depth) for cut in solution.cuts]
-    found: list[tuple[Plan, Estimate]] = []
-    for extra in (0, 1, 2, 4, 8, 16, parts):
-        depths = [min(deepest, len(stages) - i + extra) for i, deepest in enumerate(most)]
-        made = priced(task, task.replica(stages, parts, depths))
-        if made is None or (found and made[1].step_s > 0.999 * found[-1][1].step_s):
+    depths = [min(parts, cut.depth, len(stages) - i + extra) for i, cut in enumerate(solution.cuts)]
+    replica = task.replica(stages, parts, depths)
+    return (step(replica, task.costs).seconds, replica, solution) if task.fits(replica) else None
+
+
+def deepened(task: Task, seconds: float, replica: Replica, solution: Solution) -> tuple[float, Replica]:
+    """The same with more microbatches in flight while that pays: they cover the round trips."""
+    for extra in (2, 8, replica.microbatches):
+        deeper = at_depth(task, solution, replica.microbatches, extra)
+        if deeper is None or deeper[0] > 0.999 * seconds:
             break
-        found.append(made)
-    return found[-1:]
+        seconds, replica, _ = deeper
+    return seconds, replica
 
 
-def priced(task: Task, replica: Replica) -> tuple[Plan, Estimate] | None:
-    """The replica as a plan with its estimate; None where it does not fit."""
-    made = task.plan("pipeshard", [replica])
-    found = price(made, task.costs)
-    return None if shortage(task, made, found)[0] > 0 else (made, found)
-
-
-def improved(task: Task, plan: Plan, found: Estimate) -> tuple[Plan, Estimate]:
-    """Cuts moved by one unit, and depths by one microbatch, while the full estimator says that the step gets shorter."""
-    while True:
-        (replica,) = plan.replicas
-        better = [
-            made for other in _neighbours(replica) if (made := priced(task, other)) and made[1].step_s < found.step_s
-        ]
-        if not better:
-            return plan, found
-        plan, found = min(better, key=lambda pair: pair[1].step_s)
+def improved(task: Task, start: tuple[float, Replica]) -> Replica:
+    """Cuts moved by one unit, and depths by one microbatch, while the full estimator finds the step shorter."""
+    seconds, replica = start
+    for _ in range(MOST_MOVES):
+        better = next(
+            ((took, other) for other in _neighbours(replica)
+             if (took := step(other, task.costs).seconds) < 0.9999 * seconds and task.fits(other)), None,
+        )  # fmt: skip
+        if better is None:
+            break
+        seconds, replica = better
+    return replica
 
 
 def _neighbours(replica: Replica) -> Iterator[Replica]:

@@ -1,17 +1,18 @@
 """Intra-operator parallelism: a tensor axis inside hosts, the batch over the rest, operators divided by an ILP.
 
-The search of Alpa's intra-operator pass (arXiv 2201.12023, section 4) over meshes (data, tensor) of every width that the
-hosts allow, and every ZeRO level over the data axis. Width 1 is data parallelism, so this is never slower than it.
+The search of Alpa's intra-operator pass (arXiv 2201.12023, section 4) over meshes (data, tensor) of every width that
+the hosts allow, and every ZeRO level over the data axis. Width 1 is data parallelism, so this is never slower than it.
 """
 
 from __future__ import annotations
 
-from farspan.domain.plan import Mesh, Plan, Zero
+from farspan.domain.plan import Axis, Mesh, Plan, Zero
 from farspan.domain.problems import Problem
 from farspan.techniques import data, fsdp, hsdp, zero1, zero2
 from farspan.techniques._search.ilp import Infeasible
 from farspan.techniques._search.operators import Assignment
-from farspan.techniques._search.single import one_device, plans, relabelled, too_few_rows
+from farspan.techniques._search.single import one_device, plans, relabelled, stage_rows, too_few_rows
+from farspan.techniques._search.slices import cheapest_splits
 from farspan.techniques._task import Task, best
 
 SUMMARY = "operators divided inside hosts by an integer linear program, the batch and the state between them"
@@ -54,7 +55,7 @@ def _plans(task: Task, ways: int) -> list[Plan]:
     if task.train.batch < coordinates:
         return []
     ranks = tuple(task.ranks)
-    axes = ("data", "tensor") if coordinates > 1 else ("tensor",)
+    axes: tuple[Axis, ...] = ("data", "tensor") if coordinates > 1 else ("tensor",)
     mesh = Mesh(ranks=ranks, shape=(coordinates, ways) if coordinates > 1 else (ways,), axes=axes)
     levels: tuple[Zero, ...] = (0, 1, 2, 3) if coordinates > 1 else (0,)
     found: list[Plan] = []
@@ -66,20 +67,17 @@ def _plans(task: Task, ways: int) -> list[Plan]:
 
 
 def assign(task: Task, mesh: Mesh, zero: Zero) -> dict[str, str] | None:
-    """Splits of every operator for the whole model on this mesh; None where no division fits memory."""
+    """Splits of every operator for the whole model on this mesh: the cheapest, or, where these do not fit one sequence
+    at a time, the cheapest that do; None where none does."""
     coordinates = len(mesh.batch)
-    rows = max(1, task.train.batch // coordinates)
-    slowest = max(mesh.batch, key=lambda group: task.costs.unit_s(group[0], task.graph.block, rows, {}, 1))
+    rows = stage_rows(task, mesh, {}, task.train.batch)
+    slowest = max(mesh.batch, key=lambda group: task.costs.unit_s(group[0], task.graph.block, max(rows), {}, 1))
+    cheapest = cheapest_splits(task, slowest, rows, coordinates)
+    if any(task.fits(made.replicas[0]) for made in plans(task, "shard", mesh, zero=zero, splits=cheapest)):
+        return cheapest
     tightest = min(task.capacity(rank) for rank in mesh.ranks)
-    parts = 1
-    while True:
-        assignment = Assignment(
-            task, (0, task.graph.units), slowest, -(-rows // parts), zero=zero, data=mesh.size("data"),
-            microbatches=parts, concurrent=coordinates,
-        )  # fmt: skip
-        found = assignment.solve(tightest)
-        if not isinstance(found, Infeasible):
-            return found[0]
-        if parts >= rows:
-            return None
-        parts *= 2
+    found = Assignment(
+        task, (0, task.graph.units), slowest, 1, zero=zero, data=mesh.size("data"), microbatches=max(rows),
+        concurrent=coordinates,
+    ).solve(tightest)  # fmt: skip
+    return None if isinstance(found, Infeasible) else found[0]

@@ -125,7 +125,7 @@ def test_text_that_cannot_be_read_is_named(tmp_path: Path, farspan: Farspan, fil
 PLANS = [
     (["model.context=100000"], "out-of-range", ["model.context", "tokens to train on"]),
     (["model.d_model=33", "model.heads=4"], "out-of-range", ["33", "4"]),
-    (["model.layers=1000000000"], "out-of-memory", ["needs", "lower"]),
+    (["model.layers=1000000000"], "out-of-memory", ["needs", "--fit"]),
 ]
 
 

@@ -78,7 +78,7 @@ def test_plan_prices_the_run_and_says_where_each_value_came_from(run: Path, fars
     answer = json.loads(done.stdout)
     chosen = answer["candidates"][answer["chosen"]]
     assert chosen["technique"] == "data" and chosen["fits"] and chosen["estimate"]["memory_bytes"]
-    assert chosen["resolved"]["train.steps"] == {"value": 4, "origin": "run.yaml: train.steps"}
+    assert answer["resolved"]["train.steps"] == {"value": 4, "origin": "run.yaml: train.steps"}
     assert json.loads((tmp_path / "plan.json").read_text()) == chosen["plan"]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from farspan.domain.results import Estimate
 from farspan.report.history import open_run
 from farspan.report.text import plan_line, report, short_time, summary, table
 from tests.report.fake_run import (
@@ -68,8 +67,7 @@ def test_a_failed_run_says_why_and_how_to_go_on(tmp_path):
 
 def test_a_partial_run_is_compared_with_its_share_of_the_prediction(tmp_path):
     plan = make_plan(100)
-    estimate = Estimate(
-        step_s=0.1, run_s=10.0, tokens_per_s=20_480.0, memory_bytes=10**9, usd=None, interval=(0.5, 2.0), assumptions=()
+    estimate = msgspec.structs.replace(ESTIMATE, step_s=0.1, run_s=10.0, tokens_per_s=20_480.0, usd=None, interval=(0.5, 2.0))
     )
     start = msgspec.structs.replace(started(0.0, plan=plan), estimate=estimate)
     events = [start, *(one_step(0.2 * n, n, step_s=0.2) for n in range(1, 51))]

@@ -1,11 +1,11 @@
 """One choice for every node of a graph, at least cost: an integer linear program for HiGHS.
 
     minimise    sum_i c_i . x_i  +  sum_(i,j) <C_ij, y_ij>
-    subject to  choose[i]        sum_a x_ia = 1,  x binary             one strategy an operator
-                from[i,j], to[i,j]   y_ij has x_i and x_j as its sums  (exact for binary x; Alpa, arXiv 2201.12023, eq. 1)
+    subject to  choose[i]        sum_a x_ia = 1,  x binary           one strategy an operator
+                from[i,j], to[i,j]   y_ij sums to x_i and x_j  (exact for binary x; Alpa, arXiv 2201.12023, eq. 1)
                 memory           sum_i m_i . x_i <= cap                 if a cap is given
 
-Nodes that occur several times (repeated layers) enter once, their costs multiplied: the problem does not grow with depth.
+Nodes that occur several times (repeated layers) enter once, their costs multiplied: no problem grows with depth.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 #: A share of the objective within which HiGHS may stop: far below what any estimate resolves.
 GAP = 1e-6
@@ -74,7 +75,7 @@ def _optimise(
 ) -> tuple[tuple[int, ...] | None, float]:  # fmt: skip
     import highspy
 
-    model = highspy.Highs()
+    model = highspy.Highs()  # type: ignore[no-untyped-call]
     model.silent()
     for option, value in (("time_limit", deadline_s), ("mip_rel_gap", GAP), ("threads", 1), ("random_seed", 0)):
         model.setOptionValue(option, value)
@@ -82,17 +83,16 @@ def _optimise(
     finite = [abs(c) for row in costs for c in row if c < math.inf]
     finite += [abs(c) for rows in edges.values() for row in rows for c in row if c < math.inf]
     scale = 1 / max(finite, default=1.0) if max(finite, default=0.0) > 0 else 1.0
-    x = [
-        [model.addVariable(0, 0 if c == math.inf else 1, 0 if c == math.inf else c * scale, type=highspy.HighsVarType.kInteger)
-         for c in row] for row in costs
-    ]  # fmt: skip
+
+    def variable(cost: float, **kind: Any) -> Any:
+        """Between 0 and 1 at this cost; an infinite cost keeps it at 0."""
+        return model.addVariable(0, 0, 0, **kind) if cost == math.inf else model.addVariable(0, 1, cost * scale, **kind)
+
+    x = [[variable(c, type=highspy.HighsVarType.kInteger) for c in row] for row in costs]
     for i, row in enumerate(x):
         model.addConstr(sum(row[1:], row[0]) == 1, f"choose[{i}]")
     for (i, j), rows in edges.items():
-        y = [
-            [model.addVariable(0, 0 if c == math.inf else 1, 0 if c == math.inf else c * scale) for c in row]
-            for row in rows
-        ]
+        y = [[variable(c) for c in row] for row in rows]
         for a, row in enumerate(y):
             model.addConstr(sum(row[1:], row[0]) == x[i][a], f"from[{i},{j},{a}]")
         for b in range(len(rows[0])):

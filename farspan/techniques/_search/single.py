@@ -58,13 +58,12 @@ def plans(
     task: Task, technique: str, mesh: Mesh, *, zero: Zero = 0, splits: dict[str, str] | None = None
 ) -> list[Plan]:
     """One stage on this mesh, each topology, with and without recompute, in the fewest microbatches that fit."""
-    bits = 32
     sites = {task.costs.network.sites[rank] for rank in mesh.ranks}
     rows = stage_rows(task, mesh, splits or {}, task.train.batch)
     found = []
     for recompute in (True,) if task.train.recompute else (False, True):
         for topology in ("flat", "hierarchical") if len(sites) > 1 and len(mesh.batch) > len(sites) else ("flat",):
-            sync = GradSync(bucket_bytes=BUCKET_BYTES, topology=topology, bits=bits)
+            sync = GradSync(bucket_bytes=BUCKET_BYTES, topology=topology)
             stage = Stage(
                 units=(0, task.graph.units), mesh=mesh, rows=rows, grad_sync=sync, zero=zero, splits=splits or {},
                 recompute=recompute,
@@ -112,7 +111,8 @@ def over_batch(task: Task, technique: str, zero: Zero, *, axes: str = "data") ->
 def too_few_rows(task: Task, coordinates: int) -> Problem:
     return cannot(
         "the batch has fewer sequences than there are devices", "run.yaml, key train.batch.global",
-        f"{task.train.batch} sequences a step, {coordinates} devices", f"set train.batch.global: {coordinates} sequences",
+        f"{task.train.batch} sequences a step, {coordinates} devices",
+        f"set train.batch.global: {coordinates} sequences",
     )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """What a run of neighbouring devices can be as a pipeline stage: its meshes, and tables of what they take.
 
-A table holds, for every pair of cuts (first, last unit), the seconds of a microbatch (both passes, and a microbatch's part
-of what comes once a step) and how many microbatches memory lets be in flight. Blocks are alike, so a few priced stages
-give the whole table: everything is affine in the number of blocks.
+A table holds, for every pair of cuts (first, last unit), the seconds of a microbatch (both passes, and a microbatch's
+part of what comes once a step) and how many microbatches memory lets be in flight. Blocks are alike, so a few priced
+stages give the whole table: almost everything is affine in the number of blocks.
 """
 
 from __future__ import annotations
@@ -14,12 +14,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from farspan.domain.plan import GradSync, Mesh, Stage, Zero
+from farspan.domain.plan import Axis, GradSync, Mesh, Stage, Zero
 from farspan.techniques._search.ilp import Infeasible
 from farspan.techniques._search.operators import Assignment
 from farspan.techniques._search.single import BUCKET_BYTES, rows_by_speed
 from farspan.techniques._task import Task
 
+#: Stages at most of a pipeline over more than EVERY_RUN devices: bubbles grow with them, and so does the search.
+MOST_STAGES = 16
+#: Up to so many layers every number of blocks is priced; beyond, the fewest and all of them, and what lies between is
+#: taken from the line: only what hides behind the backward pass bends it.
+PRICED_LAYERS = 8
 #: Up to so many devices every run of neighbours inside a site may be a stage; beyond, runs are whole hosts or equal
 #: parts of one.
 EVERY_RUN = 16
@@ -33,7 +38,7 @@ class Slice(NamedTuple):
 
 
 class Option(NamedTuple):
-    """One way to run a stage on a slice: its mesh by tensor width, its splits, ZeRO level, recompute, microbatch rows."""
+    """One way to run a stage on a slice: tensor width, splits, ZeRO level, recompute, rows of a microbatch."""
 
     ways: int
     splits: dict[str, str]
@@ -65,7 +70,7 @@ def slices(task: Task, order: Sequence[int]) -> list[Slice]:
             whole = start in starts and stop in ends
             if n <= EVERY_RUN or (whole or (one_host and _aligned(start, stop, starts, ends))):
                 found.append(Slice(start, stop))
-    return found
+    return [run for run in found if run.stop - run.start >= n // (4 * MOST_STAGES)]
 
 
 def _aligned(start: int, stop: int, starts: Sequence[int], ends: Sequence[int]) -> bool:
@@ -81,21 +86,27 @@ class Tables:
     def __init__(self, task: Task, microbatches: int) -> None:
         self.task, self.microbatches = task, microbatches
         self.rows = task.train.batch // microbatches
-        self._made: dict[object, list[Table]] = {}
 
     def of(self, ranks: Sequence[int]) -> list[Table]:
         """The tables of a slice's options that can be of use, fastest first."""
-        key = self._kind(ranks)
-        if key not in self._made:
-            self._made[key] = [table for option in self._options(ranks) if (table := self._table(ranks, option))]
-        return self._made[key]
+        key = ("tables", self.task.likeness(ranks), self.microbatches, self.rows)
+        memo = self.task.memo
+        if key not in memo:
+            memo[key] = self._all(ranks)
+        found: list[Table] = memo[key]
+        return found
 
-    def _kind(self, ranks: Sequence[int]) -> object:
-        network, costs = self.task.costs.network, self.task.costs
-        hosts = list(dict.fromkeys(network.hosts[rank] for rank in ranks))
-        places = tuple(hosts.index(network.hosts[rank]) for rank in ranks)
-        links = [network.link(a, b) for i, a in enumerate(hosts) for b in hosts[i + 1 :]]
-        return tuple(costs.alike[rank] for rank in ranks), places, tuple((link.rtt_s, link.bandwidth) for link in links)
+    def _all(self, ranks: Sequence[int]) -> list[Table]:
+        """A table for every option that can be best: computing again is of use only where memory is short without."""
+        found: list[Table] = []
+        full = None
+        for option in self._options(ranks):
+            if option.recompute and not self.task.train.recompute and full is not None and full.all():
+                continue
+            table = self._table(ranks, option)
+            full = None if table is None else table.depth[np.isfinite(table.seconds)] >= self.microbatches
+            found += [table] if table is not None else []
+        return found
 
     def _options(self, ranks: Sequence[int]) -> list[Option]:
         found = []
@@ -104,9 +115,9 @@ class Tables:
             if coordinates > self.rows:
                 continue
             rows = self._rows(ranks, ways)
-            levels: tuple[Zero, ...] = (0, 1, 2) if coordinates > 1 else (0,)
+            levels: tuple[Zero, ...] = (0, 1) if coordinates > 1 else (0,)
+            splits = self._splits(ranks, ways, rows)
             for zero in levels:
-                splits = self._splits(ranks, ways, rows, zero)
                 for recompute in (True,) if self.task.train.recompute else (False, True):
                     found.append(Option(ways, splits, zero, recompute, rows))
         return found
@@ -121,18 +132,15 @@ class Tables:
         by_kind = {costs.alike[rank]: seconds for rank, seconds in pace.items()}
         return tuple(rows_by_speed(self.rows, [max(by_kind[costs.alike[r]] for r in group) for group in groups]))
 
-    def _splits(self, ranks: Sequence[int], ways: int, rows: Sequence[int], zero: Zero) -> dict[str, str]:
-        """The cheapest strategies of all operators over a tensor axis, for units of every kind."""
+    def _splits(self, ranks: Sequence[int], ways: int, rows: Sequence[int]) -> dict[str, str]:
+        """The cheapest strategies of all operators over a tensor axis, for units of every kind; memory is the table's
+        matter. Rows count by their power of two: which division is best hardly depends on them."""
         if ways == 1:
             return {}
-        group, task = ranks[:ways], self.task
-        assignment = Assignment(task, (0, task.graph.units), group, max(rows), zero=zero, data=len(ranks) // ways,
-                                concurrent=len(ranks) // ways)  # fmt: skip
-        found = assignment.solve()
-        return {} if isinstance(found, Infeasible) else found[0]
+        return cheapest_splits(self.task, ranks[:ways], rows, len(ranks) // ways)
 
     def _table(self, ranks: Sequence[int], option: Option) -> Table | None:
-        """Everything is affine in blocks: priced at one and at all blocks, with and without the ends."""
+        """Priced by the number of blocks, with and without the ends of the model."""
         units = self.task.graph.units
         seconds = np.full((units + 1, units + 1), np.inf)
         depth = np.zeros((units + 1, units + 1), dtype=np.int64)
@@ -147,15 +155,16 @@ class Tables:
     ) -> None:  # fmt: skip
         layers = self.task.graph.layers
         fewest = layers if embedding and head else 0 if embedding or head else 1
-        low, high = (self._priced(ranks, option, self._units(embedding, head, blocks)) for blocks in (fewest, layers))
+        knots = list(range(fewest, layers + 1)) if layers <= PRICED_LAYERS else sorted({fewest, layers})
+        priced = [self._priced(ranks, option, self._units(embedding, head, blocks)) for blocks in knots]
+        counts = np.arange(fewest, layers + 1)
+        time, fixed, each = (np.interp(counts, knots, values) for values in zip(*priced, strict=True))
+        deep = np.where(fixed > 0, 0, np.minimum(self.microbatches, -fixed // np.maximum(each, 1.0))).astype(np.int64)
         for blocks in range(fewest, layers + 1):
-            share = (blocks - fewest) / max(1, layers - fewest)
-            time, fixed, each = (a + (b - a) * share for a, b in zip(low, high, strict=True))
             first, last = self._units(embedding, head, blocks)
-            starts = range(1, layers + 2 - blocks) if not embedding and not head else (first,)
-            for start in starts:
-                seconds[start, start + last - first] = time
-                depth[start, start + last - first] = self._depth(fixed, each)
+            starts = np.arange(1, layers + 2 - blocks) if not embedding and not head else np.array([first])
+            seconds[starts, starts + last - first] = time[blocks - fewest]
+            depth[starts, starts + last - first] = deep[blocks - fewest]
 
     def _units(self, embedding: bool, head: bool, blocks: int) -> tuple[int, int]:
         """A stage of so many blocks and these ends."""
@@ -176,9 +185,19 @@ class Tables:
             worst = max(worst, (none - task.capacity(stage.mesh.batch[c][0]), float(one - none)))
         return seconds, *worst
 
-    def _depth(self, fixed: float, each: float) -> int:
-        """Microbatches in flight that fit; 0 where not one does."""
-        return 0 if fixed > 0 else min(self.microbatches, int(-fixed // each) if each > 0 else self.microbatches)
+
+def cheapest_splits(task: Task, group: Sequence[int], rows: Sequence[int], concurrent: int) -> dict[str, str]:
+    """Strategies of all operators over a tensor axis, memory aside. Rows count by their power of two: which division is
+    best hardly depends on them."""
+    ways, typical = len(group), 2 ** round(math.log2(max(rows)))
+    even = all(row % ways == 0 for row in rows)
+    key = ("splits", task.likeness(group), typical, even)
+    if key not in task.memo:
+        rounded = max(ways, typical - typical % ways) if even else max(1, typical - (typical % ways == 0))
+        found = Assignment(task, (0, task.graph.units), group, rounded, concurrent=concurrent).solve()
+        task.memo[key] = {} if isinstance(found, Infeasible) else found[0]
+    splits: dict[str, str] = task.memo[key]
+    return splits
 
 
 def tensor_widths(task: Task, ranks: Sequence[int]) -> list[int]:
@@ -197,7 +216,8 @@ def tensor_widths(task: Task, ranks: Sequence[int]) -> list[int]:
 def stage_of(ranks: Sequence[int], option: Option, units: tuple[int, int], microbatches: int) -> Stage:
     """The stage that an option means on these ranks."""
     data = len(ranks) // option.ways
-    shape, axes = ((data,), ("data",)) if option.ways == 1 else ((data, option.ways), ("data", "tensor"))
+    axes: tuple[Axis, ...] = ("data",) if option.ways == 1 else ("data", "tensor")
+    shape = (data,) if option.ways == 1 else (data, option.ways)
     return Stage(
         units=units, mesh=Mesh(ranks=tuple(ranks), shape=shape, axes=axes), zero=option.zero, splits=option.splits,
         rows=tuple(row * microbatches for row in option.rows), recompute=option.recompute,

@@ -1,0 +1,216 @@
+"""The planner's own promises: how fast it searches, how near its additive objective comes to the full estimator's
+best, and how it compares with an exhaustive grid of even splits.
+
+    python benchmarks/planner.py [--quick]       # writes results/planner.json
+
+Three tables, each with its seeds:
+
+- time: `farspan plan --json` as a process, import included, over 4 to 512 devices;
+- gap: clusters of up to 6 unlike devices and models of up to 6 layers; every contiguous cut, mesh, ZeRO level and
+  recompute choice over the searched orders priced by the full estimator, against what the search returns;
+- grid: 16 to 64 devices; the best data x tensor x pipeline split with equal stages and equal rows, against the search.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from farspan.domain.cluster import Cluster, Host, Link, Site
+from farspan.domain.clusterfile import save_cluster
+from farspan.domain.plan import Replica
+from farspan.domain.problems import Problem
+from farspan.estimate.price import price, step
+from farspan.techniques import Task, pipeshard
+from farspan.techniques._search.even import even_splits
+from farspan.techniques._search.slices import Tables, slices, stage_of
+from tests.techniques.worlds import KINDS, random_cluster, random_model, task
+
+RESULTS = Path(__file__).parent / "results" / "planner.json"
+GAP_CASES, GRID_CASES = 60, 40
+
+
+# -- time ------------------------------------------------------------
+
+
+def many(sites: int, hosts: int, devices: int, kinds: tuple[str, ...], seed: int) -> Cluster:
+    """Sites of equal hosts, a catalogue kind a site in turn, linked by random round trips and rates."""
+    from farspan.domain import catalog
+
+    rng, known = random.Random(seed), catalog.devices()
+    made = []
+    for s in range(sites):
+        device = known[kinds[s % len(kinds)]].device(kinds[s % len(kinds)])
+        assert device is not None
+        hosts_ = tuple(Host(name=f"s{s}h{h}", devices=(device,) * devices) for h in range(hosts))
+        made.append(Site(name=f"s{s}", hosts=hosts_))
+    links = tuple(
+        Link(
+            a=a.name, b=b.name, rtt_s=rng.choice((5, 20, 40, 80, 120)) / 1e3, bandwidth=rng.choice((1, 5, 10)) * 1e9 / 8
+        )
+        for a, b in itertools.combinations(made, 2)
+    )
+    return Cluster(sites=tuple(made), links=links)
+
+
+SIZES = {
+    4: (2, 1, 2, ("a30", "rtx6000")), 8: (2, 1, 4, ("a30", "rtx6000")), 16: (4, 1, 4, ("a30", "rtx6000", "t4", "l4")),
+    32: (4, 1, 8, ("a30", "rtx6000", "t4", "l4")), 64: (8, 1, 8, ("a30", "rtx6000", "t4", "l4")),
+    128: (8, 2, 8, ("a100-40", "a30", "l4")), 256: (8, 4, 8, ("a100-40", "a30", "l4")),
+    512: (8, 8, 8, ("a100-40", "a30", "l4")),
+}  # fmt: skip
+
+
+def times(quick: bool) -> list[dict[str, Any]]:
+    """Seconds of `farspan plan` by devices, the median of three runs (one beyond 64 devices)."""
+    rows = []
+    for devices, shape in SIZES.items():
+        if quick and devices > 16:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "cluster.yaml"
+            save_cluster(many(*shape, seed=devices), path, "a benchmark's cluster")
+            words = [sys.executable, "-m", "farspan", "plan", "--model", "gpt2m", "--cluster", str(path), "--json"]
+            took = []
+            for _ in range(3 if devices <= 64 else 1):
+                began = time.perf_counter()
+                subprocess.run([*words, "--tokens", "1B"], check=True, stdout=subprocess.DEVNULL, timeout=600)
+                took.append(time.perf_counter() - began)
+        rows.append({"devices": devices, "sites": shape[0], "kinds": len(shape[3]), "seconds": took})
+        print(
+            f"{devices:4} devices, {len(shape[3])} kinds, {shape[0]} sites: {statistics.median(took):6.2f} s",
+            flush=True,
+        )
+    return rows
+
+
+# -- gap ------------------------------------------------------------
+
+
+def everything(asked: Task, parts: int) -> Iterator[Replica]:
+    """Every pipeline of two and more stages over the searched orders: cuts of devices and units, meshes, ZeRO levels,
+    recompute; as many microbatches in flight as there are stages to come."""
+    tables = Tables(asked, parts)
+    for order in pipeshard.orders(asked):
+        allowed = set(slices(asked, order))
+        for inner in range(1, min(len(order), asked.graph.units)):
+            for cuts in itertools.combinations(range(1, len(order)), inner):
+                runs = list(itertools.pairwise((0, *cuts, len(order))))
+                if not all(run in allowed for run in runs):
+                    continue
+                options = [tables._options([order[i] for i in range(*run)]) for run in runs]
+                for units in itertools.combinations(range(1, asked.graph.units), inner):
+                    bounds = list(itertools.pairwise((0, *units, asked.graph.units)))
+                    for picks in itertools.product(*options):
+                        stages = [
+                            stage_of([order[i] for i in range(*run)], option, cut, parts)
+                            for run, option, cut in zip(runs, picks, bounds, strict=True)
+                        ]
+                        yield asked.replica(stages, parts, [len(stages) - i for i in range(len(stages))])
+
+
+def gaps(cases: int, most_space: int) -> list[dict[str, Any]]:
+    """How much longer the found plan's step is than that of the best of everything, under the full estimator."""
+    rows, seed = [], 0
+    while len(rows) < cases:
+        seed += 1
+        rng = random.Random(seed)
+        asked = task(random_model(rng, layers=rng.randint(1, 6)), random_cluster(rng, 6), batch=8)
+        if len(asked.ranks) < 2:
+            continue
+        best, space = math.inf, 0
+        for parts in pipeshard.microbatch_counts(asked):
+            for replica in everything(asked, parts):
+                space += 1
+                if space > most_space:
+                    break
+                if (took := step(replica, asked.costs).seconds) < best and asked.fits(replica):
+                    best = took
+            if space > most_space:
+                break
+        found = pipeshard.pipelines(asked)
+        if space > most_space or not found or best == math.inf:
+            continue
+        gap = found[0][1].step_s / best - 1
+        rows.append({"seed": seed, "devices": len(asked.ranks), "space": space, "best_s": best, "gap": gap})
+        print(f"seed {seed}: {len(asked.ranks)} devices, {space:,} pipelines, gap {gap:+.2%}", flush=True)
+    return rows
+
+
+# -- grid ------------------------------------------------------------
+
+
+def grids(cases: int) -> list[dict[str, Any]]:
+    """The search's step against the best even split's, 16 to 64 devices, like and unlike."""
+    rows = []
+    for seed in range(cases):
+        rng = random.Random(1000 + seed)
+        unlike = seed % 4 != 0
+        sites = rng.choice((1, 2, 4))
+        per_site = rng.choice([count for count in (4, 8, 16) if 16 <= count * sites <= 64])
+        kind = rng.choice(list(KINDS))
+        made = []
+        for s in range(sites):
+            per_host = rng.choice((4, 8)) if per_site >= 8 else 4
+            kinds = [rng.choice(("fast", "slow")) if unlike else kind for _ in range(per_site // per_host)]
+            hosts = tuple(Host(name=f"s{s}h{h}", devices=(KINDS[k],) * per_host) for h, k in enumerate(kinds))
+            made.append(Site(name=f"s{s}", hosts=hosts))
+        links = tuple(
+            Link(a=a.name, b=b.name, rtt_s=rng.choice((1e-3, 0.02, 0.1)), bandwidth=rng.choice((1e9, 1e10)) / 8)
+            for a, b in itertools.combinations(made, 2)
+        )
+        model = random_model(rng, layers=rng.choice((8, 12, 16)))
+        asked = task(model, Cluster(sites=tuple(made), links=links), batch=256)
+        grid = even_splits(asked, pipeshard.microbatch_counts(asked))
+        fitting = [step(replica, asked.costs).seconds for replica in grid if asked.fits(replica)]
+        found = pipeshard.plan(asked)
+        if not fitting or isinstance(found, Problem):
+            continue
+        ours = price(found, asked.costs).step_s
+        kinds_ = {device.kind for device in asked.costs.network.devices}
+        rows.append({
+            "seed": 1000 + seed, "devices": len(asked.ranks), "sites": sites, "unlike": len(kinds_) > 1,
+            "grid": len(fitting), "grid_s": min(fitting), "ours_s": ours, "ratio": ours / min(fitting),
+        })  # fmt: skip
+        print(f"seed {1000 + seed}: {len(asked.ranks)} devices in {sites} sites, unlike {len(kinds_) > 1}: "
+              f"{ours / min(fitting):.3f} of the best of {len(fitting)} even splits", flush=True)  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few cases, small clusters")
+    quick = parser.parse_args().quick
+    gap = gaps(6 if quick else GAP_CASES, 3_000 if quick else 60_000)
+    grid = grids(8 if quick else GRID_CASES)
+    took = times(quick)
+    of_gaps, unlike = sorted(row["gap"] for row in gap), [row["ratio"] for row in grid if row["unlike"]]
+    p95 = of_gaps[min(len(of_gaps) - 1, math.ceil(0.95 * len(of_gaps)) - 1)]
+    summary = {
+        "gap_p95": p95, "gap_worst": of_gaps[-1], "grid_worse": sum(row["ratio"] > 1 + 1e-9 for row in grid),
+        "unlike_better": sum(ratio < 0.999 for ratio in unlike), "unlike": len(unlike),
+        "unlike_median_ratio": statistics.median(unlike),
+    }  # fmt: skip
+    print(json.dumps(summary, indent=1))
+    if not quick:
+        about = {"python": platform.python_version(), "platform": platform.platform(), "threads": 1}
+        RESULTS.write_text(json.dumps(
+            {**about, "summary": summary, "time": took, "gap": gap, "grid": grid}, indent=1) + "\n")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

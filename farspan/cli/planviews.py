@@ -1,0 +1,164 @@
+"""What `farspan plan` shows of a ranking: table, reasons, two plans side by side, pictures; and the plan as a file."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from farspan.cli.console import Console
+from farspan.cli.planfile import check_cluster, read, write
+from farspan.domain.problems import Refusal, command, nearest
+from farspan.planning.rank import Candidate, Ranking
+
+if TYPE_CHECKING:
+    from farspan.planning.diff import Side
+    from farspan.report.plan_picture import Picture
+
+#: `--tolerance` beyond this asks for nothing that a planner could answer.
+LOOSEST = 10.0
+
+
+def takes_views(parser: argparse.ArgumentParser) -> None:
+    """The arguments that `say_views` reads."""
+    shown = parser.add_argument_group("what to show")
+    shown.add_argument(
+        "--all", action="store_true", help="every candidate, not only the best and each technique's best"
+    )
+    shown.add_argument(
+        "--why", action="store_true", help="why the chosen one wins, what is left out, what is not known"
+    )
+    shown.add_argument(
+        "--diff", nargs=2, metavar=("A", "B"),
+        help="two candidates side by side: techniques, numbers of the table,\n'chosen', or plan files",
+    )  # fmt: skip
+    shown.add_argument("--show", action="store_true", help="pictures: what runs where, a step in time, memory")
+    shown.add_argument("--html", metavar="FILE", type=Path, help="all of it as one page that opens offline")
+    shown.add_argument(
+        "--pick", metavar="A", default="chosen",
+        help="the candidate that --show, --html and -o are about (default: chosen)",
+    )  # fmt: skip
+
+
+def check(given: argparse.Namespace) -> None:
+    """Refuse arguments that cannot be answered, before anything is priced."""
+    from farspan import techniques
+
+    if not 0 <= given.tolerance <= LOOSEST:
+        raise Refusal(
+            "out-of-range", what=f"the tolerance {given.tolerance:g} is out of range", where="--tolerance",
+            fact=f"it is a share of the fastest plan's time, from 0 to {LOOSEST:g}", remedy="--tolerance 0.1",
+        )  # fmt: skip
+    known = techniques.names()
+    for name in given.technique:
+        if name not in known:
+            match = nearest(name, known)
+            raise Refusal(
+                "out-of-range", what=f"there is no technique {name!r}", where="--technique",
+                fact=f"known: {', '.join(known)}", remedy=f"--technique {match or known[0]}",
+            )  # fmt: skip
+    for name in (*(given.diff or ()), given.pick):
+        if not _is_file(name) and not name.isdigit() and name not in (*known, "chosen"):
+            raise _unknown(name, known)
+
+
+def say_views(given: argparse.Namespace, ranking: Ranking, console: Console) -> dict[str, Any]:
+    """Show what was asked for; returns what of it `--json` has besides the candidates."""
+    from farspan.cli import planning
+    from farspan.planning.why import why
+
+    found: dict[str, Any] = {}
+    planning.say_ranking(ranking, console, everything=given.all)
+    if given.why:
+        found["why"] = why(ranking)
+        planning.say_why(found["why"], console)
+    if given.diff:
+        from farspan.planning.diff import difference
+
+        a, b = (_side(name, ranking) for name in given.diff)
+        found["diff"] = difference(a, b, ranking.cluster)
+        console.say()
+        planning.say_difference(found["diff"], console)
+    if not (given.show or given.html or given.out):
+        return found
+    index = _index(given.pick, ranking)
+    if given.show and index is not None:
+        planning.say_picture(_picture(ranking.candidates[index], ranking), console)
+    if given.html:
+        _write_page(given.html, ranking, index, console)
+    if given.out and index is not None:
+        plan = ranking.candidates[index].plan
+        assert plan is not None
+        write(plan, ranking.cluster, Path(given.out))
+        console.say(f"\nthe plan is in {given.out}")
+    return found
+
+
+def _write_page(path: Path, ranking: Ranking, index: int | None, console: Console) -> None:
+    from farspan.cli.planning import told
+    from farspan.report.plan_page import write_plan_page
+
+    shown = None if index is None else _picture(ranking.candidates[index], ranking)
+    write_plan_page(shown, told(ranking, index), path)
+    console.say(f"\nthe page is {path}")
+
+
+def _picture(one: Candidate, ranking: Ranking) -> Picture:
+    from farspan.planning.why import costs_of
+    from farspan.report.plan_picture import picture
+
+    assert one.plan is not None and one.estimate is not None
+    return picture(one.plan, one.estimate, costs_of(one.plan, ranking.cluster))
+
+
+def _index(name: str, ranking: Ranking) -> int | None:
+    """The place of a candidate with a plan; None where the chosen one is meant and nothing is chosen."""
+    if name == "chosen":
+        return ranking.chosen
+    found = [i for i, one in enumerate(ranking.candidates) if name in (one.technique, str(i + 1))]
+    if not found:
+        raise _unknown(name, [one.technique for one in ranking.candidates], len(ranking.candidates))
+    planned = [i for i in found if ranking.candidates[i].plan is not None]
+    if not planned:
+        problem = ranking.candidates[found[0]].problem
+        assert problem is not None
+        raise Refusal.of(problem)
+    return planned[0]
+
+
+def _side(name: str, ranking: Ranking) -> Side:
+    """A candidate, or the plan in a file, priced."""
+    from farspan import models
+    from farspan.domain.engine import engine
+    from farspan.estimate.price import estimate
+    from farspan.planning.compare import called
+    from farspan.planning.diff import Side
+
+    if _is_file(name):
+        plan = read(Path(name))
+        check_cluster(plan, ranking.cluster, Path(name), "give --cluster the one that the plan was made for")
+        priced = estimate(plan, models.graph(plan.model), ranking.cluster, engine(plan.engine))
+        return Side(name=f"{plan.technique} in {Path(name).name}", plan=plan, estimate=priced)
+    index = _index(name, ranking)
+    if index is None:
+        raise Refusal(
+            "cannot-plan", what="nothing is chosen, so nothing compares with it", where=f"--diff {name}",
+            fact="the table says why", remedy="name two candidates of the table: --diff 1 2",
+        )  # fmt: skip
+    one = ranking.candidates[index]
+    assert one.plan is not None and one.estimate is not None
+    return Side(name=called(one), plan=one.plan, estimate=one.estimate)
+
+
+def _is_file(name: str) -> bool:
+    return name.endswith(".json") or "/" in name or Path(name).is_file()
+
+
+def _unknown(name: str, known: Any, count: int = 0) -> Refusal:
+    names = list(dict.fromkeys((*known, "chosen")))
+    match = nearest(name, names)
+    numbers = f", numbers 1 to {count}" if count else ", a number of the table, or a plan file"
+    return Refusal(
+        "out-of-range", what=f"there is no candidate {name!r}", where="farspan plan", fact=f"known: {', '.join(names)}{numbers}",
+        remedy=f"use {match!r}" if match else command("plan", "--help"),
+    )  # fmt: skip

@@ -1,0 +1,231 @@
+"""What a plan sends over the network in a step: by purpose, how many bytes between which hosts, and how long it takes.
+
+Counted from the plan as `estimate.stage` and `estimate.price` count it; seconds here are of the exchange alone, before
+anything of it hides behind arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import msgspec
+
+from farspan.domain.graph import Operator
+from farspan.domain.plan import Plan, Replica, Stage
+from farspan.estimate.memory import local_parameters
+from farspan.estimate.network import Network
+from farspan.estimate.price import edges
+from farspan.estimate.sharding import RESIDUAL, between, strategy
+from farspan.estimate.stage import Costs, returns_to_residual
+
+Purpose = Literal["gradients", "weights", "operators", "activations", "tied table", "replicas"]
+Pair = tuple[str, str]
+
+
+class Exchange(msgspec.Struct, frozen=True, kw_only=True):
+    """One purpose's messages of a step. `by_hosts` holds bytes, both ways together, between hosts that are not one."""
+
+    purpose: Purpose
+    by_hosts: dict[Pair, float]
+    seconds: float
+    #: Of them, what remains if every message were empty: round trips.
+    latency_s: float
+
+
+class _Ledger:
+    """Adds up exchanges by purpose; groups of one purpose exchange side by side, so the slowest of a call counts."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._order = {host.name: i for i, host in enumerate(network.cluster.hosts)}
+        self._found: dict[Purpose, tuple[dict[Pair, float], list[float]]] = {}
+
+    def add(self, purpose: Purpose, seconds: float, latency_s: float) -> None:
+        times = self._found.setdefault(purpose, ({}, [0.0, 0.0]))[1]
+        times[0] += seconds
+        times[1] += latency_s
+
+    def bytes(self, purpose: Purpose, a: str, b: str, size: float) -> None:
+        if a != b and size:
+            pair = (a, b) if self._order[a] < self._order[b] else (b, a)
+            hosts = self._found.setdefault(purpose, ({}, [0.0, 0.0]))[0]
+            hosts[pair] = hosts.get(pair, 0.0) + size
+
+    def ring(self, purpose: Purpose, group: Sequence[int], each: float) -> None:
+        """`each` bytes on every hop of a ring."""
+        names = [self._network.hosts[rank] for rank in group]
+        for a, b in zip(names, (*names[1:], names[0]), strict=True):
+            self.bytes(purpose, a, b, each)
+
+    def exchanges(self) -> tuple[Exchange, ...]:
+        made = (
+            Exchange(purpose=purpose, by_hosts=hosts, seconds=times[0], latency_s=times[1])
+            for purpose, (hosts, times) in self._found.items()
+        )
+        return tuple(sorted((one for one in made if one.seconds or one.by_hosts), key=lambda one: -one.seconds))
+
+
+def traffic(plan: Plan, costs: Costs) -> tuple[Exchange, ...]:
+    """All exchanges of a step of the whole plan, the longest first."""
+    ledger = _Ledger(costs.network)
+    for replica in plan.replicas:
+        for index, stage in enumerate(replica.stages):
+            _batch_axes(replica, stage, costs, ledger)
+            if stage.mesh.size("tensor") > 1:
+                _tensor_axis(replica, index, costs, ledger)
+        _edges(replica, costs, ledger)
+        _tied(replica, costs, ledger)
+    _replicas(plan, costs, ledger)
+    return ledger.exchanges()
+
+
+def between_sites(exchanges: Sequence[Exchange], network: Network) -> dict[Pair, dict[Purpose, float]]:
+    """Bytes a step between every two sites that exchange any, by purpose."""
+    found: dict[Pair, dict[Purpose, float]] = {}
+    for one in exchanges:
+        for (a, b), size in one.by_hosts.items():
+            pair = (network.site(a), network.site(b))
+            if pair[0] != pair[1]:
+                sums = found.setdefault(pair, {})
+                sums[one.purpose] = sums.get(one.purpose, 0.0) + size
+    return found
+
+
+def _batch_axes(replica: Replica, stage: Stage, costs: Costs, ledger: _Ledger) -> None:
+    """Sums of gradients and gathers of weights, as often as ZeRO's level asks for them."""
+    mesh, network, parts = stage.mesh, costs.network, replica.microbatches
+    ways = mesh.size("tensor")
+    parameters = local_parameters(costs.graph, stage.units, stage.splits, ways)
+    size, gathered = (
+        parameters * stage.grad_sync.bits / 8,
+        parameters * costs.engine.weight_bytes[costs.train.precision],
+    )
+    bucket = stage.grad_sync.bucket_bytes
+    tensors = sum(n * len(op.weights) for unit, n in costs.graph.kinds(*stage.units) for op in unit)
+    messages = tensors if bucket is None else -(-size // bucket)
+    topology = stage.grad_sync.topology
+    if stage.zero == 0:
+        groups = [tuple(mesh.ranks[i] for i in range(k, len(mesh.ranks), ways)) for k in range(ways)]
+        for group in groups:
+            _sum_bytes(ledger, network, group, size, topology)
+        _slowest(ledger, "gradients", groups, lambda group, s: network.all_reduce_s(
+            group, s, messages=messages, concurrent=ways, topology=topology), size)  # fmt: skip
+        return
+    groups = list(mesh.groups("data"))
+    sums = parts if stage.zero == 3 or (stage.zero == 2 and parts > 1) else 1
+    gathers = 2 * parts if stage.zero == 3 else 1
+    apart = messages if costs.engine.gathers_combined else tensors
+    for group in groups:
+        share = (len(group) - 1) / len(group)
+        ledger.ring("gradients", group, sums * share * size * (1 if costs.engine.scatters else 2))
+        ledger.ring("weights", group, gathers * share * gathered)
+    summed = network.reduce_scatter_s if costs.engine.scatters else network.all_reduce_s
+    _slowest(ledger, "gradients", groups, lambda g, s: summed(g, s, messages=messages, concurrent=ways), size, sums)
+    _slowest(ledger, "weights", groups, lambda g, s: network.all_gather_s(
+        g, s, messages=apart, concurrent=ways), gathered, gathers)  # fmt: skip
+    part, sites = size / mesh.size("data"), list(mesh.groups("site"))
+    for group in sites:
+        _sum_bytes(ledger, network, group, part, topology)
+    _slowest(ledger, "gradients", sites, lambda g, s: network.all_reduce_s(
+        g, s, messages=messages, concurrent=len(groups[0]), topology=topology), part)  # fmt: skip
+
+
+def _slowest(
+    ledger: _Ledger, purpose: Purpose, groups: Sequence[Sequence[int]], took: Callable[[Sequence[int], float], float],
+    size: float, times: float = 1,
+) -> None:  # fmt: skip
+    whole, empty = (max(took(group, s) for group in groups) for s in (size, 0.0))
+    ledger.add(purpose, times * whole, times * empty)
+
+
+def _sum_bytes(ledger: _Ledger, network: Network, group: Sequence[int], size: float, topology: str) -> None:
+    """Bytes of an all-reduce: over one ring, or inside each site and once between the sites."""
+    sites: dict[str, list[int]] = {}
+    for rank in group:
+        sites.setdefault(network.sites[rank], []).append(rank)
+    if topology == "flat" or len(sites) == 1:
+        ledger.ring("gradients", group, 2 * size * (len(group) - 1) / len(group))
+        return
+    for ranks in sites.values():
+        ledger.ring("gradients", ranks, 2 * size * (len(ranks) - 1) / len(ranks))
+    leaders = [ranks[0] for ranks in sites.values()]
+    ledger.ring("gradients", leaders, 2 * size * (len(leaders) - 1) / len(leaders))
+
+
+def _tensor_axis(replica: Replica, index: int, costs: Costs, ledger: _Ledger) -> None:
+    """The collectives between operators that the tensor axis divides, of every microbatch."""
+    stage, parts = replica.stages[index], replica.microbatches
+    for coordinate, group in enumerate(stage.mesh.batch):
+        rows = replica.micro_rows(index, coordinate)
+        for unit, count in costs.graph.kinds(*stage.units):
+            times = count * parts
+            for name, size in _layout_changes(costs, unit, stage.splits, rows):
+                share = {"all_reduce": 2.0, "all_to_all": 1 / len(group)}.get(name, 1.0)
+                ledger.ring("operators", group, times * share * size * (len(group) - 1) / len(group))
+                if coordinate == 0:
+                    took = getattr(costs.network, f"{name}_s")
+                    one = took(group, size, concurrent=len(stage.mesh.batch))
+                    ledger.add("operators", times * one, times * took(group, 0.0))
+
+
+def _layout_changes(
+    costs: Costs, unit: Sequence[Operator], splits: dict[str, str], rows: int
+) -> list[tuple[str, float]]:
+    """(collective, bytes) of one unit's forward and backward pass over so many rows."""
+    residual = splits.get(RESIDUAL, "")
+    writes = residual
+    found: list[tuple[str, float]] = []
+
+    def change(reads: str, gradient: str, dims: str) -> None:
+        if "d" in dims or dims[:2] == "bs":
+            size = costs.graph.size(dims, b=rows, s=costs.train.seq_len) * costs.width
+            found.extend((name, size) for both in between(writes, reads, gradient) for name in both)
+
+    for op in unit:
+        plan = strategy(op, splits.get(op.name, ""))
+        change(plan.reads, plan.gradient, op.inputs[0])
+        writes = plan.writes
+        if returns_to_residual(op):
+            change(residual, residual, "bsd")
+            writes = residual
+    return found
+
+
+def _edges(replica: Replica, costs: Costs, ledger: _Ledger) -> None:
+    """Activations down and their gradients up between neighbouring stages, spread over the hosts that send in pairs."""
+    down, up = edges(replica, costs)
+    rows = -(-replica.batch // replica.microbatches)
+    for i, edge in enumerate(replica.edges):
+        size = 2 * replica.microbatches * costs.graph.size("bsd", b=rows, s=costs.train.seq_len) * edge.bits / 8
+        hosts = [
+            list(dict.fromkeys(costs.network.hosts[rank] for rank in replica.stages[k].mesh.ranks)) for k in (i, i + 1)
+        ]
+        pairs = list(zip(hosts[0][::-1], hosts[1], strict=False))
+        for a, b in pairs:
+            ledger.bytes("activations", a, b, size / len(pairs))
+        busy = replica.microbatches * (down[i].busy + up[i].busy)
+        delay = down[i].delay + up[i].delay
+        ledger.add("activations", busy + delay, delay)
+
+
+def _tied(replica: Replica, costs: Costs, ledger: _Ledger) -> None:
+    """The gradient of a table that both ends of a pipeline hold, one way, and its sum or the updated rows back."""
+    if not costs.graph.tied or len(replica.stages) == 1:
+        return
+    a, b = replica.stages[0].mesh.ranks[0], replica.stages[-1].mesh.ranks[-1]
+    size = costs.graph.size("vd") * replica.stages[0].grad_sync.bits / 8
+    ledger.bytes("tied table", costs.network.hosts[a], costs.network.hosts[b], 2 * size)
+    took = costs.network.all_reduce_s
+    ledger.add("tied table", took((a, b), size), took((a, b), 0.0))
+
+
+def _replicas(plan: Plan, costs: Costs, ledger: _Ledger) -> None:
+    """What replicas exchange when they meet, spread over the steps between meetings."""
+    if plan.sync is None or len(plan.replicas) < 2:
+        return
+    leaders = [replica.stages[0].mesh.ranks[0] for replica in plan.replicas]
+    size, every = costs.graph.parameters() * plan.sync.bits / 8, plan.sync.every
+    ledger.ring("replicas", leaders, 2 * size * (len(leaders) - 1) / len(leaders) / every)
+    took = costs.network.all_reduce_s
+    ledger.add("replicas", took(leaders, size) / every, took(leaders, 0.0) / every)

@@ -1,0 +1,134 @@
+"""Candidates against each other: which is how much slower or dearer, and what each would be called in a sentence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from farspan.domain.cluster import Cluster
+from farspan.domain.plan import Plan
+from farspan.domain.units import format_seconds, format_usd
+from farspan.estimate.price import RESERVE
+from farspan.planning.rank import Candidate, Ranking
+
+#: Less of a difference than this is none: estimates are rounded to about as much.
+SAME = 0.001
+
+
+def full_s(one: Candidate) -> float:
+    """Seconds until the loss of synchronous training, queues included, without a deadline that cuts the run short."""
+    if one.plan is None or one.estimate is None:
+        return math.inf
+    return queue_s(one) + one.plan.train.steps * step_s(one) / (1 - RESERVE)
+
+
+def queue_s(one: Candidate) -> float:
+    """Seconds that a run waits before it starts."""
+    assert one.estimate is not None
+    return max(0.0, one.time_s - one.estimate.run_s / one.estimate.token_efficiency)
+
+
+def step_s(one: Candidate) -> float:
+    """Seconds of a step, and of the further ones that the same loss takes where a token counts for less than one."""
+    assert one.estimate is not None
+    return one.estimate.step_s / one.estimate.token_efficiency
+
+
+def dearer(ranking: Ranking) -> bool:
+    """Whether the objective compares money."""
+    return ranking.objective in ("cost", "loss_per_dollar")
+
+
+def factor(ranking: Ranking, one: Candidate, base: Candidate) -> float:
+    """How many times as long, or as many dollars, `one` takes as `base`; infinite without a plan."""
+    if not dearer(ranking):
+        return full_s(one) / full_s(base)
+    if one.estimate is None or one.estimate.usd is None or base.estimate is None or not base.estimate.usd:
+        return full_s(one) / full_s(base)
+    return one.estimate.usd / one.estimate.token_efficiency / (base.estimate.usd / base.estimate.token_efficiency)
+
+
+def difference(value: float, words: tuple[str, str] = ("slower", "faster")) -> str:
+    """`1.24` is `24 % slower`, `3.5` is `3.5 x slower`, `0.9` is `10 % faster`."""
+    if abs(value - 1) < SAME:
+        return "as " + ("fast" if words[0] == "slower" else "cheap")
+    if value < 1:
+        return f"{_percent(1 - value)} {words[1]}"
+    return f"{_percent(value - 1)} {words[0]}" if value < 2 else f"{_times(value)} x {words[0]}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %" if share < 0.0995 else f"{100 * share:.0f} %"
+
+
+def _times(value: float) -> str:
+    return f"{value:.2g}" if value < 10 else f"{value:,.0f}"
+
+
+def words_of(ranking: Ranking) -> tuple[str, str]:
+    return ("dearer", "cheaper") if dearer(ranking) else ("slower", "faster")
+
+
+def verdict(ranking: Ranking, one: Candidate) -> str:
+    """A few words: chosen, how much slower (or dearer), or that there is no plan."""
+    if one.plan is None:
+        return "does not fit" if one.problem is not None and one.problem.code == "out-of-memory" else "no plan"
+    if ranking.chosen is None:
+        return "not chosen"
+    chosen = ranking.candidates[ranking.chosen]
+    if one is chosen:
+        return "chosen"
+    return difference(factor(ranking, one, chosen), words_of(ranking))
+
+
+def best_of(ranking: Ranking, technique: str) -> Candidate | None:
+    """The first candidate of a technique, with a plan where it has any."""
+    found = [one for one in ranking.candidates if one.technique == technique]
+    return next((one for one in found if one.plan is not None), found[0] if found else None)
+
+
+def called(one: Candidate) -> str:
+    """`zero2 on gat`."""
+    return f"{one.technique} on {one.where}"
+
+
+def devices_line(cluster: Cluster, places: Sequence[int]) -> str:
+    """`2 rtx6000 and 2 t4`."""
+    kinds = [cluster.devices[place].kind for place in places]
+    return joined([f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)])
+
+
+def joined(words: Sequence[str]) -> str:
+    """`a, b and c`."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}" if words else ""
+
+
+def bounds(one: Candidate) -> tuple[float, float]:
+    """Seconds between which the run is expected to end, queues included; bounds of its tokens count too."""
+    assert one.estimate is not None
+    found = one.estimate
+    queue = queue_s(one)
+    low, high = found.interval
+    worst, best = sorted(found.token_efficiency_interval)
+    return queue + low * found.run_s / max(best, 1e-9), queue + high * found.run_s / max(worst, 1e-9)
+
+
+def spent(one: Candidate) -> str:
+    """`free`, `$1.20`, or `?` where a device's price is unknown."""
+    assert one.estimate is not None
+    if one.estimate.usd is None:
+        return "?"
+    return "free" if one.estimate.usd == 0 else format_usd(one.estimate.usd / one.estimate.token_efficiency)
+
+
+def time_line(one: Candidate) -> str:
+    """`6 min 28 s (5 min 10 s to 8 min 00 s)`."""
+    low, high = bounds(one)
+    return f"{format_seconds(one.time_s)} ({format_seconds(low)} to {format_seconds(high)})"
+
+
+def same_plan(one: Plan | None, other: Plan | None) -> bool:
+    """Whether two techniques found the same."""
+    if one is None or other is None:
+        return False
+    return (one.replicas, one.sync, one.devices) == (other.replicas, other.sync, other.devices)

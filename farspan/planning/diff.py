@@ -1,0 +1,125 @@
+"""Two plans side by side: first how they are configured differently, then each figure of their estimates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from farspan.domain.cluster import Cluster
+from farspan.domain.model import parameters
+from farspan.domain.plan import Plan, Replica
+from farspan.domain.results import Estimate
+from farspan.domain.units import format_bytes, format_count, format_seconds, format_usd, short_time
+from farspan.domain.words import listed, stage_words
+from farspan.estimate.traffic import between_sites, traffic
+from farspan.planning.why import costs_of
+
+
+class Side(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan with its name for people and its estimate."""
+
+    name: str
+    plan: Plan
+    estimate: Estimate
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing of both plans, as text; for a figure also what B has of A's."""
+
+    what: str
+    a: str
+    b: str
+    ratio: float | None = None
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows of the configuration that differ, names of those that do not, and every figure."""
+
+    names: tuple[str, str]
+    configuration: tuple[Row, ...]
+    same: tuple[str, ...]
+    figures: tuple[Row, ...]
+
+
+def difference(a: Side, b: Side, cluster: Cluster) -> Difference:
+    """What sets two plans of one cluster apart."""
+    both = (configuration(a.plan, cluster), configuration(b.plan, cluster))
+    names = list(dict.fromkeys((*both[0], *both[1])))
+    rows = [Row(what=name, a=both[0].get(name, "none"), b=both[1].get(name, "none")) for name in names]
+    return Difference(
+        names=(a.name, b.name), configuration=tuple(row for row in rows if row.a != row.b),
+        same=tuple(row.what for row in rows if row.a == row.b), figures=figures(a, b, cluster),
+    )  # fmt: skip
+
+
+def configuration(plan: Plan, cluster: Cluster) -> dict[str, str]:
+    """What a plan says, by name."""
+    kinds = {host.name: [device.kind for device in host.devices] for host in cluster.hosts}
+    found = {
+        "technique": plan.technique,
+        "devices": listed([f"{kinds[device.host][device.index]} in {device.host}" for device in plan.devices]),
+        "model": f"{plan.model.family} of {format_count(parameters(plan.model))} parameters",
+        "training": f"{plan.train.steps:,} steps of {plan.train.batch} x {plan.train.seq_len}, {plan.train.precision}",
+        "engine": plan.engine,
+        "replicas": _replicas(plan),
+    }
+    layers = plan.model.layers
+    for number, replica in enumerate(plan.replicas, start=1):
+        of = "" if len(plan.replicas) == 1 else f" of replica {number}"
+        found[f"stages{of}"] = str(len(replica.stages))
+        found[f"microbatches{of}"] = _microbatches(replica)
+        for i, stage in enumerate(replica.stages, start=1):
+            found[f"stage {i}{of}"] = stage_words(stage, layers)
+            found[f"rows of stage {i}{of}"] = listed([str(rows) for rows in stage.rows])
+    return found
+
+
+def _replicas(plan: Plan) -> str:
+    if plan.sync is None:
+        return str(len(plan.replicas))
+    sync = plan.sync
+    hidden = ", while they go on" if sync.overlap else ""
+    return f"{len(plan.replicas)}, which meet every {sync.every} steps in {sync.bits} bits{hidden}"
+
+
+def _microbatches(replica: Replica) -> str:
+    depths = f", in flight {'/'.join(map(str, replica.in_flight))}" if len(replica.stages) > 1 else ""
+    return f"{replica.microbatches}{depths}"
+
+
+def figures(a: Side, b: Side, cluster: Cluster) -> tuple[Row, ...]:
+    """Every figure of the estimates, and B's over A's."""
+    shown: list[tuple[str, Callable[[Estimate], float | None], Callable[[float], str]]] = [
+        ("step", lambda e: e.step_s, short_time),
+        ("compute", lambda e: e.compute_s, short_time),
+        ("exposed communication", lambda e: e.communication_s, short_time),
+        ("bubble", lambda e: e.bubble_s, short_time),
+        ("tokens for one of synchronous training", lambda e: 1 / e.token_efficiency, "{:.3g}".format),
+        ("run", lambda e: e.run_s, format_seconds),
+        ("interval, low", lambda e: e.run_s * e.interval[0], format_seconds),
+        ("interval, high", lambda e: e.run_s * e.interval[1], format_seconds),
+        ("tokens/s", lambda e: e.tokens_per_s, "{:,.0f}".format),
+        ("TFLOP/s per device", lambda e: e.tflops_per_device, "{:.3g}".format),
+        ("MFU", lambda e: e.mfu, "{:.1%}".format),
+        ("memory of the fullest device", lambda e: e.memory_bytes, format_bytes),
+        ("dollars", lambda e: e.usd, format_usd),
+        ("energy in kWh", lambda e: e.kwh, "{:.3g}".format),
+        ("training loss", lambda e: e.loss, "{:.3f}".format),
+    ]
+    rows = [_figure(what, get(a.estimate), get(b.estimate), show) for what, get, show in shown]
+    sent = [_sent(side.plan, cluster) for side in (a, b)]
+    rows.insert(4, _figure("bytes between sites a step", sent[0], sent[1], format_bytes))
+    return tuple(rows)
+
+
+def _figure(what: str, a: float | None, b: float | None, show: Callable[[float], str]) -> Row:
+    texts = ["?" if value is None else show(value) for value in (a, b)]
+    ratio = b / a if a and b is not None else None
+    return Row(what=what, a=texts[0], b=texts[1], ratio=ratio)
+
+
+def _sent(plan: Plan, cluster: Cluster) -> float:
+    costs = costs_of(plan, cluster)
+    found = between_sites(traffic(plan, costs), costs.network)
+    return sum(sum(purposes.values()) for purposes in found.values())

@@ -1,0 +1,119 @@
+"""DeepSpeed's JSON configuration (`ds_config.json`).
+
+Keys as `deepspeed/runtime/config.py`, `zero/config.py` and `lr_schedules.py` of 0.19.8 read them, and as
+https://www.deepspeed.ai/docs/config-json documents them. A pipeline's stages are made by `PipelineModule` in the
+training script; the file can only name the partition, so only its "uniform" one is written.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from farspan.domain.plan import Plan
+from farspan.planning.export._regular import irregular, launch_note, node_order, one_forward_one_backward, regular
+
+VERSION = "deepspeed 0.19.8"
+FILE = "ds_config.json"
+
+
+def reasons(plan: Plan) -> list[str]:
+    """Why DeepSpeed cannot run this plan."""
+    if found := irregular(plan):
+        return found
+    parts = regular(plan)
+    if parts.tensor > 1:
+        found.append(f"operators are divided over {parts.tensor} devices, which DeepSpeed leaves to the model's own code")
+    if parts.sites > 1 and parts.zero:
+        found.append("state is divided inside each site and copied between sites: MiCS, which did that, was removed")
+    if parts.stages > 1:
+        found += _pipeline(plan)
+    if plan.train.schedule.kind == "wsd":
+        found.append("it has no schedule that warms up, stays and decays (wsd)")
+    if node_order(plan) is None:
+        found.append("no numbering of the hosts puts the ranks in the plan's order")
+    return found
+
+
+def _pipeline(plan: Plan) -> list[str]:
+    parts, found = regular(plan), []
+    if parts.zero > 1:
+        found.append(f"its pipelines go with ZeRO 0 and 1, not {parts.zero}")
+    if parts.cuts != uniform(plan.model.layers + 2, parts.stages):
+        found.append(f"stages are cut before units {', '.join(map(str, parts.cuts[1:-1]))}, and its own cuts are even ones")
+    if not one_forward_one_backward(plan):
+        found.append("more microbatches are in flight than 1F1B has")
+    return found
+
+
+def uniform(items: int, parts: int) -> tuple[int, ...]:
+    """Where `partition_uniform` of deepspeed/runtime/utils.py cuts: what is left over goes to the first parts."""
+    size, left = divmod(items, parts)
+    return tuple(i * size + min(i, left) for i in range(parts + 1))
+
+
+def write(plan: Plan) -> str:
+    """The file. World size = train_batch_size / (micro batch x accumulation), which DeepSpeed checks itself."""
+    parts, train = regular(plan), plan.train
+    (replica,) = plan.replicas
+    bucket = replica.stages[0].grad_sync.bucket_bytes
+    config: dict[str, Any] = {
+        "train_batch_size": train.batch,
+        "train_micro_batch_size_per_gpu": parts.micro_rows,
+        "gradient_accumulation_steps": parts.microbatches,
+        "bf16": {"enabled": train.precision == "bf16"},
+        "fp16": {"enabled": train.precision == "fp16"},
+        # Its default is 1.0; 0 leaves gradients as they are, as in `TrainSpec`.
+        "gradient_clipping": train.optimizer.clip,
+        # Gradients are summed in fp32, as `grad_sync.bits` says.
+        "communication_data_type": "fp32",
+        "zero_optimization": {"stage": int(parts.zero), "overlap_comm": True, "contiguous_gradients": True},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": train.optimizer.lr, "betas": [train.optimizer.beta1, train.optimizer.beta2],
+                "eps": train.optimizer.eps, "weight_decay": train.optimizer.weight_decay,
+            },
+        },
+        "scheduler": _scheduler(plan),
+    }  # fmt: skip
+    if bucket is not None:
+        # Elements, not bytes: of the fp32 sums.
+        config["zero_optimization"]["reduce_bucket_size"] = bucket // 4
+    if parts.stages > 1:
+        config["pipeline"] = {"stages": parts.stages, "partition": "uniform"}
+    return json.dumps(config, indent=2) + "\n"
+
+
+def _scheduler(plan: Plan) -> dict[str, Any]:
+    schedule, train = plan.train.schedule, plan.train
+    # DeepSpeed takes 1 and more, and warms up over 2 steps at least.
+    warmup = max(1, schedule.warmup_steps)
+    if schedule.kind == "constant":
+        params = {"warmup_min_lr": 0.0, "warmup_max_lr": train.optimizer.lr, "warmup_num_steps": warmup,
+                  "warmup_type": "linear"}  # fmt: skip
+        return {"type": "WarmupLR", "params": params}
+    params = {"total_num_steps": train.steps, "warmup_min_ratio": 0.0, "warmup_num_steps": warmup,
+              "warmup_type": "linear", "cos_min_ratio": schedule.floor}  # fmt: skip
+    return {"type": "WarmupCosineLR", "params": params}
+
+
+def notes(plan: Plan) -> list[str]:
+    """What the file leaves to the training script."""
+    parts, train = regular(plan), plan.train
+    found = [
+        launch_note(plan, "the deepspeed launcher, its hostfile"),
+        f"the script brings the model ({plan.model.family}, {plan.model.layers} layers x {plan.model.d_model}), its "
+        f"sequences of {train.seq_len} tokens and {train.steps} steps",
+    ]
+    if parts.recompute:
+        found.append("the model's blocks must call deepspeed.checkpointing.checkpoint: the plan computes them again")
+    if parts.stages > 1:
+        tied = "; the tied table as TiedLayerSpec" if plan.model.tied else ""
+        found.append(
+            f"PipelineModule(layers=[embedding, {plan.model.layers} blocks, norm with head], num_stages={parts.stages}, "
+            f"partition_method='uniform'){tied}"
+        )
+    if train.optimizer.weight_decay:
+        found.append("pass matrices and other parameters as two groups: the plan decays matrices only")
+    return found

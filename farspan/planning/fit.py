@@ -1,0 +1,431 @@
+"""What fits: the largest model, the largest batch, or the least memory a device needs. By bisection over real plans.
+
+Each question is a ladder whose rungs are harder one by one; a rung fits where some technique, on the whole cluster or on
+a part of it, makes a plan that every device and every host has the memory for. The answer is a rung that fits below one
+that no technique fits. Techniques that plan in milliseconds are each followed to their own last rung; those that search
+for longer are tried only beyond what the others reach.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import msgspec
+
+from farspan import models, techniques
+from farspan.domain.cluster import Cluster, Device
+from farspan.domain.engine import Engine
+from farspan.domain.model import ModelSpec, parameters
+from farspan.domain.plan import Plan
+from farspan.domain.results import Estimate
+from farspan.domain.train import TrainSpec
+from farspan.domain.units import format_bytes
+from farspan.estimate.price import price
+from farspan.planning.parts import Part, all_parts
+from farspan.planning.rank import Candidate, candidate, host_bytes
+from farspan.planning.size import shape_for
+from farspan.techniques import Task
+
+Asked = Literal["model", "batch", "memory"]
+ASKED: tuple[Asked, ...] = ("model", "batch", "memory")
+#: Techniques whose plans take milliseconds (one stage, no program to solve), those that divide most first.
+QUICK = ("fsdp", "hsdp", "zero2", "zero1", "data")
+#: Neighbouring rungs of models and of memory differ by about so much; they are three digits long, to be typed.
+MODEL_STEP, MEMORY_STEP = 0.02, 0.01
+#: The smallest model that is tried, and the least and the most memory.
+LEAST_PARAMETERS, LEAST_MEMORY, MOST_MEMORY = 1_000_000, 64_000_000, 4_000_000_000_000
+#: Sequences a device at once that are tried at most.
+MOST_ROWS = 2**16
+
+
+class Room(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory of one device or host: bytes that a plan takes, bytes that it may, and the difference."""
+
+    name: str
+    used: float
+    usable: float
+    spare: float
+
+    def __str__(self) -> str:
+        rest = f"{format_bytes(self.spare)} to spare" if self.spare >= 0 else f"short of {format_bytes(-self.spare)}"
+        return f"{self.name}: {format_bytes(self.used)} of {format_bytes(self.usable)} usable, {rest}"
+
+
+class Limit(msgspec.Struct, frozen=True, kw_only=True):
+    """The hardest rung of one technique: parameters, sequences a step, or bytes of a device."""
+
+    technique: str
+    where: str
+    places: tuple[int, ...]
+    amount: int
+    #: Sequences that the busiest device computes at a time, and whether it computes forward passes again.
+    micro_rows: int
+    recompute: bool
+    #: What is fullest.
+    binds: Room
+    plan: Plan
+    estimate: Estimate
+
+
+class Fit(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer. `limits` has the best of each technique that was followed, hardest first; `limits[0]` is the answer."""
+
+    asked: Asked
+    limits: tuple[Limit, ...]
+    #: The next rung, which nothing fits, and what the answer's technique lacks there; None at the ladder's end.
+    next_amount: int | None
+    next_lacks: Room | None
+
+    @property
+    def best(self) -> Limit:
+        return self.limits[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Ground:
+    """What stays the same while a question climbs: the cluster, the engine, and what training a model means there."""
+
+    cluster: Cluster
+    engine: Engine
+    train_for: Callable[[ModelSpec, Cluster], TrainSpec]
+    #: Techniques to use; none is all.
+    allow: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        known = self.allow or techniques.names()
+        return (*(name for name in QUICK if name in known), *(name for name in known if name not in QUICK))
+
+
+class Rung(msgspec.Struct, frozen=True):
+    """One question of a ladder. `amount` says how hard it is, in the question's own unit."""
+
+    amount: int
+    model: ModelSpec
+    train: TrainSpec
+    cluster: Cluster
+
+
+class Ladder(Protocol):
+    """The rungs of a question on some of the devices, each harder than the one before."""
+
+    asked: Asked
+
+    def __call__(self, index: int, devices: int) -> Rung | None:
+        """The rung, or None beyond the last one."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Models:
+    """Ever larger shapes of one family."""
+
+    ground: Ground
+    family: str
+    vocab_size: int
+    context: int
+    asked: Asked = "model"
+
+    def __call__(self, index: int, devices: int) -> Rung | None:
+        return self._rung(index)
+
+    @functools.lru_cache(maxsize=512)  # noqa: B019 - a ladder lives as long as its question
+    def _rung(self, index: int) -> Rung | None:
+        target = three_digits(LEAST_PARAMETERS * (1 + MODEL_STEP) ** index)
+        if target > self._most():
+            return None
+        model = shape_for(self.family, target, vocab_size=self.vocab_size, context=self.context, knobs={})
+        cluster = self.ground.cluster
+        return Rung(parameters(model), model, self.ground.train_for(model, cluster), cluster)
+
+    @functools.lru_cache(maxsize=1)  # noqa: B019
+    def _most(self) -> float:
+        """Parameters whose state alone fills all devices."""
+        tiny = shape_for(self.family, LEAST_PARAMETERS, vocab_size=self.vocab_size, context=self.context, knobs={})
+        each = state_bytes_each(self.ground.engine, self.ground.train_for(tiny, self.ground.cluster))
+        return max(2 * LEAST_PARAMETERS, sum(device.memory for device in self.ground.cluster.devices) / each)
+
+
+@dataclass(frozen=True, eq=False)
+class Batches:
+    """Ever more sequences a step: so many for each device, on average."""
+
+    ground: Ground
+    model: ModelSpec
+    asked: Asked = "batch"
+
+    def __call__(self, index: int, devices: int) -> Rung | None:
+        if index >= MOST_ROWS:
+            return None
+        rows = (index + 1) * devices
+        train = self.ground.train_for(self.model, self.ground.cluster)
+        return Rung(rows, self.model, msgspec.structs.replace(train, batch=rows), self.ground.cluster)
+
+
+@dataclass(frozen=True, eq=False)
+class Memories:
+    """Ever smaller devices, all alike."""
+
+    ground: Ground
+    model: ModelSpec
+    asked: Asked = "memory"
+
+    def __call__(self, index: int, devices: int) -> Rung | None:
+        size = three_digits(MOST_MEMORY / (1 + MEMORY_STEP) ** index)
+        if size < LEAST_MEMORY:
+            return None
+        train = self.ground.train_for(self.model, self.ground.cluster)
+        return Rung(size, self.model, train, with_memory(self.ground.cluster, lambda device: size))
+
+
+def largest_model(ground: Ground, family: str, vocab_size: int, context: int) -> Fit | None:
+    """The largest shape of a family that fits; None where the smallest does not."""
+    return climb(ground, Models(ground, family, vocab_size, context))
+
+
+def largest_batch(ground: Ground, model: ModelSpec) -> Fit | None:
+    """The most sequences a step that are computed all at once, none after another on the same device.
+
+    Accumulating gradients over parts of a batch makes any batch fit, and so does a pipeline, which is made of parts:
+    neither counts. None where not one sequence a device fits.
+    """
+    return climb(ground, Batches(ground, model))
+
+
+def least_memory(ground: Ground, model: ModelSpec) -> Fit | None:
+    """The least memory that every device of the cluster must have, were they all alike in that, one sequence at a time."""
+    return climb(ground, Memories(ground, model))
+
+
+def climb(ground: Ground, ladder: Ladder) -> Fit | None:
+    """The hardest rung that any technique fits on any part, and what is lacking on the next."""
+    search = _Search(ground, ladder)
+    limits = search.limits()
+    if not limits:
+        return None
+    limits.sort(key=lambda pair: (-search.hardness(pair[0].amount), ground.names.index(pair[0].technique)))
+    best, index = limits[0]
+    following = ladder(index + 1, len(best.places))
+    lacks = None if following is None else search.lacking(following, best)
+    return Fit(
+        asked=ladder.asked, limits=tuple(limit for limit, _ in limits),
+        next_amount=following.amount if following else None, next_lacks=lacks,
+    )  # fmt: skip
+
+
+class _Search:
+    """One ladder, climbed by every technique on every part of the cluster."""
+
+    def __init__(self, ground: Ground, ladder: Ladder) -> None:
+        self.ground, self.ladder = ground, ladder
+        self.parts = all_parts(ground.cluster)
+        self._tasks: dict[tuple[int, tuple[int, ...]], Task] = {}
+        self._tried: dict[tuple[int, str, tuple[int, ...]], Limit | None] = {}
+
+    def limits(self) -> list[tuple[Limit, int]]:
+        """The best of each technique that was followed, with its rung's index on the part it uses."""
+        found: dict[str, tuple[Limit, int]] = {}
+        for name in self.ground.names:
+            self._follow(name, found, found.get(name) if name in QUICK else self._best(found))
+        # What was left out beyond an earlier best is tried beyond the last one, until nothing goes further.
+        while any(self._follow(name, found, self._best(found)) for name in self.ground.names if found):
+            pass
+        return list(found.values())
+
+    def _best(self, found: dict[str, tuple[Limit, int]]) -> tuple[Limit, int] | None:
+        return max(found.values(), key=lambda pair: self.hardness(pair[0].amount), default=None)
+
+    def hardness(self, amount: int) -> int:
+        return -amount if self.ladder.asked == "memory" else amount
+
+    def _follow(self, name: str, found: dict[str, tuple[Limit, int]], beyond: tuple[Limit, int] | None) -> bool:
+        """Follows one technique on every part beyond what is known; whether it got further."""
+        further = False
+        for part in self.parts:
+            start = 0 if beyond is None else self._after(beyond[0].amount, len(part.places))
+            if self.attempt(start, name, part) is None:
+                continue
+            low, high = start, self._end(len(part.places))
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if self.attempt(middle, name, part) else (low, middle)
+            limit = self.attempt(low, name, part)
+            assert limit is not None
+            found[name] = beyond = (limit, low)
+            further = True
+        return further
+
+    def _after(self, amount: int, devices: int) -> int:
+        """The first rung that is harder than so much."""
+        low, high = -1, self._end(devices)
+        while high - low > 1:
+            middle = (low + high) // 2
+            rung = self.ladder(middle, devices)
+            assert rung is not None
+            low, high = (middle, high) if self.hardness(rung.amount) <= self.hardness(amount) else (low, middle)
+        return high
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019
+    def _end(self, devices: int) -> int:
+        """How many rungs the ladder has."""
+        high = 1
+        while self.ladder(high, devices) is not None:
+            high *= 2
+        low = high // 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.ladder(middle, devices) is None else (middle, high)
+        return high
+
+    def attempt(self, index: int, name: str, part: Part) -> Limit | None:
+        """A technique's plan for a rung on a part, if everything has the memory for it."""
+        key = (index, name, part.places)
+        if key not in self._tried:
+            rung = self.ladder(index, len(part.places))
+            self._tried[key] = None if rung is None else self._plan(rung, index, name, part)
+        return self._tried[key]
+
+    def _plan(self, rung: Rung, index: int, name: str, part: Part) -> Limit | None:
+        if _holds_too_little(rung, self.ground.engine, part):
+            return None
+        key = (index, part.places)
+        if key not in self._tasks:
+            self._tasks[key] = self.task(rung, part)
+        task = self._tasks[key]
+        made = candidate(task, part, name)
+        if self.ladder.asked == "batch":
+            return next((limit for one in at_once(task, made) if (limit := self._limit(task, one, rung))), None)
+        return self._limit(task, made, rung)
+
+    def task(self, rung: Rung, part: Part) -> Task:
+        only = None if len(part.places) == len(rung.cluster.devices) else part.places
+        return Task(rung.model, models.graph(rung.model), rung.cluster, rung.train, self.ground.engine, only=only)
+
+    def _limit(self, task: Task, made: Candidate, rung: Rung) -> Limit | None:
+        if made.plan is None or made.estimate is None:
+            return None
+        room = fullest(task, made.plan, made.estimate, hosts=self.ladder.asked != "memory")
+        return None if room.spare < 0 else limit_of(made, rung.amount, room)
+
+    def lacking(self, rung: Rung, best: Limit) -> Room | None:
+        """What the technique of the answer lacks on a harder rung: of the plan that would fit somewhat larger devices."""
+        part = Part(name=best.where, places=best.places)
+        if self.ladder.asked == "batch":
+            task = self.task(rung, part)
+            plans = at_once(task, candidate(task, part, best.technique))
+            rooms = [fullest(task, one.plan, one.estimate) for one in plans if one.plan and one.estimate]
+            return max(rooms, key=lambda room: room.spare, default=None)
+        return nearest_miss(self.ground, rung, best.technique, part)
+
+
+def nearest_miss(ground: Ground, rung: Rung, name: str, part: Part) -> Room | None:
+    """What one technique lacks on a rung that it does not fit: its plan if every device were just enough larger."""
+    search = _Search(ground, _Scaled(rung))
+    end = search._end(0)
+    if search.attempt(0, name, part) is None:
+        return None
+    low, high = 0, end
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if search.attempt(middle, name, part) else (low, middle)
+    limit = search.attempt(low, name, part)
+    assert limit is not None
+    return fullest(search.task(rung, part), limit.plan, limit.estimate)
+
+
+@dataclass(frozen=True, eq=False)
+class _Scaled:
+    """One rung with ever less of ten thousand times its devices' memory."""
+
+    rung: Rung
+    asked: Asked = "memory"
+
+    def __call__(self, index: int, devices: int) -> Rung | None:
+        permille = round(1e7 / (1 + MEMORY_STEP) ** index)
+        if permille < 1000:
+            return None
+        larger = with_memory(self.rung.cluster, lambda device: device.memory * permille // 1000)
+        return Rung(permille, self.rung.model, self.rung.train, larger)
+
+
+def at_once(task: Task, made: Candidate) -> Iterator[Candidate]:
+    """The candidate's plan with a step's sequences computed all at once, without and with recompute; none of a pipeline."""
+    if made.plan is None or any(len(replica.stages) > 1 for replica in made.plan.replicas):
+        return
+    for recompute in (True,) if task.train.recompute else (False, True):
+        replicas = tuple(
+            msgspec.structs.replace(
+                replica, microbatches=1, in_flight=(1,),
+                stages=tuple(msgspec.structs.replace(stage, recompute=recompute) for stage in replica.stages),
+            )
+            for replica in made.plan.replicas
+        )  # fmt: skip
+        plan = msgspec.structs.replace(made.plan, replicas=replicas)
+        yield msgspec.structs.replace(made, plan=plan, estimate=price(plan, task.costs))
+
+
+def limit_of(made: Candidate, amount: int, room: Room) -> Limit:
+    assert made.plan is not None and made.estimate is not None
+    rows = [
+        replica.micro_rows(i, c)
+        for replica in made.plan.replicas for i, stage in enumerate(replica.stages) for c in range(len(stage.rows))
+    ]  # fmt: skip
+    again = any(stage.recompute for replica in made.plan.replicas for stage in replica.stages)
+    return Limit(
+        technique=made.technique, where=made.where, places=made.places, amount=amount, micro_rows=max(rows),
+        recompute=again, binds=room, plan=made.plan, estimate=made.estimate,
+    )  # fmt: skip
+
+
+def fullest(task: Task, plan: Plan, estimate: Estimate, *, hosts: bool = True) -> Room:
+    """The device, or the host, whose memory a plan fills to the largest share."""
+    used = sorted(rank for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks)
+    rooms = []
+    for rank, memory in zip(used, estimate.memory, strict=True):
+        device, at = task.costs.network.devices[rank], task.devices[rank]
+        rooms.append(_room(f"{device.kind}, device {at.index} of {at.host}", memory.total, task.capacity(rank)))
+    if hosts:
+        rooms += [
+            _room(f"host {host.name}'s own memory", host_bytes(task, host.name), host.memory)
+            for host in task.cluster.hosts if host.memory is not None
+        ]  # fmt: skip
+    return max(rooms, key=lambda room: room.used / room.usable)
+
+
+def _room(name: str, used: float, usable: float) -> Room:
+    return Room(name=name, used=used, usable=usable, spare=usable - used)
+
+
+def _holds_too_little(rung: Rung, engine: Engine, part: Part) -> bool:
+    """Whether weights, gradients and optimizer state, divided as they may be, are more than the part's devices hold."""
+    capacity = sum(engine.fill * rung.cluster.devices[place].memory for place in part.places)
+    return parameters(rung.model) * state_bytes_each(engine, rung.train) > capacity
+
+
+def state_bytes_each(engine: Engine, train: TrainSpec) -> int:
+    """Bytes of weights, gradients and optimizer state a parameter."""
+    dtype = train.precision
+    return engine.weight_bytes[dtype] + engine.gradient_bytes[dtype] + engine.optimizer_bytes[dtype]
+
+
+def with_memory(cluster: Cluster, memory: Callable[[Device], int]) -> Cluster:
+    """The cluster with other memory in every device."""
+    replace = msgspec.structs.replace
+    sites = (
+        replace(site, hosts=tuple(
+            replace(host, devices=tuple(replace(device, memory=memory(device)) for device in host.devices))
+            for host in site.hosts
+        ))
+        for site in cluster.sites
+    )  # fmt: skip
+    return replace(cluster, sites=tuple(sites))
+
+
+def three_digits(number: float) -> int:
+    """The number in its first three digits: what a person types."""
+    scale = 10 ** max(0, len(str(int(number))) - 3)
+    return int(round(number / scale) * scale)
+

@@ -1,0 +1,217 @@
+"""What to rent: every priced device kind of the catalogue, in several counts, for one model and its tokens.
+
+Up to eight devices are one host; more are hosts of eight, with the network that a cluster file without links means
+(`domain.cluster`), or the rate that is asked about. Each offer is priced like any cluster: the best technique over all of
+its devices. Devices of an offer are alike, so parts of it are other offers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from farspan import models, techniques
+from farspan.domain import catalog
+from farspan.domain.cluster import SITE_BANDWIDTH, SITE_RTT_S, Cluster, Device, Host, Link, Site
+from farspan.domain.engine import Engine
+from farspan.domain.graph import OpGraph
+from farspan.domain.model import ModelSpec
+from farspan.domain.problems import Refusal
+from farspan.domain.train import TrainSpec
+from farspan.estimate.price import RESERVE
+from farspan.planning.pace import on_one_device
+from farspan.planning.parts import Part
+from farspan.planning.rank import Candidate, candidate
+from farspan.techniques import Task
+
+COUNTS = (1, 2, 4, 8, 16, 32)
+#: Devices of a host: what clouds rent with fast links inside.
+HOST = 8
+#: The technique that searches for seconds; the others plan in milliseconds.
+SEARCHED = "pipeshard"
+#: An offer within this share of what arithmetic alone takes is not searched for more.
+GAIN = 0.05
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """Some devices of one kind, and the best technique on them. `usd_per_hour` is of all of them."""
+
+    kind: str
+    count: int
+    usd_per_hour: float
+    #: Where the price is from, and when.
+    source: str
+    checked: str
+    cluster: Cluster
+    candidate: Candidate
+    #: Whether pipelines were searched too: only where they might beat every other offer in time or dollars.
+    searched: bool
+    #: Whether it ends in time, and within the dollars, that were given; False where it does not fit.
+    meets: bool
+
+    @property
+    def time_s(self) -> float:
+        return self.candidate.time_s
+
+    @property
+    def usd(self) -> float:
+        """Dollars of the run; infinite where nothing fits."""
+        return self.usd_per_hour * self.time_s / 3600
+
+
+class Rent(msgspec.Struct, frozen=True, kw_only=True):
+    """Offers by dollars, those that fit first. `frontier` are those that no other beats in time and dollars both."""
+
+    offers: tuple[Offer, ...]
+    frontier: tuple[int, ...]
+    #: Within the hours: the cheapest; within dollars alone: the fastest; without a budget: the cheapest.
+    chosen: int | None
+    #: Bytes a second, and the round trip, between hosts.
+    bandwidth: float
+    rtt_s: float
+
+
+class Budget(NamedTuple):
+    """Seconds and dollars at most; infinite where not given."""
+
+    seconds: float = math.inf
+    usd: float = math.inf
+
+    def meets(self, time_s: float, usd: float) -> bool:
+        return time_s < math.inf and time_s <= self.seconds and usd <= self.usd
+
+
+def rent(
+    model: ModelSpec, train_for: Callable[[ModelSpec, Cluster], TrainSpec], engine: Engine, *,
+    budget: Budget = Budget(), allow: Sequence[str] = (), counts: Sequence[int] = COUNTS,
+    kinds: Sequence[str] = (), bandwidth: float = SITE_BANDWIDTH,
+) -> Rent:  # fmt: skip
+    """Price every offer. `kinds` and `counts` leave some out; raises Refusal for a kind without a price."""
+    asked = _Asked(model, models.graph(model), train_for, engine, budget, tuple(allow))
+    found = [
+        asked.offer(kind, offered(device, count, bandwidth), price)
+        for kind, (device, price) in _priced(kinds).items() for count in counts
+    ]  # fmt: skip
+    found = asked.searched(found)
+    found.sort(key=lambda offer: (offer.usd, offer.time_s, offer.usd_per_hour, offer.kind, offer.count))
+    return Rent(
+        offers=tuple(found), frontier=frontier([(offer.time_s, offer.usd) for offer in found]),
+        chosen=_chosen(found, budget), bandwidth=bandwidth, rtt_s=SITE_RTT_S,
+    )  # fmt: skip
+
+
+def frontier(points: Sequence[tuple[float, float]]) -> tuple[int, ...]:
+    """The places of the points that no other beats in one number without losing in the other, by the first number."""
+    order = sorted((point, place) for place, point in enumerate(points) if max(point) < math.inf)
+    found: list[int] = []
+    least = math.inf
+    for (_, second), place in order:
+        if second < least:
+            found.append(place)
+            least = second
+    return tuple(found)
+
+
+def _chosen(offers: Sequence[Offer], budget: Budget) -> int | None:
+    inside = [place for place, offer in enumerate(offers) if offer.meets]
+    if not inside:
+        return None
+    if budget.seconds == math.inf and budget.usd < math.inf:
+        return min(inside, key=lambda place: (offers[place].time_s, offers[place].usd))
+    return inside[0]
+
+
+def _priced(kinds: Sequence[str]) -> dict[str, tuple[Device, catalog.Price]]:
+    """The devices of the catalogue that have a price, or those of them that are named."""
+    found = {}
+    for kind, entry in catalog.devices().items():
+        device = entry.device(kind)
+        if entry.price is not None and device is not None:
+            found[kind] = (device, entry.price)
+    for kind in kinds:
+        if kind not in found:
+            raise Refusal(
+                "out-of-range", what=f"the catalogue has no price of {kind!r}", where="--device",
+                fact=f"priced: {', '.join(found)}", remedy="give it a price in a cluster file, and plan for that",
+            )  # fmt: skip
+    return {kind: pair for kind, pair in found.items() if not kinds or kind in kinds}
+
+
+def offered(device: Device, count: int, bandwidth: float = SITE_BANDWIDTH) -> Cluster:
+    """So many devices of a kind as a cluster: hosts of eight, each joined to each."""
+    names = [f"node{i + 1}" for i in range(-(-count // HOST))]
+    hosts = tuple(
+        Host(name=name, devices=(device,) * min(HOST, count - i * HOST)) for i, name in enumerate(names)
+    )  # fmt: skip
+    links = tuple(
+        Link(a=a, b=b, rtt_s=SITE_RTT_S, bandwidth=bandwidth, origin="derived")
+        for i, a in enumerate(names) for b in names[i + 1 :]
+    )  # fmt: skip
+    return Cluster(sites=(Site(name="cloud", hosts=hosts),), links=links)
+
+
+class _Asked(NamedTuple):
+    """One question, put to every offer."""
+
+    model: ModelSpec
+    graph: OpGraph
+    train_for: Callable[[ModelSpec, Cluster], TrainSpec]
+    engine: Engine
+    budget: Budget
+    allow: tuple[str, ...]
+
+    def offer(self, kind: str, cluster: Cluster, price: catalog.Price) -> Offer:
+        """An offer with the best technique that plans at once."""
+        count = len(cluster.devices)
+        names = [name for name in self.allow or techniques.names() if name != SEARCHED]
+        best = self._best(self._task(cluster), names)
+        hourly = count * price.usd_per_hour
+        return Offer(
+            kind=kind, count=count, usd_per_hour=hourly, source=price.source, checked=price.checked, cluster=cluster,
+            candidate=best, searched=False, meets=self.budget.meets(best.time_s, hourly * best.time_s / 3600),
+        )  # fmt: skip
+
+    def searched(self, offers: Sequence[Offer]) -> list[Offer]:
+        """The offers, with pipelines where these can still beat the others: no plan takes less than the arithmetic of a
+        step, divided evenly, so an offer that would be beaten even then, or is near it, is left as it is."""
+        found = list(offers)
+        if self.allow and SEARCHED not in self.allow:
+            return found
+        bounds = [self._bound(offer) for offer in found]
+        for place in sorted(range(len(found)), key=lambda place: bounds[place] ** 2 * found[place].usd_per_hour):
+            offer, least = found[place], bounds[place]
+            if offer.count == 1 or offer.time_s <= (1 + GAIN) * least or self._beaten(offer, least, found):
+                continue
+            other = self._best(self._task(offer.cluster), [SEARCHED])
+            best = min(offer.candidate, other, key=_order)
+            found[place] = msgspec.structs.replace(
+                offer, candidate=best, searched=True,
+                meets=self.budget.meets(best.time_s, offer.usd_per_hour * best.time_s / 3600),
+            )  # fmt: skip
+        return found
+
+    def _beaten(self, offer: Offer, least: float, offers: Sequence[Offer]) -> bool:
+        """Whether another offer takes no more time and dollars than this one would at the very least."""
+        usd = offer.usd_per_hour * least / 3600
+        return any(other.time_s <= least and other.usd <= usd for other in offers)
+
+    def _bound(self, offer: Offer) -> float:
+        """Seconds of the run if one device did a step at once, with all the memory it wants, and all shared it evenly."""
+        train = self.train_for(self.model, offer.cluster)
+        alone = on_one_device(self.model, train, offer.cluster, self.engine)
+        return train.steps * alone.compute_s / offer.count / (1 - RESERVE)
+
+    def _task(self, cluster: Cluster) -> Task:
+        return Task(self.model, self.graph, cluster, self.train_for(self.model, cluster), self.engine)
+
+    def _best(self, task: Task, names: Sequence[str]) -> Candidate:
+        devices = task.cluster.devices
+        part = Part(name=f"{len(devices)} x {devices[0].kind}", places=tuple(range(len(devices))))
+        return min((candidate(task, part, name) for name in names), key=_order)
+
+
+def _order(one: Candidate) -> tuple[bool, float]:
+    return not one.eligible, one.time_s

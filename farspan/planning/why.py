@@ -1,0 +1,383 @@
+"""Why a plan was chosen, in sentences made of the estimates' own numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from farspan import models
+from farspan.domain.cluster import Cluster
+from farspan.domain.engine import engine
+from farspan.domain.plan import Plan
+from farspan.domain.units import format_bytes, format_flops, format_rate, format_seconds, short_time
+from farspan.estimate.network import Network
+from farspan.estimate.stage import Costs
+from farspan.estimate.traffic import Exchange, traffic
+from farspan.planning.compare import (
+    SAME,
+    best_of,
+    called,
+    dearer,
+    devices_line,
+    difference,
+    factor,
+    full_s,
+    joined,
+    queue_s,
+    same_plan,
+    spent,
+    step_s,
+    time_line,
+    words_of,
+)
+from farspan.planning.rank import Candidate, Ranking
+
+#: A term is named where it makes up at least this share of what one plan takes longer than another.
+NAMED = 0.2
+#: More pieces than this are told as so many devices of each kind.
+PIECES = 4
+#: Round trips are named where they take at least this share of an exchange.
+TRIPS = 0.1
+PURPOSES = {
+    "gradients": "gradients", "weights": "weights", "operators": "activations inside operators",
+    "activations": "activations between stages", "tied table": "gradients of the table that both ends hold",
+    "replicas": "the replicas' parameters",
+}  # fmt: skip
+
+
+class Why(msgspec.Struct, frozen=True, kw_only=True):
+    """Sentences: the choice; against the next and each technique's best; what is left out; what is not known."""
+
+    choice: str
+    against: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+
+def costs_of(plan: Plan, cluster: Cluster) -> Costs:
+    """What a plan's estimate is made from."""
+    found = engine(plan.engine)
+    return Costs(models.graph(plan.model), plan.train, found, Network(cluster, plan.devices, found))
+
+
+def why(ranking: Ranking) -> Why:
+    """All that there is to say about a choice."""
+    if ranking.chosen is None:
+        return Why(choice=choice(ranking), against=_misfits(ranking))
+    return Why(
+        choice=choice(ranking), against=(*against(ranking), *_misfits(ranking)), left_out=left_out(ranking),
+        unknown=unknown(ranking),
+    )  # fmt: skip
+
+
+def choice(ranking: Ranking) -> str:
+    """One sentence: what is chosen, where, how long it takes, and what a step is made of; or that nothing is."""
+    if ranking.chosen is None:
+        return _nothing(ranking)
+    chosen = ranking.candidates[ranking.chosen]
+    found = chosen.estimate
+    assert found is not None and chosen.plan is not None
+    best = {
+        "time": "fastest", "cost": "cheapest", "loss_per_dollar": "best in loss for a dollar",
+        "fewest_devices": "on the fewest devices",
+    }[ranking.objective]  # fmt: skip
+    money = "" if found.usd is None else f", {spent(chosen)}"
+    parts = {
+        "compute": found.compute_s,
+        "communication that nothing hides": found.communication_s,
+        "waiting for other stages": found.bubble_s,
+    }
+    split = joined(
+        [f"{part / found.step_s:.0%} {name}" for name, part in parts.items() if part >= 0.005 * found.step_s]
+    )
+    return (
+        f"{called(chosen)} ({devices_line(ranking.cluster, chosen.places)}) is {best}: {time_line(chosen)}{money}. "
+        f"A step of {short_time(found.step_s)} is {split}."
+    )
+
+
+def _nothing(ranking: Ranking) -> str:
+    listed = [one for one in ranking.candidates if one.plan is not None]
+    if listed:
+        first = listed[0]
+        reason = first.unchosen or "it has no price"
+        return f"Nothing is chosen: {called(first)} would take {time_line(first)}, but {reason}."
+    short = [one.problem for one in ranking.candidates if one.problem is not None]
+    memory = [problem for problem in short if problem.code == "out-of-memory"]
+    first_problem = (memory or short)[0]
+    return f"Nothing is chosen: {first_problem.what} ({first_problem.fact})."
+
+
+def against(ranking: Ranking) -> tuple[str, ...]:
+    """Why the chosen plan wins: against each technique's best, the next candidate first."""
+    assert ranking.chosen is not None
+    chosen = ranking.candidates[ranking.chosen]
+    rivals: list[Candidate] = []
+    for one in ranking.candidates:
+        first = all(other.technique != one.technique for other in (chosen, *rivals))
+        if one is not chosen and one.plan is not None and (first or not rivals):
+            rivals.append(one)
+    same = [one.technique for one in rivals if same_plan(one.plan, chosen.plan)]
+    found = []
+    if same:
+        found.append(f"{joined(same)} {'finds' if len(same) == 1 else 'find'} the same plan on {chosen.where}.")
+    told: dict[tuple[str, str], list[str]] = {}
+    for one in rivals:
+        if one.technique not in same:
+            told.setdefault((one.where, _versus(ranking, one, chosen)), []).append(one.technique)
+    for (where, text), names in told.items():
+        found.append(f"{joined(names)} on {where} {text.replace('is', 'are', 1) if len(names) > 1 else text}")
+    return tuple(found)
+
+
+def _versus(ranking: Ranking, one: Candidate, chosen: Candidate) -> str:
+    how = difference(factor(ranking, one, chosen), words_of(ranking))
+    took = format_seconds(one.time_s) + (f", {spent(one)}" if dearer(ranking) else "")
+    text = f"is {how} on {devices_line(ranking.cluster, one.places)}: {took}"
+    if reasons := slower_because(ranking.cluster, one, chosen):
+        text += f"; {'; '.join(reasons)}"
+    return f"{text}. It is not chosen, because {one.unchosen}." if one.unchosen else f"{text}."
+
+
+def slower_because(cluster: Cluster, one: Candidate, base: Candidate) -> list[str]:
+    """What of `one` takes longer than of `base`, the largest part first; empty where nothing does."""
+    a, b = one.estimate, base.estimate
+    assert a is not None and b is not None and one.plan is not None and base.plan is not None
+    steps = one.plan.train.steps
+    parts: dict[Callable[[Cluster, Candidate, Candidate], str], float] = {
+        _compute: a.compute_s - b.compute_s,
+        _communication: a.communication_s - b.communication_s,
+        _bubble: a.bubble_s - b.bubble_s,
+        _tokens: (step_s(one) - a.step_s) - (step_s(base) - b.step_s),
+        _queue: ((full_s(one) - full_s(base)) - _run_difference(one, base)) / steps,
+    }
+    longer = {say: part for say, part in parts.items() if part > 0}
+    if sum(parts.values()) <= SAME * b.step_s:
+        return []
+    said = sorted(longer, key=lambda say: -longer[say])
+    return [say(cluster, one, base) for say in said if longer[say] >= NAMED * sum(longer.values())]
+
+
+def _run_difference(one: Candidate, base: Candidate) -> float:
+    """Of the difference in time, what is steps and not queues."""
+    queues = [
+        each.time_s - each.estimate.run_s / each.estimate.token_efficiency for each in (one, base) if each.estimate
+    ]
+    return full_s(one) - queues[0] - (full_s(base) - queues[1])
+
+
+def _compute(cluster: Cluster, one: Candidate, base: Candidate) -> str:
+    assert one.plan is not None and base.plan is not None and one.estimate is not None and base.estimate is not None
+    took = short_time(one.estimate.compute_s)
+    text = f"its arithmetic takes {took} of a step, not {short_time(base.estimate.compute_s)}"
+    if len(one.places) < len(base.places):
+        return f"{text}: {_devices(len(one.places))} do{'es' * (len(one.places) == 1)} what {len(base.places)} share"
+    peaks = [_peak(cluster, each) for each in (one, base)]
+    if peaks[0] is not None and peaks[1] is not None and peaks[0] < 0.95 * peaks[1]:
+        sheets = f"{devices_line(cluster, one.places)} have {format_flops(peaks[0])} by their data sheets"
+        return f"{text}: {sheets}, {devices_line(cluster, base.places)} {format_flops(peaks[1])}"
+    if _recomputes(one.plan) and not _recomputes(base.plan):
+        return f"{text}: to fit it computes activations again in the backward pass"
+    parts = [max(replica.microbatches for replica in each.plan.replicas) for each in (one, base) if each.plan]
+    if parts[0] > parts[1]:
+        return f"{text}: {parts[0]} microbatches where {'one does' if parts[1] == 1 else f'{parts[1]} do'}"
+    return text
+
+
+def _peak(cluster: Cluster, one: Candidate) -> float | None:
+    """FLOP/s of a candidate's devices together by their data sheets; None where one is unknown."""
+    assert one.plan is not None
+    known = [cluster.devices[place].flops.get(one.plan.train.precision) for place in one.places]
+    return None if None in known else sum(rate or 0.0 for rate in known)
+
+
+def _recomputes(plan: Plan) -> bool:
+    return any(stage.recompute for replica in plan.replicas for stage in replica.stages)
+
+
+def _communication(cluster: Cluster, one: Candidate, base: Candidate) -> str:
+    assert one.plan is not None and one.estimate is not None and base.estimate is not None
+    text = f"communication that nothing hides takes {short_time(one.estimate.communication_s)} of a step"
+    if base.estimate.communication_s > SAME * base.estimate.step_s:
+        text += f", not {short_time(base.estimate.communication_s)}"
+    costs = costs_of(one.plan, cluster)
+    longest = next(iter(traffic(one.plan, costs)), None)
+    return text if longest is None else f"{text}: {exchange_line(longest, costs)}"
+
+
+def exchange_line(one: Exchange, costs: Costs) -> str:
+    """What an exchange sends over its slowest link, and what that takes."""
+    name = PURPOSES[one.purpose]
+    if not one.by_hosts:
+        return f"{name} inside one host take {short_time(one.seconds)}"
+    (a, b), size = slowest_pair(one, costs)
+    network = costs.network
+    link, wire = network.link(a, b), network.between(a, b, one.purpose not in ("activations",), costs.engine.streams)
+    sites = (network.site(a), network.site(b))
+    ends = f"between {a} and {b}" if sites[0] == sites[1] else f"between {sites[0]} and {sites[1]}"
+    text = f"{format_bytes(size)} of {name} a step {ends} at {format_rate(wire.rate)}"
+    trips = round(one.latency_s / link.rtt_s) if link.rtt_s else 0
+    if one.latency_s >= TRIPS * one.seconds and trips >= 1:
+        waits = "1 round trip" if trips == 1 else f"{trips:,} round trips"
+        text += f" and {waits} of {short_time(link.rtt_s)} one after another"
+    return f"{text}, {short_time(one.seconds)} in all"
+
+
+def slowest_pair(one: Exchange, costs: Costs) -> tuple[tuple[str, str], float]:
+    """The hosts between which an exchange has most to wait for, and the bytes there, both ways together."""
+    sums: dict[tuple[str, str], float] = {}
+    network = costs.network
+    for (a, b), size in one.by_hosts.items():
+        # Hosts of the same two sites share the line between these.
+        key = (a, b) if network.site(a) == network.site(b) else (network.site(a), network.site(b))
+        sums[key] = sums.get(key, 0.0) + size
+    hosts = {
+        (a, b) if network.site(a) == network.site(b) else (network.site(a), network.site(b)): (a, b)
+        for a, b in reversed(one.by_hosts)
+    }
+
+    def load(key: tuple[str, str]) -> float:
+        wire = network.between(*hosts[key], True, costs.engine.streams)
+        return sums[key] / wire.rate + network.link(*hosts[key]).rtt_s
+
+    worst = max(sums, key=load)
+    return hosts[worst], sums[worst]
+
+
+def _bubble(cluster: Cluster, one: Candidate, base: Candidate) -> str:
+    assert one.plan is not None and one.estimate is not None and base.estimate is not None
+    replica = max(one.plan.replicas, key=lambda each: len(each.stages))
+    text = f"its stages wait {short_time(one.estimate.bubble_s)} of a step for each other"
+    if base.estimate.bubble_s > SAME * base.estimate.step_s:
+        text += f", not {short_time(base.estimate.bubble_s)}"
+    return f"{text}: {len(replica.stages)} stages, {replica.microbatches} microbatches"
+
+
+def _tokens(cluster: Cluster, one: Candidate, base: Candidate) -> str:
+    assert one.plan is not None and one.estimate is not None
+    every = (
+        ""
+        if one.plan.sync is None
+        else f" with {len(one.plan.replicas)} replicas that meet every {one.plan.sync.every} steps"
+    )
+    return f"the same loss needs {1 / one.estimate.token_efficiency:.3g} x the tokens{every}"
+
+
+def _queue(cluster: Cluster, one: Candidate, base: Candidate) -> str:
+    return f"it waits {format_seconds(queue_s(one))} in a queue first"
+
+
+def _misfits(ranking: Ranking) -> tuple[str, ...]:
+    """A sentence for every reason why techniques have no plan anywhere."""
+    reasons: dict[str, list[str]] = {}
+    for one in ranking.candidates:
+        if one.problem is not None and best_of(ranking, one.technique) is one:
+            reasons.setdefault(reason(one), []).append(one.technique)
+    return tuple(f"{joined(names)} {'have' if len(names) > 1 else 'has'} no plan: {text}."
+                 for text, names in reasons.items())  # fmt: skip
+
+
+def reason(one: Candidate) -> str:
+    """Why a candidate has no plan, without its name: techniques that share a reason are told together."""
+    assert one.problem is not None
+    what = one.problem.what.removeprefix(f"{one.technique} ") if one.problem.what.startswith(one.technique) else None
+    return f"{f'it {what}' if what else one.problem.what} ({one.problem.fact})"
+
+
+def left_out(ranking: Ranking) -> tuple[str, ...]:
+    """ "Do not use that site": for every site, host or device that the chosen part leaves out, the best with it."""
+    assert ranking.chosen is not None
+    chosen = ranking.candidates[ranking.chosen]
+    found: dict[int, tuple[Candidate, list[str], list[int]]] = {}
+    for name, places in _unused(ranking.cluster, chosen.places):
+        with_it = [one for one in ranking.candidates if one.plan is not None and set(one.places) & set(places)]
+        joint = [one for one in with_it if set(one.places) > set(chosen.places)] or with_it
+        if joint:
+            best = min(joint, key=lambda one: factor(ranking, one, chosen))
+            index = ranking.candidates.index(best)
+            found.setdefault(index, (best, [], []))[1].append(name)
+            found[index][2].extend(places)
+    return tuple(
+        _without(ranking, chosen, best, names if len(names) <= PIECES else [devices_line(ranking.cluster, places)])
+        for best, names, places in found.values()
+    )
+
+
+def _without(ranking: Ranking, chosen: Candidate, best: Candidate, names: Sequence[str]) -> str:
+    own = [
+        one
+        for one in ranking.candidates
+        if one.technique == chosen.technique and one.places == best.places and one.plan
+    ]
+    text = f"Do not use {joined(list(names))}, because: "
+    how = difference(factor(ranking, best, chosen), words_of(ranking))
+    text += (
+        f"the best with {'it' if len(names) == 1 else 'them'}, {called(best)}, is {how} ({format_seconds(best.time_s)})"
+    )
+    if reasons := slower_because(ranking.cluster, best, chosen):
+        text += f": {'; '.join(reasons)}"
+    if best.unchosen:
+        text += f"; and {best.unchosen}"
+    if own and own[0] is not best:
+        same = own[0]
+        text += f". {called(same)} is {difference(factor(ranking, same, chosen), words_of(ranking))}"
+        if reasons := slower_because(ranking.cluster, same, chosen):
+            text += f": {reasons[0]}"
+    return f"{text}."
+
+
+def _unused(cluster: Cluster, places: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
+    """What of a cluster is left out, in the largest pieces: sites, hosts of used sites, devices of used hosts."""
+    used, found, place = set(places), [], 0
+    for site in cluster.sites:
+        hosts = []
+        for host in site.hosts:
+            hosts.append((host, tuple(range(place, place + len(host.devices)))))
+            place += len(host.devices)
+        if not used & {each for _, inside in hosts for each in inside}:
+            found.append((site.name, tuple(each for _, inside in hosts for each in inside)))
+            continue
+        for host, inside in hosts:
+            rest = tuple(each for each in inside if each not in used)
+            if rest == inside:
+                found.append((host.name, rest))
+            elif rest:
+                found.append((f"{devices_line(cluster, rest)} of {host.name}", rest))
+    return found
+
+
+def unknown(ranking: Ranking) -> tuple[str, ...]:
+    """What rests on assumptions: the order of those that are close, and what was never measured."""
+    assert ranking.chosen is not None
+    chosen = ranking.candidates[ranking.chosen]
+    assert chosen.estimate is not None
+    low, high = chosen.estimate.interval
+    close = [
+        one for one in ranking.candidates
+        if one.eligible and not same_plan(one.plan, chosen.plan) and factor(ranking, one, chosen) < high
+    ]  # fmt: skip
+    found = [f"The estimate's interval is {low:.2f} to {high:.2f} times the predicted step."]
+    if close:
+        names = joined([called(one) for one in close[:4]]) + (f" and {len(close) - 4} more" if len(close) > 4 else "")
+        lies = "lies" if len(close) == 1 else "lie"
+        found.append(f"{names} {lies} inside it: a trial of each would decide, not this estimate.")
+    return (*found, *(f"Assumed: {one}." for one in assumed(chosen)))
+
+
+def assumed(one: Candidate) -> tuple[str, ...]:
+    """The estimate's assumptions; those that say the same of many pairs of sites in one sentence."""
+    assert one.estimate is not None
+    found: dict[str, list[str]] = {}
+    for text in one.estimate.assumptions:
+        pair, separator, rest = text.partition(": ")
+        found.setdefault(rest if separator and " - " in pair else text, []).append(pair)
+    return tuple(
+        text if len(pairs) == 1 and text.startswith(pairs[0])
+        else f"{', '.join(pairs[:2])}{f' and {len(pairs) - 2} other pairs' if len(pairs) > 2 else ''}: {text}"
+        for text, pairs in found.items()
+    )  # fmt: skip
+
+
+def _devices(count: int) -> str:
+    return "1 device" if count == 1 else f"{count} devices"

@@ -1,0 +1,283 @@
+"""A plan as pictures need it: what runs where, what crosses which link, what happens when, and what fills memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import msgspec
+
+from farspan.domain.plan import Plan, Replica
+from farspan.domain.results import Estimate, Memory
+from farspan.domain.units import format_bytes, format_rate, short_time
+from farspan.domain.words import stage_words, units_words
+from farspan.estimate.price import step
+from farspan.estimate.stage import Costs
+from farspan.estimate.traffic import Exchange, traffic
+
+#: What fills memory, in the order in which bars stack it.
+PARTS = tuple(Memory.__struct_fields__)
+PURPOSES = {
+    "gradients": "gradients", "weights": "weights", "operators": "activations inside operators",
+    "activations": "activations and their gradients", "tied table": "the tied table's gradient",
+    "replicas": "the replicas' parameters",
+}  # fmt: skip
+
+
+class Box(msgspec.Struct, frozen=True, kw_only=True):
+    """Neighbouring devices of a host that are alike and do alike. `stage` counts on over replicas, from 0."""
+
+    host: str
+    kind: str
+    count: int
+    stage: int
+    rows: int
+    memory: Memory
+    capacity: int
+    usable: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.count} x {self.kind}" if self.count > 1 else self.kind
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total <= self.usable
+
+
+class HostView(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    boxes: tuple[Box, ...]
+
+
+class SiteView(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    hosts: tuple[HostView, ...]
+
+
+class Flow(msgspec.Struct, frozen=True, kw_only=True):
+    """What crosses between two sites, or two hosts of one site, in a step, both ways together."""
+
+    a: str
+    b: str
+    between_sites: bool
+    bytes: dict[str, float]
+    rtt_s: float
+    rate: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.bytes.values())
+
+    @property
+    def what(self) -> str:
+        """`2.84 GB a step: gradients`."""
+        names = sorted(self.bytes, key=lambda name: -self.bytes[name])
+        if len(names) == 1:
+            return f"{format_bytes(self.total)} a step: {PURPOSES[names[0]]}"
+        parts = ", ".join(f"{PURPOSES[name]} {format_bytes(self.bytes[name])}" for name in names)
+        return f"{format_bytes(self.total)} a step: {parts}"
+
+    @property
+    def link(self) -> str:
+        return f"{short_time(self.rtt_s)}, {format_rate(self.rate)}"
+
+
+class Mark(msgspec.Struct, frozen=True, kw_only=True):
+    """What a stage does from `start` to `end`; `number` is the microbatch from 1, or 0."""
+
+    kind: str
+    number: int
+    start: float
+    end: float
+
+
+class Lane(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage's step."""
+
+    name: str
+    words: str
+    stage: int
+    marks: tuple[Mark, ...]
+    #: The replica that it belongs to, and how many replicas do exactly this.
+    replica: int = 1
+    alike: int = 1
+
+
+class Picture(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is drawn of one plan."""
+
+    plan: Plan
+    estimate: Estimate
+    sites: tuple[SiteView, ...]
+    flows: tuple[Flow, ...]
+    lanes: tuple[Lane, ...]
+    #: Seconds of the slowest replica's own step, without the meetings of replicas.
+    own_s: float
+
+    @property
+    def boxes(self) -> list[Box]:
+        return [box for site in self.sites for host in site.hosts for box in host.boxes]
+
+    @property
+    def ends(self) -> float:
+        """Seconds of the longest lane."""
+        return max(mark.end for lane in self.lanes for mark in lane.marks)
+
+
+def picture(plan: Plan, estimate: Estimate, costs: Costs) -> Picture:
+    """A plan and its estimate, ready to be drawn."""
+    own_s = max(step(replica, costs).seconds for replica in plan.replicas)
+    return Picture(
+        plan=plan, estimate=estimate, sites=_sites(plan, estimate, costs), flows=_flows(traffic(plan, costs), costs),
+        lanes=_merged(list(_lanes(plan, costs))), own_s=own_s,
+    )  # fmt: skip
+
+
+def _merged(lanes: list[Lane]) -> tuple[Lane, ...]:
+    """Lanes of replicas that do exactly the same as one."""
+    found: dict[tuple[object, ...], list[Lane]] = {}
+    for lane in lanes:
+        marks = tuple((mark.kind, mark.number, round(mark.start, 9), round(mark.end, 9)) for mark in lane.marks)
+        found.setdefault((lane.name, marks), []).append(lane)
+    return tuple(msgspec.structs.replace(same[0], alike=len(same)) for same in found.values())
+
+
+def _sites(plan: Plan, estimate: Estimate, costs: Costs) -> tuple[SiteView, ...]:
+    """Sites in the order in which the plan comes to them."""
+    boxes = sorted(_boxes(plan, estimate, costs), key=lambda pair: pair[0])
+    hosts: dict[str, list[Box]] = {}
+    for _, box in boxes:
+        hosts.setdefault(box.host, []).append(box)
+    sites: dict[str, list[HostView]] = {}
+    for host, found in hosts.items():
+        merged = [
+            msgspec.structs.replace(alike[0], count=len(alike))
+            for _, group in itertools.groupby(found)
+            for alike in [list(group)]
+        ]
+        sites.setdefault(costs.network.site(host), []).append(HostView(name=host, boxes=tuple(merged)))
+    return tuple(SiteView(name=name, hosts=tuple(hosts)) for name, hosts in sites.items())
+
+
+def _boxes(plan: Plan, estimate: Estimate, costs: Costs) -> Iterator[tuple[tuple[int, int], Box]]:
+    """(stage and rank, box) of every device."""
+    stages = [stage for replica in plan.replicas for stage in replica.stages]
+    ranks = sorted(rank for stage in stages for rank in stage.mesh.ranks)
+    memory = dict(zip(ranks, estimate.memory, strict=True))
+    for number, stage in enumerate(stages):
+        for rows, group in zip(stage.rows, stage.mesh.batch, strict=True):
+            for rank in group:
+                device = costs.network.devices[rank]
+                yield (number, rank), Box(
+                    host=costs.network.hosts[rank], kind=device.kind, count=1, stage=number, rows=rows,
+                    memory=memory[rank], capacity=device.memory, usable=costs.engine.fill * device.memory,
+                )  # fmt: skip
+
+
+def _flows(exchanges: tuple[Exchange, ...], costs: Costs) -> tuple[Flow, ...]:
+    """Flows between sites, the heaviest first, then those inside sites."""
+    network = costs.network
+    found: dict[tuple[str, str, bool], dict[str, float]] = {}
+    ends: dict[tuple[str, str, bool], tuple[str, str]] = {}
+    for one in exchanges:
+        for (a, b), size in one.by_hosts.items():
+            sites = (network.site(a), network.site(b))
+            key = (a, b, False) if sites[0] == sites[1] else (*sites, True)
+            sums = found.setdefault(key, {})
+            sums[one.purpose] = sums.get(one.purpose, 0.0) + size
+            ends.setdefault(key, (a, b))
+    flows = []
+    for key, sums in found.items():
+        wire = network.between(*ends[key], "activations" not in sums, costs.engine.streams)
+        rtt = network.link(*ends[key]).rtt_s
+        flows.append(Flow(a=key[0], b=key[1], between_sites=key[2], bytes=sums, rtt_s=rtt, rate=wire.rate))
+    return tuple(sorted(flows, key=lambda flow: (not flow.between_sites, -flow.total)))
+
+
+def _lanes(plan: Plan, costs: Costs) -> Iterator[Lane]:
+    number = 0
+    for which, replica in enumerate(plan.replicas, start=1):
+        found = step(replica, costs).simulated
+        times = [
+            costs.time(stage, [replica.micro_rows(i, c) for c in range(len(stage.rows))], replica.microbatches)
+            for i, stage in enumerate(replica.stages)
+        ]
+        # Every update waits for the global norm of the gradients, and so for the last sum.
+        known = max(end + time.exposed for end, time in zip(found.ends, times, strict=True))
+        for i, stage in enumerate(replica.stages):
+            marks = [
+                Mark(kind=span.kind, number=span.microbatch + 1, start=span.start, end=span.end)
+                for span in found.spans if span.stage == i
+            ]  # fmt: skip
+            if times[i].exposed:
+                marks.append(Mark(kind="sums", number=0, start=found.ends[i], end=found.ends[i] + times[i].exposed))
+            marks.append(Mark(kind="update", number=0, start=known, end=known + times[i].update))
+            yield Lane(
+                name=f"stage {i + 1}" if len(replica.stages) > 1 else "all devices",
+                words=f"{_where(replica, i, costs)}: {stage_words(stage, plan.model.layers)}",
+                stage=number, marks=tuple(sorted(marks, key=lambda mark: mark.start)), replica=which,
+            )  # fmt: skip
+            number += 1
+
+
+def _where(replica: Replica, index: int, costs: Costs) -> str:
+    """`2 a30 in vm1`."""
+    ranks = replica.stages[index].mesh.ranks
+    pairs = [(costs.network.devices[rank].kind, costs.network.hosts[rank]) for rank in ranks]
+    counted = [f"{pairs.count(pair)} {pair[0]} in {pair[1]}" for pair in dict.fromkeys(pairs)]
+    return (
+        ", ".join(counted) if len(counted) <= 4 else f"{len(ranks)} devices in {len({host for _, host in pairs})} hosts"
+    )
+
+
+def stage_line(shown: Picture, box: Box) -> str:
+    """`stage 2: blocks 13-24`, of a box."""
+    stages = [(replica, i) for replica in shown.plan.replicas for i in range(len(replica.stages))]
+    replica, index = stages[box.stage]
+    units = units_words(replica.stages[index].units, shown.plan.model.layers)
+    number = [each is replica for each in shown.plan.replicas].index(True) + 1
+    if len(replica.stages) > 1:
+        units = f"stage {index + 1}: {units}"
+    if len(shown.plan.replicas) == 1:
+        return units
+    return f"replica {number}{', ' if len(replica.stages) > 1 else ': '}{units}"
+
+
+def lane_name(shown: Picture, lane: Lane) -> str:
+    """`stage 2`, `replica 1, stage 2`, or `8 replicas, stage 2`."""
+    if len(shown.plan.replicas) == 1:
+        return lane.name
+    whose = f"{lane.alike} replicas" if lane.alike > 1 else f"replica {lane.replica}"
+    return whose if lane.name == "all devices" else f"{whose}, {lane.name}"
+
+
+def paces(shown: Picture) -> str:
+    """How steps follow one another, and what meetings add."""
+    text = f"steps follow each other every {short_time(shown.estimate.step_s)}"
+    meeting = shown.estimate.step_s - shown.own_s
+    if shown.plan.sync is None or meeting <= 1e-3 * shown.own_s:
+        return text
+    every = shown.plan.sync.every
+    return f"{text}, {short_time(meeting)} of it for the replicas' meeting after every {every} of them"
+
+
+def rows_line(box: Box) -> str:
+    """`8 rows each`."""
+    return f"{box.rows} row{'s' * (box.rows != 1)}{' each' * (box.count > 1)}"
+
+
+def bars(shown: Picture) -> list[tuple[str, Box]]:
+    """(label, box) for every distinct device: kind, what fills it and how much."""
+    groups: dict[tuple[object, ...], list[Box]] = {}
+    for box in shown.boxes:
+        parts = tuple(round(getattr(box.memory, part), -6) for part in PARTS)
+        groups.setdefault((box.kind, box.capacity, parts), []).append(box)
+    found = []
+    for group in groups.values():
+        count, hosts = sum(box.count for box in group), list(dict.fromkeys(box.host for box in group))
+        where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
+        found.append(
+            (f"{count} x {group[0].kind} in {where}" if count > 1 else f"{group[0].kind} in {where}", group[0])
+        )
+    return found

@@ -1,0 +1,130 @@
+"""A plan's pictures in a terminal: lines of (text, tint) in one width, which whoever prints them may colour."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from farspan.domain.units import format_bytes, short_time
+from farspan.report.plan_picture import PARTS, Lane, Picture, bars, lane_name, paces, rows_line, stage_line
+
+Line = list[tuple[str, str]]
+#: Stages take these tints in turn.
+TINTS = 6
+GLYPHS = {"forward": "▒", "backward": "█", "send": "~", "sums": "≈", "update": "u", "": "·"}
+#: Of every other microbatch, so that neighbours can be told apart.
+OTHERS = {"forward": "░", "backward": "▓"}
+BAR = dict(zip(PARTS, "WGOALBF", strict=True))
+#: Lanes and bars beyond so many are left to the page.
+MOST = 24
+
+
+def show(shown: Picture, width: int) -> Iterator[Line]:
+    """The three pictures, one below the other."""
+    yield [("What runs where, and what crosses which link in a step (both ways together)", "strong")]
+    yield from cluster(shown, width)
+    yield []
+    yield [("One step, as simulated", "strong")]
+    yield from timeline(shown, width)
+    yield []
+    yield [("Memory at its peak", "strong")]
+    yield from memory(shown, width)
+
+
+def cluster(shown: Picture, width: int) -> Iterator[Line]:
+    """Sites in the plan's order with their devices, and the flows between neighbours in the gaps; then the others."""
+    names = [site.name for site in shown.sites]
+    drawn = set()
+    size = max(len(box.name) for box in shown.boxes)
+    for place, site in enumerate(shown.sites):
+        for host in site.hosts:
+            label = site.name if len(site.hosts) == 1 and host.name == site.name else f"{site.name} / {host.name}"
+            yield [(label, "strong")]
+            for box in host.boxes:
+                memory = f"{format_bytes(box.memory.total)} of {format_bytes(box.capacity)}"
+                line: Line = [("  ■ ", str(box.stage % TINTS)), (f"{box.name:{size}}  ", "")]
+                line.append((f"{stage_line(shown, box)} · {rows_line(box)} · ", ""))
+                yield [*line, (memory, "" if box.fits else "bad")]
+        for flow in shown.flows:
+            inside = not flow.between_sites and flow.a in {host.name for host in site.hosts}
+            if inside or {flow.a, flow.b} == set(names[place : place + 2]):
+                drawn.add(id(flow))
+                yield from _flow(f"{flow.a} - {flow.b}: " if inside else "", flow.what, flow.link, inside, width)
+    for flow in shown.flows:
+        if id(flow) not in drawn:
+            yield from _flow(f"{flow.a} - {flow.b}: ", flow.what, flow.link, False, width)
+    if not shown.flows:
+        yield [("  nothing leaves the host", "soft")]
+
+
+def _flow(ends: str, what: str, link: str, inside: bool, width: int) -> Iterator[Line]:
+    sign = "  ├ " if inside else "  ↕ "
+    text = f"{ends}{what}"
+    if len(sign) + len(text) + len(link) + 3 <= width:
+        yield [(sign, "soft"), (text, ""), (f" ({link})", "soft")]
+    else:
+        yield [(sign, "soft"), (text, "")]
+        yield [(f"    ({link})", "soft")]
+
+
+def timeline(shown: Picture, width: int) -> Iterator[Line]:
+    """A lane a stage: each cell shows what fills most of it."""
+    name = max(len(lane_name(shown, lane)) for lane in shown.lanes)
+    cells = width - name - 2
+    for lane in shown.lanes[:MOST]:
+        yield [(f"{lane_name(shown, lane):{name}}  ", ""), *_cells(lane, shown.ends, cells)]
+    if len(shown.lanes) > MOST:
+        yield [(f"{len(shown.lanes) - MOST} more lanes are on the page: --html FILE", "soft")]
+    end = short_time(shown.ends)
+    yield [(" " * (name + 2) + "0" + end.rjust(cells - 1), "soft")]
+    used = {mark.kind for lane in shown.lanes for mark in lane.marks}
+    words = {"send": "sending", "sums": "sums of gradients, gathers of weights"}
+    legend = [f"{OTHERS.get(kind, '')}{GLYPHS[kind]} {words.get(kind, kind)}" for kind in GLYPHS if kind in used]
+    legend.append("· waiting")
+    yield [("  ".join(legend), "soft")]
+    yield [(paces(shown), "soft")]
+
+
+def _cells(lane: Lane, ends: float, count: int) -> Line:
+    """Neighbouring cells of one tint as one piece."""
+    size = ends / count
+    filled: list[dict[tuple[str, int], float]] = [{} for _ in range(count)]
+    for mark in lane.marks:
+        key = (mark.kind, mark.number % 2)
+        for cell in range(int(mark.start / size), min(count, int(mark.end / size) + 1)):
+            part = min(mark.end, (cell + 1) * size) - max(mark.start, cell * size)
+            filled[cell][key] = filled[cell].get(key, 0.0) + max(0.0, part)
+    pieces: Line = []
+    for cell in filled:
+        (kind, odd), most = max(cell.items(), key=lambda item: item[1], default=(("", 0), 0.0))
+        if most < size - sum(cell.values()):
+            kind = ""
+        glyph = OTHERS[kind] if kind in OTHERS and not odd else GLYPHS[kind]
+        tint = "soft" if kind in ("", "send", "sums", "update") else str(lane.stage % TINTS)
+        if pieces and pieces[-1][1] == tint:
+            pieces[-1] = (pieces[-1][0] + glyph, tint)
+        else:
+            pieces.append((glyph, tint))
+    return pieces
+
+
+def memory(shown: Picture, width: int) -> Iterator[Line]:
+    """A bar for every distinct device, on one scale; what is short stands beyond its capacity."""
+    scale = max(max(box.capacity, box.memory.total) for box in shown.boxes)
+    found = bars(shown)
+    name = max(len(label) for label, _ in found)
+    cells = width - name - 22
+    for label, box in found[:MOST]:
+        bar, at = "", 0.0
+        for part in PARTS:
+            at += getattr(box.memory, part)
+            bar += BAR[part] * (round(cells * at / scale) - len(bar))
+        edge = round(cells * box.capacity / scale)
+        used = f"{format_bytes(box.memory.total):>8} of {format_bytes(box.capacity)}"
+        yield [
+            (f"{label:{name}} ", ""), (bar[:edge], str(box.stage % TINTS)), (bar[edge:], "bad"),
+            ("·" * max(0, edge - len(bar)), "soft"), (" " * (cells - max(edge, len(bar)) + 1), ""),
+            (used, "" if box.fits else "bad"),
+        ]  # fmt: skip
+    if len(found) > MOST:
+        yield [(f"{len(found) - MOST} more bars are on the page: --html FILE", "soft")]
+    yield [("  ".join(f"{letter} {part}" for part, letter in BAR.items()) + "  · free", "soft")]

@@ -1,0 +1,153 @@
+"""Bytes of a worker by hand: state by ZeRO's level, activations in flight, recomputation, tied tables, splits."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from farspan import models
+from farspan.domain.plan import GradSync, Sync
+from farspan.estimate.memory import activations_per_row, local_parameters, logits_bytes, replayed_per_row, state_bytes
+from farspan.estimate.price import estimate
+from farspan.estimate.sharding import RESIDUAL
+from tests.estimate.parts import TIED, UNTIED, cluster, costs, device, mesh, pipeline, plain, plan, stage, train
+
+S, D, V, H, F = 16, 64, 96, 4, 256
+#: What a GPT-2 block keeps of one sequence in fp32 beside scores: two norms' inputs, inputs of four matrices (the last of
+#: F), q, k, v, and the activation's input.
+GPT2_BLOCK = 4 * S * (2 * D + 3 * D + F + 3 * D + F)
+
+
+def alone(**changes):
+    there = cluster([[device()]])
+    return costs(there, plain(), **changes), stage(mesh(0), (8,))
+
+
+def test_state_by_zero_level():
+    # Weights 2, gradients 4, optimizer 12 bytes a parameter in bf16 (arXiv 1910.02054 has 2, 2, 12).
+    bf16 = train(precision="bf16")
+    assert state_bytes(100, bf16, plain(), 0, 4) == (200, 400, 1200)
+    assert state_bytes(100, bf16, plain(), 1, 4) == (200, 400, 300)
+    assert state_bytes(100, bf16, plain(), 2, 4) == (200, 100, 300)
+    assert state_bytes(100, bf16, plain(), 3, 4) == (50, 100, 300)
+    assert sum(state_bytes(100, train(), plain(), 0, 4)) == 1600
+
+
+def test_activations_of_a_block_by_hand():
+    graph = models.graph(TIED)
+    assert activations_per_row(graph, (1, 2), train(), "cuda") == GPT2_BLOCK
+    assert activations_per_row(graph, (1, 4), train(), "cuda") == 3 * GPT2_BLOCK
+    assert activations_per_row(graph, (1, 2), train(precision="bf16"), "cuda") == GPT2_BLOCK / 2
+    # Probabilities of 4 heads: on CPUs, and by the textbook, where bf16 has an fp32 softmax beside its copy.
+    scores = H * S * S
+    assert activations_per_row(graph, (1, 2), train(), "cpu") == GPT2_BLOCK + 4 * scores
+    assert activations_per_row(graph, (1, 2), train(attention="vanilla"), "cuda") == GPT2_BLOCK + 4 * scores
+    textbook = train(attention="vanilla", precision="bf16")
+    assert activations_per_row(graph, (1, 2), textbook, "cuda") == GPT2_BLOCK / 2 + 6 * scores
+    # Final norm and head keep their inputs; the embedding nothing.
+    assert activations_per_row(graph, (5, 6), train(), "cuda") == 4 * S * 2 * D
+    assert activations_per_row(graph, (0, 1), train(), "cuda") == 0
+
+
+def test_recomputed_blocks_keep_their_inputs():
+    graph = models.graph(TIED)
+    assert activations_per_row(graph, (1, 4), train(), "cuda", recompute=True) == 3 * 4 * S * D
+    assert replayed_per_row(graph, train(), "cuda") == GPT2_BLOCK
+    using, one = alone()
+    again = msgspec.structs.replace(one, recompute=True)
+    head = 4 * S * 2 * D
+    assert using.memory_of(again, 2, 3, 0, piped=False).activations == 2 * (3 * (4 * 4 * S * D + head) + GPT2_BLOCK)
+    assert using.memory_of(one, 2, 3, 0, piped=False).activations == 2 * 3 * (4 * GPT2_BLOCK + head)
+    # A stage without blocks has none to hold.
+    ends = msgspec.structs.replace(again, units=(5, 6))
+    assert using.memory_of(ends, 2, 1, 0).activations == 2 * head
+
+
+def test_splits_divide_what_they_name():
+    graph = models.graph(TIED)
+    splits = {"attn.qkv": "n", "attn": "n", "attn.out": "n", "mlp.up": "f", "mlp.act": "f", "mlp.down": "f"}
+    # Inputs of norms and of the column-split matrices stay whole.
+    kept = 4 * S * (2 * D + 2 * D) + 4 * S * (3 * D + D + 2 * F) / 4
+    assert activations_per_row(graph, (1, 2), train(), "cuda", splits=splits, ways=4) == kept
+    rows = dict.fromkeys([op.name for op in graph.block], "b") | {RESIDUAL: "b"}
+    assert activations_per_row(graph, (1, 2), train(), "cuda", splits=rows, ways=4) == GPT2_BLOCK / 4
+    assert activations_per_row(graph, (1, 2), train(), "cuda", splits=rows, ways=4, recompute=True) == S * D
+    # Biases of row-split matrices and norms stay whole: 2 x 2 D of norms, D of each.
+    block = graph.parameters(1, 2)
+    assert local_parameters(graph, (1, 2), splits, 4) == (block - 6 * D) / 4 + 6 * D
+
+
+def test_a_tied_table_counts_once_on_one_stage_and_at_both_ends_of_a_pipeline():
+    graph, table = models.graph(TIED), V * D
+    positions = 32 * D
+    assert local_parameters(graph, (0, 6), {}, 1) == graph.parameters()
+    assert local_parameters(graph, (0, 1), {}, 1) == table + positions
+    assert local_parameters(graph, (5, 6), {}, 1) == table + 2 * D
+    assert local_parameters(graph, (0, 3), {}, 1) + local_parameters(graph, (3, 6), {}, 1) == graph.parameters() + table
+    blocks = 4 * graph.parameters(1, 2) + positions + 2 * D
+    # Where one end needs it whole the device holds it whole.
+    assert local_parameters(graph, (0, 6), {"tok": "v", "head": "v"}, 2) == blocks + table / 2
+    assert local_parameters(graph, (0, 6), {"tok": "v"}, 2) == blocks + table
+    assert local_parameters(graph, (0, 6), {"head": "v"}, 2) == blocks + table
+    assert local_parameters(models.graph(UNTIED), (0, 6), {"head": "v"}, 2) == models.graph(UNTIED).parameters() - table / 2
+
+
+def test_logits_whole_and_in_chunks():
+    graph = models.graph(TIED)
+    # fp32 logits and their softmax; in bf16 the softmax is twice as wide.
+    assert logits_bytes(graph, train(), 2, plain()) == 2 * S * V * (4 + 4)
+    assert logits_bytes(graph, train(precision="bf16"), 2, plain()) == 2 * S * V * (2 + 4)
+    assert logits_bytes(graph, train(), 2, plain(), 0.5) == 2 * S * V * 4
+    # In chunks the head's gradient and its fp32 sum are there beside them.
+    chunked = plain(logits_chunk=1000)
+    assert logits_bytes(graph, train(), 2, chunked) == 1000 * 2 + 2 * 4 * V * D
+    assert logits_bytes(graph, train(), 0, chunked) == 2 * 4 * V * D
+
+
+def test_microbatches_in_flight_hold_activations_and_buffers():
+    there = cluster([[device()] * 2])
+    using = costs(there, plain(framework=7))
+    stages = [stage(mesh(0), (8,), (0, 3)), stage(mesh(1), (8,), (3, 6))]
+    replica = pipeline(stages, 4, (3, 9))  # No more than the stage before lets through.
+    first, last = (using.memory(replica, i, 0) for i in range(2))
+    message = 4 * 2 * S * D
+    assert first.activations == 2 * 3 * 2 * GPT2_BLOCK
+    assert last.activations == 2 * 3 * (2 * GPT2_BLOCK + 4 * S * 2 * D)
+    assert first.buffers == last.buffers == 2 * 3 * message
+    assert first.logits == 0 and last.logits == 2 * S * V * 8
+    assert first.framework == 7
+    assert first.weights == 4 * using.graph.parameters(0, 3)
+    assert first.total == sum(msgspec.structs.astuple(first))
+
+
+def test_buffers_of_sums_and_gathers():
+    there = cluster([[device(framework=11)] * 2])
+    using = costs(there, plain(), precision="bf16")
+    bucketed = stage(mesh(0, 1), (4, 4), grad_sync=GradSync(bucket_bytes=1000))
+    found = using.memory_of(bucketed, 4, 1, 0, piped=False)
+    assert (found.buffers, found.framework) == (1000, 11)
+    # Full sharding holds two gathered units, of which the block is the largest here.
+    gathered = using.memory_of(msgspec.structs.replace(bucketed, zero=3), 4, 1, 0, piped=False)
+    assert gathered.buffers == 1000 + 2 * 2 * using.graph.parameters(1, 2)
+    assert gathered.weights == 2 * using.graph.parameters() / 2
+    alone = using.memory_of(stage(mesh(0), (8,), grad_sync=GradSync(bucket_bytes=1000)), 8, 1, 0, piped=False)
+    assert alone.buffers == 0
+
+
+def test_replicas_keep_what_they_last_agreed_on_and_the_outer_momentum():
+    there = cluster([[device()] * 2])
+    replicas = [pipeline([stage(mesh(rank), (4,))], 1, (1,)) for rank in range(2)]
+    graph = models.graph(TIED)
+    meeting = estimate(plan(there, *replicas, sync=Sync(every=30)), graph, there, plain())
+    apart = estimate(plan(there, *replicas), graph, there, plain())
+    for with_sync, without in zip(meeting.memory, apart.memory, strict=True):
+        assert with_sync.optimizer - without.optimizer == 8 * graph.parameters()
+
+
+def test_coordinates_hold_their_own_rows():
+    there = cluster([[device()] * 2])
+    replica = pipeline([stage(mesh(0, 1), (7, 1))], 2, (1,))
+    found = estimate(plan(there, replica), models.graph(TIED), there, plain())
+    per_row = 4 * GPT2_BLOCK + 4 * S * 2 * D
+    assert [memory.activations for memory in found.memory] == [4 * per_row, per_row]
+    assert found.memory_bytes == found.memory[0].total

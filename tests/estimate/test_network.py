@@ -1,0 +1,182 @@
+"""Wires and collectives by hand, and rings against a simulation of every part on every hop."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farspan.domain.cluster import SITE_BANDWIDTH, SITE_RTT_S, Cluster, Link
+from farspan.estimate.network import LOCAL_DELAY_S, SEGMENT, UNKNOWN_BANDWIDTH, Network
+from tests.estimate.parts import cluster, device, plain, planned
+
+
+def network(there: Cluster, **changes) -> Network:
+    return Network(there, planned(there), plain(**changes))
+
+
+def two(link: dict, **changes) -> Network:
+    """One device in each of two sites."""
+    made = Link(**{"a": "A", "b": "B", "rtt_s": 0.099, "bandwidth": 1e9} | link)
+    return network(cluster([[device()]], [[device()]], links=(made,)), **changes)
+
+
+def wire(link: dict, *, collective: bool = False, streams: int = 1, **changes):
+    return two(link, **changes).wire(0, 1, collective=collective, streams=streams)
+
+
+def test_the_least_of_line_window_loss_and_software_decides():
+    # The engine's 1 ms for a message lengthens each round trip: 0.1 s.
+    assert wire({}).rate == 1e9
+    assert wire({"window": 10**6}).rate == pytest.approx(1e7)
+    assert wire({"window": 10**6}, streams=4).rate == pytest.approx(4e7)
+    assert wire({}, window=10**6).rate == pytest.approx(1e7)
+    assert wire({"window": 10**6}, window=10**9).rate == pytest.approx(1e7)
+    lost = 1448 / 0.099 * math.sqrt(1.5 / 1e-4)
+    assert SEGMENT == 1448
+    assert wire({"loss": 1e-4}).rate == pytest.approx(lost)
+    assert wire({"loss": 1e-4}, streams=3).rate == pytest.approx(3 * lost)
+    assert wire({}, host_rate=5e8).rate == 5e8
+    assert wire({"bandwidth": None}, host_rate=5e8).rate == 5e8
+    assert wire({"bandwidth": None}).rate == UNKNOWN_BANDWIDTH
+    assert wire({}).delay_s == 0.0495
+
+
+def test_software_bounds_what_is_under_way():
+    assert wire({}, collective_bytes=10**5, collective=True).rate == pytest.approx(1e6)
+    assert wire({}, collective_bytes=10**5).rate == 1e9
+    assert wire({}, send_bytes=10**5).rate == pytest.approx(1e6)
+    assert wire({"window": 10**4}, send_bytes=10**5).rate == pytest.approx(1e5)
+
+
+def test_measured_bytes_under_way_go_before_windows_and_loss():
+    measured = {"in_flight": {1: 10**6, 4: 3 * 10**6}, "window": 1, "loss": 0.5}
+    assert wire(measured).rate == pytest.approx(1e7)
+    assert wire(measured, streams=4).rate == pytest.approx(3e7)
+    assert wire(measured, streams=2).rate == pytest.approx(1.5e7)  # Half of what four carry.
+    assert wire(measured, streams=16).rate == pytest.approx(3e7)
+    # Three streams carry at least what one does.
+    assert wire({"in_flight": {1: 10**6, 4: 11 * 10**5}}, streams=3).rate == pytest.approx(1e7)
+
+
+def test_a_measured_transfer_goes_before_the_rate():
+    timed = {"transfer_s": {10**6: 0.25, 3 * 10**6: 0.45}, "window": 10}
+    there = two(timed)
+    one = there.wire(0, 1, collective=False, streams=1)
+    assert there.send_s(one, 2e6) == pytest.approx(0.35 - 0.0495 + 1e-3)
+    assert there.send_s(one, 4e6) == pytest.approx(0.55 - 0.0495 + 1e-3)
+    assert there.send_s(one, 1e10) == pytest.approx(1e3 + 0.15 - 0.0495 + 1e-3)
+    # The line bounds what the points would say far outside them.
+    assert there.send_s(one, 1e3) == pytest.approx(max(1e-6, 0.1501 - 0.0495) + 1e-3)
+    # Several streams, and collectives, were not what was timed.
+    assert there.wire(0, 1, collective=False, streams=2).timed == ()
+    assert there.wire(0, 1, collective=True).timed == ()
+
+
+def test_messages_take_size_over_rate_and_share_the_line_but_not_their_windows():
+    there = two({"window": 4 * 10**7})  # 4e8 bytes a second each.
+    one = there.wire(0, 1, collective=False)
+    assert there.send_s(one, 8e8) == pytest.approx(2.001)
+    assert there.send_s(one, 8e8, 2) == pytest.approx(2.001)
+    assert there.send_s(one, 8e8, 4) == pytest.approx(3.201)
+    assert (one.shared(1), one.shared(2), one.shared(5)) == (4e8, 4e8, 2e8)
+
+
+def test_inside_a_host_and_inside_a_site():
+    there = network(cluster([[device()] * 2, [device()]]))
+    local, near = there.wire(0, 1, collective=False), there.wire(0, 2, collective=False)
+    assert (local.delay_s, local.rate, local.local) == (LOCAL_DELAY_S, 1e10, True)
+    assert (near.delay_s, near.rate, near.local) == (SITE_RTT_S / 2, SITE_BANDWIDTH, False)
+
+
+def test_a_host_pair_of_its_own_goes_before_its_sites():
+    own = Link(a="a1", b="b0", rtt_s=0.5, bandwidth=1e6)
+    sites = Link(a="A", b="B", rtt_s=0.1, bandwidth=1e9)
+    there = network(cluster([[device()], [device()]], [[device()]], links=(own, sites)))
+    assert there.wire(0, 2, collective=False).delay_s == 0.05
+    assert there.wire(1, 2, collective=False).delay_s == 0.25
+    with pytest.raises(KeyError):
+        network(cluster([[device()]], [[device()]])).wire(0, 1, collective=False)
+
+
+def test_rings_between_two_sites_by_hand():
+    there = two({"bandwidth": 1e6})
+    hop = 0.0495 + 1e-3
+    assert there.reduce_scatter_s((0, 1), 4e6) == pytest.approx(hop + 2.0)
+    assert there.all_gather_s((0, 1), 4e6) == pytest.approx(hop + 2.0)
+    assert there.all_reduce_s((0, 1), 4e6) == pytest.approx(2 * hop + 4.0)
+    assert there.all_reduce_s((0, 1), 4e6, messages=10) == pytest.approx(20 * hop + 4.0)
+    assert there.all_reduce_s((0, 1), 4e6, concurrent=3) == pytest.approx(2 * hop + 12.0)
+    assert there.all_to_all_s((0, 1), 4e6) == pytest.approx(hop + 1.0)
+    assert there.all_reduce_s((0,), 4e6) == 0.0
+
+
+def test_a_ring_over_unlike_links_waits_for_the_slowest_and_the_farthest():
+    links = (
+        Link(a="A", b="B", rtt_s=0.2, bandwidth=1e6),
+        Link(a="B", b="C", rtt_s=0.02, bandwidth=1e9),
+        Link(a="A", b="C", rtt_s=0.1, bandwidth=1e8),
+    )
+    there = network(cluster([[device()]], [[device()]], [[device()]], links=links))
+    # Hops 0 -> 1, 1 -> 2, 2 -> 0 of 0.101, 0.011, 0.051 s; two steps' longest way is 2 -> 0 -> 1.
+    assert there.reduce_scatter_s((0, 1, 2), 3e6) == pytest.approx(0.152 + 2.0)
+    # Four steps: once around, and the longest hop.
+    assert there.all_reduce_s((0, 1, 2), 3e6) == pytest.approx(0.163 + 0.101 + 4.0)
+
+
+def test_a_ring_that_crosses_a_line_twice_shares_it():
+    link = Link(a="A", b="B", rtt_s=0.1, bandwidth=1e6)
+    there = network(cluster([[device()] * 2], [[device()] * 2], links=(link,)))
+    straight, zigzag = (there.reduce_scatter_s(ring, 4e6) for ring in ((0, 1, 2, 3), (0, 2, 1, 3)))
+    assert straight == pytest.approx(0.051 * 2 + LOCAL_DELAY_S + 3.0)
+    assert zigzag == pytest.approx(0.051 * 3 + 6.0)
+
+
+def test_hierarchical_all_reduce_crosses_the_wide_area_once():
+    link = Link(a="A", b="B", rtt_s=0.1, bandwidth=1e6)
+    there = network(cluster([[device()] * 4], [[device()] * 4], links=(link,)))
+    group, size = tuple(range(8)), 8e6
+    # Inside: 3 steps of a quarter at 1e10, twice. Across: four rings of 2e6 bytes share the line of 1e6 a second; each
+    # byte goes over once each way.
+    inside = 3 * LOCAL_DELAY_S + 3 / 4 * size / 1e10
+    across = 2 * 0.051 + size / 1e6
+    assert there.all_reduce_s(group, size, topology="hierarchical") == pytest.approx(2 * inside + across)
+    # One ring of 14 steps: all eight hops, then the six in a row with both wide ones among them.
+    flat = 2 * 7 / 8 * size / 1e6
+    assert there.all_reduce_s(group, size) == pytest.approx(flat + 4 * 0.051 + 10 * LOCAL_DELAY_S)
+    # Inside one site there is nothing to cross.
+    assert there.all_reduce_s((0, 1), size, topology="hierarchical") == there.all_reduce_s((0, 1), size)
+
+
+def simulated_ring(delays, busy, steps):
+    """When the last part arrives: each rank passes on what it received before, over a wire that carries one part at a
+    time."""
+    n = len(delays)
+    arrived, free = [0.0] * n, [0.0] * n
+    for _ in range(steps):
+        left = [max(arrived[i], free[i]) for i in range(n)]
+        free = [left[i] + busy[i] for i in range(n)]
+        arrived = [free[i - 1] + delays[i - 1] for i in range(n)]
+    return max(arrived)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(2, 6), st.data(), st.sampled_from(["reduce_scatter", "all_reduce"]))
+def test_rings_against_a_simulation_of_every_part(n, data, kind):
+    """The formula adds the longest way and the slowest wire's work; a ring needs each, and at most both."""
+    rtts = [data.draw(st.floats(1e-4, 0.3)) for _ in range(n)]
+    rates = [data.draw(st.floats(1e5, 1e9)) for _ in range(n)]
+    names = "ABCDEF"
+    links = [Link(a=names[i], b=names[(i + 1) % n], rtt_s=rtts[i], bandwidth=rates[i]) for i in range(n)]
+    links = links[: 1 if n == 2 else n]
+    there = network(cluster(*([[device()]] for _ in range(n)), links=tuple(links)))
+    size, steps = 1e6, (n - 1) * (2 if kind == "all_reduce" else 1)
+    found = getattr(there, f"{kind}_s")(range(n), size)
+    if n == 2:
+        rtts, rates = rtts[:1] * 2, rates[:1] * 2
+    exact = simulated_ring([rtt / 2 + 1e-3 for rtt in rtts], [size / n / rate for rate in rates], steps)
+    assert exact * (1 - 1e-9) <= found <= 2 * exact
+    if len(set(rtts)) == len(set(rates)) == 1:
+        assert found == pytest.approx(exact)

@@ -1,0 +1,357 @@
+"""A step of any plan: sums of gradients, pipelines' edges and ties, replicas, money and energy by hand; and what holds
+for random plans that no technique emits."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farspan import models
+from farspan.domain.cluster import Cluster, Link
+from farspan.domain.codec import convert
+from farspan.domain.model import train_flops_per_token
+from farspan.domain.plan import Edge, GradSync, Plan, Replica, Sync
+from farspan.estimate.loss import loss
+from farspan.estimate.price import RESERVE, edges, estimate, step
+from farspan.estimate.replicas import token_efficiency
+from tests.estimate.parts import (
+    ENGINES,
+    TIED,
+    UNTIED,
+    cluster,
+    costs,
+    device,
+    mesh,
+    named,
+    pipeline,
+    plain,
+    plan,
+    plans,
+    stage,
+)
+
+WIDE = Link(a="A", b="B", rtt_s=0.1, bandwidth=1e6)
+HOP = 0.05 + 1e-3
+
+
+def sites(a: int = 1, b: int = 1, **changes) -> Cluster:
+    return cluster([[device()] * a], [[device()] * b], links=(WIDE,), **changes)
+
+
+def single(on, rows, microbatches=1, **changes) -> Replica:
+    return Replica(stages=(stage(on, rows, **changes),), microbatches=microbatches)
+
+
+# -- sums of gradients -------------------------------------------------------------------------------------------------
+
+
+def test_data_parallel_step_by_hand():
+    there = sites()
+    using = costs(there, plain())
+    found = step(single(mesh(0, 1), (4, 4), 2), using)
+    passes = using.passes(stage(mesh(0), (4,)), [2])
+    update = using.time(stage(mesh(0), (4,)), [2], 1).update
+    gradients = 4 * using.graph.parameters()
+    messages = sum(len(op.weights) for unit, count in using.graph.kinds(0, 6) for _ in range(count) for op in unit)
+    summed = messages * 2 * HOP + gradients / 1e6
+    assert found.seconds == pytest.approx(2 * (passes.forward + passes.backward) + summed + update)
+    assert (found.compute, found.communication) == pytest.approx((2 * (passes.forward + passes.backward) + update, summed))
+    assert found.bubble == pytest.approx(0.0)
+    # Each of two ring members sends half of the gradients, twice.
+    assert found.sent == {"A": gradients, "B": gradients}
+
+
+def test_buckets_save_round_trips_and_bits_save_bytes():
+    using = costs(sites(), plain())
+    gradients = 4 * using.graph.parameters()
+
+    def exposed(**changes):
+        sync = GradSync(**{"bucket_bytes": 10**9} | changes)
+        return using.time(stage(mesh(0, 1), (4, 4), grad_sync=sync), [4, 4], 1).exposed
+
+    assert exposed() == pytest.approx(2 * HOP + gradients / 1e6)
+    assert exposed(bucket_bytes=gradients // 4) == pytest.approx(4 * 2 * HOP + gradients / 1e6)
+    assert exposed(bits=8) == pytest.approx(2 * HOP + gradients / 4e6)
+
+
+def test_overlap_hides_all_but_the_last_bucket():
+    there = cluster([[device(flops={"fp32": 1e8})]], [[device(flops={"fp32": 1e8})]], links=(WIDE,))
+    one = stage(mesh(0, 1), (4, 4), grad_sync=GradSync(bucket_bytes=100_000))
+    plainly, hidden, slow = (
+        costs(there, plain(overlap=share), seq_len=length) for share, length in ((0, 16), (0.5, 16), (0.5, 128))
+    )
+    summed, cover = plainly.time(one, [4, 4], 1).exposed, plainly.passes(one, [4, 4]).backward
+    buckets = -(-4 * plainly.graph.parameters() // 100_000)
+    assert summed - cover / 2 > summed / buckets
+    assert hidden.time(one, [4, 4], 1).exposed == pytest.approx(summed - cover / 2)
+    assert summed - slow.passes(one, [4, 4]).backward / 2 < summed / buckets
+    assert slow.time(one, [4, 4], 1).exposed == pytest.approx(summed / buckets)
+
+
+def test_zero_levels_exchange_when_and_what_they_must():
+    using = costs(sites(), plain())
+    gradients = weights = 4 * using.graph.parameters()
+    scatter, gather = HOP + gradients / 2e6, HOP + weights / 2e6
+    usual = using.passes(stage(mesh(0, 1), (4, 4)), [2, 2])
+
+    def times(zero, microbatches):
+        sync = GradSync(bucket_bytes=10**9)
+        found = using.time(stage(mesh(0, 1), (4, 4), zero=zero, grad_sync=sync), [2, 2], microbatches)
+        extra = (found.passes.forward - usual.forward, found.passes.backward - usual.backward, found.exposed)
+        return pytest.approx(extra), found.sent["A"]
+
+    # One ring member of two sends half a tensor each time it is scattered or gathered.
+    half = gradients / 2
+    assert times(1, 2) == ((0, 0, scatter + gather), 2 * half)
+    assert times(2, 1) == ((0, 0, scatter + gather), 2 * half)
+    # Gradients of each microbatch are scattered at once; weights are gathered after the update.
+    assert times(2, 2) == ((0, scatter, gather), 3 * half)
+    # Full sharding gathers before both passes of each microbatch.
+    assert times(3, 2) == ((gather, gather + scatter, 0), 6 * half)
+
+
+def test_hybrid_sharding_sums_parts_between_sites():
+    using = costs(sites(2, 2), plain())
+    gradients = 4 * using.graph.parameters()
+    one = stage(mesh(0, 1, 2, 3, site=2, data=2), (2, 2, 2, 2), zero=3, grad_sync=GradSync(bucket_bytes=10**9))
+    found = using.time(one, [2] * 4, 1)
+    # Two rings share the line, each with half of the gradients.
+    assert found.exposed == pytest.approx(2 * HOP + gradients / 1e6)
+    assert found.sent == pytest.approx({"A": gradients, "B": gradients})
+    inside = using.network.all_gather_s((0, 1), gradients)
+    assert found.passes.forward_wait == pytest.approx(inside)
+
+
+def test_hierarchical_sums_cross_the_wide_area_once():
+    using = costs(sites(3, 3), plain())
+    gradients = 4 * using.graph.parameters()
+    flat, tree = (
+        using.time(
+            stage(mesh(*range(6)), (2, 2, 1, 1, 1, 1), grad_sync=GradSync(bucket_bytes=10**9, topology=topology)),
+            [2] * 6, 1,
+        ) for topology in ("flat", "hierarchical")
+    )  # fmt: skip
+    assert flat.sent == pytest.approx({"A": 2 * 5 / 6 * gradients, "B": 2 * 5 / 6 * gradients})
+    assert tree.sent == pytest.approx({"A": gradients, "B": gradients})
+    assert tree.exposed < flat.exposed
+
+
+# -- pipelines ---------------------------------------------------------------------------------------------------------
+
+
+def test_edges_carry_a_microbatch_once_between_as_many_hosts_as_both_stages_have():
+    there = cluster([[device()], [device()]], [[device()], [device()]], links=(WIDE,))
+    using = costs(there, plain())
+    stages = [stage(mesh(0, 1), (4, 4), (0, 3)), stage(mesh(2, 3), (4, 4), (3, 6))]
+    down, up = edges(pipeline(stages, 2, (2, 1), bits=16), using)
+    size = 2 * 4 * 16 * 64
+    # Two pairs of hosts send half each, over one line.
+    assert down == up
+    assert down[0] == pytest.approx((size / 1e6 + 1e-3, 0.05))
+    alone = [stage(mesh(0, 1), (4, 4), (0, 3)), stage(mesh(2), (8,), (3, 6))]
+    assert edges(pipeline(alone, 2, (2, 1), bits=16), using)[0][0] == pytest.approx((size / 1e6 + 1e-3, 0.05))
+    # Windows are each pair's own: half the bytes in half the time.
+    narrow = costs(there, plain(window=10**4))
+    rate = 1e4 / 0.101
+    assert edges(pipeline(stages, 2, (2, 1), bits=16), narrow)[0][0].busy == pytest.approx(size / 2 / rate + 1e-3)
+    more = msgspec.structs.replace(pipeline(stages, 2, (2, 1), bits=16), edges=(Edge(bits=16, streams=2),))
+    assert edges(more, narrow)[0][0].busy == pytest.approx(size / 4 / rate + 1e-3)
+
+
+def test_pipeline_step_by_hand():
+    there = sites()
+    using = costs(there, plain(), UNTIED)
+    replica = pipeline([stage(mesh(0), (8,), (0, 3)), stage(mesh(1), (8,), (3, 6))], 1, (1, 1))
+    a, b = (using.passes(one, [8]) for one in replica.stages)
+    hop = 4 * 8 * 16 * 64 / 1e6 + 1e-3 + 0.05
+    update = using.time(replica.stages[0], [8], 1).update
+    found = step(replica, using)
+    # There and back; the first stage then knows the second one's gradient norm, sent long before.
+    assert found.seconds == pytest.approx(a.forward + hop + b.forward + b.backward + hop + a.backward + update)
+    assert found.compute + found.communication + found.bubble == pytest.approx(found.seconds)
+    assert found.sent == {"A": 4 * 8 * 16 * 64, "B": 4 * 8 * 16 * 64}
+
+
+def test_tied_tables_meet_while_other_stages_work():
+    there = sites()
+    replica = pipeline([stage(mesh(0), (8,), (0, 3)), stage(mesh(1), (8,), (3, 6))], 1, (1, 1))
+    table = 4 * 96 * 64 / 1e6 + 1e-3 + 0.05
+
+    def seconds(made=replica, *, tied=True, **changes):
+        using = costs(there, plain(**changes))
+        using.graph = msgspec.structs.replace(using.graph, tied=tied)
+        return step(made, using).seconds
+
+    # The head's part is on its way beside the activations' gradient, which takes longer, as the rows do on the way back.
+    assert table < 4 * 8 * 16 * 64 / 1e6 + 1e-3 + 0.05
+    assert seconds() == seconds(tied=False)
+    # Where little else is sent, the table's way there and back and the last stage's passes are the longest round.
+    thin = pipeline([stage(mesh(0), (1,), (0, 3)), stage(mesh(1), (1,), (3, 6))], 1, (1, 1))
+    using = costs(there, plain())
+    last, update = using.passes(thin.stages[1], [1]), using.time(thin.stages[0], [1], 1).update
+    assert seconds(thin) == pytest.approx(2 * table + last.forward + last.backward + update)
+    # Without receives posted ahead both ends wait for it there and back; as a collective, for its sum.
+    late = seconds(receives_ahead=False) - seconds(receives_ahead=False, tied=False)
+    assert late == pytest.approx(2 * table)
+    assert seconds(ties_collective=True) - seconds(tied=False) == pytest.approx(2 * HOP + 4 * 96 * 64 / 1e6)
+
+
+def test_the_longest_round_of_waiting_decides_and_not_the_fill():
+    """A last stage with a slow update begins its next step late, while the first one waits for nothing but it."""
+    using = costs(cluster([[device(), device(bandwidth=1e6)]]), plain(), UNTIED)
+    replica = pipeline([stage(mesh(0), (8,), (0, 5)), stage(mesh(1), (8,), (5, 6))], 4, (2, 1))
+    times = [using.time(one, [2], 4) for one in replica.stages]
+    own = 4 * (times[1].passes.forward + times[1].passes.backward) + times[1].update
+    # Its update alone takes longer than the rest of the step, so it never waits for passes of the first stage; only
+    # for the gradient norm, which that one knows after the last backward pass has come back.
+    hop = 5e-6 + 1e-3 + 4 * 2 * 16 * 64 / 1e10
+    norm = hop + times[0].passes.backward + 1e-3 + 5e-6
+    assert times[1].update > 0.02 > norm
+    found = step(replica, using)
+    assert found.seconds == pytest.approx(own + norm)
+    assert found.compute == pytest.approx(own)
+    assert found.bubble == pytest.approx(norm)
+
+
+# -- replicas, money, energy -------------------------------------------------------------------------------------------
+
+
+def test_replicas_exchange_their_changes_every_so_often():
+    there = sites()
+    graph = models.graph(TIED)
+    replicas = [single(mesh(rank), (4,)) for rank in range(2)]
+
+    def priced(**changes):
+        return estimate(plan(there, *replicas, sync=Sync(**{"every": 10} | changes)), graph, there, plain())
+
+    alone = step(replicas[0], costs(there, plain())).seconds
+    size = 4 * graph.parameters()
+    took = 2 * HOP + size / 1e6
+    assert priced().step_s == pytest.approx(alone + took / 10)
+    assert priced(bits=8).step_s == pytest.approx(alone + (2 * HOP + size / 4e6) / 10)
+    assert priced(every=5).communication_s == pytest.approx(took / 5)
+    assert priced(overlap=True).communication_s == pytest.approx(max(0.0, took - 10 * alone) / 10)
+    assert priced(every=1000, overlap=True).step_s <= alone + took / 1000
+    found, expected = priced(every=30), token_efficiency(plan(there, *replicas, sync=Sync(every=30)), graph.parameters())
+    assert (found.token_efficiency, found.token_efficiency_interval, found.evidence) == expected
+    assert not found.evidence  # Nobody published so small a model.
+    tokens = 100 * 8 * 16 * found.token_efficiency
+    assert found.loss == pytest.approx(loss(graph.parameters(), tokens))
+
+
+def test_money_is_devices_by_the_hour_and_bytes_that_leave_sites():
+    priced = device(usd_per_hour=2.0, watts=300.0)
+    there = cluster([[priced]], [[priced]], links=(WIDE,), egress_usd_per_byte=1e-6)
+    graph = models.graph(TIED)
+    found = estimate(plan(there, single(mesh(0, 1), (4, 4))), graph, there, plain())
+    gradients = 4 * graph.parameters()
+    hours = found.run_s / 3600
+    assert found.run_s == pytest.approx(100 * found.step_s / (1 - RESERVE))
+    assert found.usd == pytest.approx(2 * 2.0 * hours + 100 * 2 * gradients * 1e-6)
+    assert found.kwh == pytest.approx(2 * 0.3 * hours)
+    # One device alone sends nothing, and pays for itself alone.
+    alone = estimate(plan(there, single(mesh(0), (8,))), graph, there, plain())
+    assert alone.usd == pytest.approx(2.0 * alone.run_s / 3600)
+    # A deadline cuts time, bytes and tokens alike.
+    half = estimate(plan(there, single(mesh(0, 1), (4, 4)), deadline_s=found.run_s / 2), graph, there, plain())
+    assert half.usd == pytest.approx(found.usd / 2)
+    assert half.run_s == found.run_s / 2
+    assert half.loss == pytest.approx(loss(graph.parameters(), 50 * 8 * 16))
+    unknown = cluster([[priced]], [[device()]], links=(WIDE,))
+    some = estimate(plan(unknown, single(mesh(0, 1), (4, 4))), graph, unknown, plain())
+    assert some.usd is None and some.kwh is None
+
+
+def test_replicas_in_one_site_send_only_what_leaves_it():
+    priced = device(usd_per_hour=0.0)
+    there = cluster([[priced] * 2], [[priced]], links=(WIDE,), egress_usd_per_byte=1.0)
+    graph = models.graph(TIED)
+    replicas = [single(mesh(rank), (2,)) for rank in range(3)]
+    found = estimate(plan(there, *replicas, sync=Sync(every=10), batch=6), graph, there, plain())
+    # A ring of three with one hop out of each site; each hop carries two thirds of the parameters, twice.
+    assert found.usd == pytest.approx(100 / 10 * 2 * 2 * 2 / 3 * 4 * graph.parameters())
+
+
+def test_speed_counts_the_models_arithmetic_over_the_data_sheets():
+    there = cluster([[device(), device(flops={"fp32": 3e12})]])
+    found = estimate(plan(there, single(mesh(0, 1), (4, 4))), models.graph(TIED), there, plain())
+    flops = 8 * 16 * train_flops_per_token(TIED, 16) / found.step_s
+    assert found.tokens_per_s == pytest.approx(8 * 16 / found.step_s)
+    assert found.tflops_per_device == pytest.approx(flops / 2 / 1e12)
+    assert found.mfu == pytest.approx(flops / 4e12)
+    unknown = cluster([[device(flops={})]])
+    assert estimate(plan(unknown, single(mesh(0), (8,))), models.graph(TIED), unknown, plain()).mfu is None
+
+
+def test_plans_for_other_clusters_and_models_are_refused():
+    there = sites()
+    made, graph = plan(there, single(mesh(0, 1), (4, 4))), models.graph(TIED)
+    with pytest.raises(KeyError):
+        estimate(made, graph, cluster([[device()]]), plain())
+    with pytest.raises(KeyError):
+        estimate(made, graph, cluster([[device()]], [[device()]]), plain())
+    wrong = single(mesh(0, 1, tensor=2), (8,), splits={"mlp.up": "n"})
+    with pytest.raises(ValueError, match=r"mlp\.up cannot be split"):
+        estimate(plan(there, wrong), graph, there, plain())
+
+
+# -- any plan ----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100, deadline=None)
+@given(plans(), st.sampled_from(ENGINES))
+def test_any_valid_plan_is_priced_and_its_step_is_all_accounted_for(case, engine):
+    there, made = case
+    found = estimate(made, models.graph(made.model), there, named(engine))
+    parts = (found.compute_s, found.communication_s, found.bubble_s)
+    assert found.step_s == pytest.approx(sum(parts), rel=1e-9)
+    assert min(parts) >= 0 and found.compute_s > 0
+    used = {rank for replica in made.replicas for one in replica.stages for rank in one.mesh.ranks}
+    assert len(found.memory) == len(used)
+    assert min(memory.total for memory in found.memory) > 0
+    renamed = msgspec.structs.replace(made, technique="something else")
+    assert estimate(renamed, models.graph(made.model), there, named(engine)) == found
+    assert convert(msgspec.to_builtins(made), Plan, "plan.json") == made
+
+
+def faster_link(link: Link, what: str, window: int) -> Link:
+    times = {size: seconds / 3 for size, seconds in link.transfer_s.items()}
+    under_way = {count: 2 * found for count, found in link.in_flight.items()}
+    changes = {
+        "trip": {"rtt_s": link.rtt_s / 3, "transfer_s": times, "bandwidth": link.bandwidth and 3 * link.bandwidth},
+        "line": {"bandwidth": 3 * (link.bandwidth or 1e9)},
+        "window": {"window": 2 * (link.window or window), "in_flight": under_way},
+        "loss": {"loss": None},
+    }
+    return msgspec.structs.replace(link, **changes[what])
+
+
+def faster_host(there: Cluster, name: str, what: str) -> Cluster:
+    def better(one):
+        if what == "memory":
+            return msgspec.structs.replace(one, bandwidth=3 * one.bandwidth)
+        return msgspec.structs.replace(one, flops={dtype: 3 * flops for dtype, flops in one.flops.items()})
+
+    def changed(host):
+        return msgspec.structs.replace(host, devices=tuple(map(better, host.devices))) if host.name == name else host
+
+    made = (msgspec.structs.replace(site, hosts=tuple(map(changed, site.hosts))) for site in there.sites)
+    return msgspec.structs.replace(there, sites=tuple(made))
+
+
+@settings(max_examples=150, deadline=None)
+@given(plans(), st.sampled_from(ENGINES), st.data())
+def test_no_faster_link_or_device_makes_a_plan_slower(case, name, data):
+    there, made = case
+    engine, graph = named(name), models.graph(made.model)
+    if there.links and data.draw(st.booleans()):
+        place = data.draw(st.integers(0, len(there.links) - 1))
+        link = faster_link(there.links[place], data.draw(st.sampled_from(["trip", "line", "window", "loss"])), engine.window)
+        better = msgspec.structs.replace(there, links=(*there.links[:place], link, *there.links[place + 1 :]))
+    else:
+        host = data.draw(st.sampled_from([host.name for host in there.hosts]))
+        better = faster_host(there, host, data.draw(st.sampled_from(["arithmetic", "memory"])))
+    before, after = (estimate(made, graph, known, engine).step_s for known in (there, better))
+    assert after <= before * (1 + 1e-9)

@@ -1,0 +1,212 @@
+"""Op graphs against the module that runs: parameters, FLOPs as PyTorch counts them, and what autograd keeps."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farspan import models
+from farspan.domain.graph import backward_flops, forward_flops, replayed
+from farspan.domain.model import ModelSpec, parameters, train_flops_per_token
+from farspan.domain.train import TrainSpec
+from farspan.estimate.memory import activations_per_row, keeps_scores
+
+torch = pytest.importorskip("torch")
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count  # noqa: E402
+
+from farspan.runtime.model import Decoder, initialise  # noqa: E402
+
+ROWS = 2
+
+
+def shape(family: str, **changes) -> ModelSpec:
+    known = {"d_model": 192, "layers": 3, "vocab_size": 300, "context": 1088}
+    return models.family(family).shape(**known | changes)
+
+
+# -- parameters --------------------------------------------------------------------------------------------------------
+
+
+def module_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        return {name: tuple(parameter.shape) for name, parameter in Decoder(spec).named_parameters()}
+
+
+def graph_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """The module's parameters by the graph: matrices have their output's dims as rows, and the rest as columns."""
+    graph, found = models.graph(spec), {}
+    for number in range(graph.units):
+        prefix = f"blocks.{number - 1}." if 1 <= number <= graph.layers else ""
+        for op in graph.unit(number):
+            for weight in op.weights:
+                rows = "".join(dim for dim in weight.dims if op.kind != "matmul" or dim in op.output)
+                columns = "".join(dim for dim in weight.dims if dim not in rows)
+                dims = (graph.size(rows), graph.size(columns)) if columns else (graph.size(rows),)
+                if op.kind == "lookup":
+                    dims = tuple(graph.size(dim) for dim in weight.dims)
+                assert found.setdefault(prefix + weight.name, dims) == dims
+    return found
+
+
+def agrees(spec: ModelSpec) -> None:
+    graph, real = models.graph(spec), module_shapes(spec)
+    assert graph_shapes(spec) == real
+    count = sum(torch.Size(dims).numel() for dims in real.values())
+    assert graph.parameters() == parameters(spec) == count
+    # Stages hold their own units; both ends of a tied table have it.
+    for cut in range(1, graph.units):
+        twice = graph.size("vd") if spec.tied else 0
+        assert graph.parameters(0, cut) + graph.parameters(cut, graph.units) == count + twice
+
+
+@pytest.mark.parametrize("name", sorted(models.presets()))
+def test_presets_have_the_parameters_of_the_module(name):
+    agrees(models.preset(name).spec)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    family=st.sampled_from(models.families()), layers=st.integers(1, 4), groups=st.integers(1, 5), each=st.integers(1, 4),
+    half=st.integers(1, 9), d_ff=st.integers(1, 99), vocab_size=st.integers(2, 999), context=st.integers(1, 77),
+    tied=st.booleans(),
+)  # fmt: skip
+def test_any_shape_has_the_parameters_of_the_module(family, layers, groups, each, half, d_ff, vocab_size, context, tied):
+    heads = groups * each
+    kv_heads = groups if family == "llama" else heads
+    agrees(
+        models.family(family).shape(
+            d_model=heads * 2 * half, layers=layers, heads=heads, kv_heads=kv_heads, d_ff=d_ff, vocab_size=vocab_size,
+            context=context, tied=tied,
+        )
+    )  # fmt: skip
+
+
+def test_units_by_stage():
+    graph = models.graph(shape("gpt2"))
+    assert [len(graph.kinds(*units)) for units in ((0, 5), (1, 4), (0, 1), (4, 5), (2, 2))] == [3, 1, 1, 1, 0]
+    assert graph.kinds(0, 3)[1] == (graph.block, 2)
+    assert graph.unit(0) == graph.embedding and graph.unit(3) == graph.block and graph.unit(4) == graph.head
+    assert graph.size("bsd", b=0, s=7) == 0
+
+
+# -- FLOPs -------------------------------------------------------------------------------------------------------------
+
+
+def flash_forward(q, k, v, *args, out_shape=None, **kwargs) -> int:
+    return sdpa_flop_count(q, (*q[:2], *k[2:]), (*q[:2], *v[2:]))
+
+
+def flash_backward(slope, q, k, v, *args, out_shape=None, **kwargs) -> int:
+    return sdpa_backward_flop_count(slope, q, (*q[:2], *k[2:]), (*q[:2], *v[2:]))
+
+
+#: PyTorch's counter knows flash attention on GPUs; the CPU's kernel is the same algorithm, counted by the same formula:
+#: 2 products forward, 5 backward, as scores are computed again. Shared key and value heads save memory, not products.
+FLASH = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flash_forward,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: flash_backward,
+}
+
+
+def counted(spec: ModelSpec, seq_len: int, attention: str, recompute: bool) -> tuple[int, int]:
+    """FLOPs of the module's forward and backward pass, by PyTorch's counter."""
+    torch.manual_seed(0)
+    model = Decoder(spec, attention=attention, recompute=recompute).train()
+    tokens = torch.randint(spec.vocab_size, (ROWS, seq_len))
+    with FlopCounterMode(display=False, custom_mapping=FLASH) as forward:
+        loss = model.loss(tokens, tokens)
+    with FlopCounterMode(display=False, custom_mapping=FLASH) as backward:
+        loss.backward()
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("attention", "seq_len"), [("vanilla", 96), ("sdpa", 96), ("sdpa", 1088)], ids=["textbook", "scores", "flash"]
+)
+@pytest.mark.parametrize(
+    ("family", "knobs"),
+    [("gpt2", {}), ("gpt2", {"tied": False, "d_ff": 200, "heads": 6}), ("llama", {}),
+     ("llama", {"heads": 6, "kv_heads": 2, "d_ff": 130, "tied": False}), ("opt", {})],
+)  # fmt: skip
+def test_flops_are_those_that_pytorch_counts(family, knobs, attention, seq_len, recompute):
+    spec = shape(family, **knobs)
+    graph = models.graph(spec)
+    train = TrainSpec(steps=1, batch=ROWS, seq_len=seq_len, precision="fp32", attention=attention)
+    flash = not keeps_scores(train, "cpu")
+    assert flash == (seq_len == 1088)
+    ops = [op for number in range(graph.units) for op in graph.unit(number)]
+    forward = sum(forward_flops(graph, op, ROWS, seq_len) for op in ops)
+    backward = sum(backward_flops(graph, op, ROWS, seq_len, flash) for op in ops)
+    if recompute:
+        again = sum(forward_flops(graph, op, ROWS, seq_len) for op in replayed(graph.block))
+        backward += graph.layers * again
+    # The runtime's head computes its gradients at once, while its logits are in cache.
+    head = backward_flops(graph, graph.head[1], ROWS, seq_len, flash)
+    found = counted(spec, seq_len, attention, recompute)
+    assert found == pytest.approx((forward + head, backward - head), rel=0.01)
+
+
+def test_flops_by_hand_and_by_the_formula_of_mfu():
+    spec = shape("gpt2", d_model=64, heads=2, layers=1, vocab_size=100)
+    graph = models.graph(spec)
+    flops = {op.name: forward_flops(graph, op, 3, 10) for number in range(3) for op in graph.unit(number)}
+    assert flops == {
+        "tok": 0, "attn_norm": 0, "attn.qkv": 60 * 64 * 192, "attn": 4 * 3 * 10 * 10 * 64, "attn.out": 60 * 64 * 64,
+        "mlp_norm": 0, "mlp.up": 60 * 64 * 256, "mlp.act": 0, "mlp.down": 60 * 64 * 256, "norm": 0,
+        "head": 60 * 64 * 100, "loss": 0,
+    }  # fmt: skip
+    for family in models.families():
+        spec = shape(family)
+        graph = models.graph(spec)
+        ops = [op for number in range(graph.units) for op in graph.unit(number)]
+        whole = sum(forward_flops(graph, op, 2, 64) + backward_flops(graph, op, 2, 64, flash=False) for op in ops)
+        assert whole == pytest.approx(2 * 64 * train_flops_per_token(spec, 64))
+
+
+# -- activations -------------------------------------------------------------------------------------------------------
+
+
+def kept_by_autograd(spec: ModelSpec, seq_len: int, attention: str, recompute: bool, dtype) -> int:
+    """Bytes of the storages that the backward pass needs, but for weights and the head's weight gradient."""
+    model = Decoder(spec, attention=attention, recompute=recompute).train()
+    initialise(model, 0)
+    model.to(dtype)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights and tensor.shape != model.head_VD.shape:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    tokens = torch.zeros(ROWS, seq_len, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model.loss(tokens, tokens)
+    assert loss.requires_grad
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("attention", "seq_len"), [("vanilla", 128), ("sdpa", 128), ("sdpa", 1088)], ids=["textbook", "scores", "flash"]
+)
+@pytest.mark.parametrize(
+    ("family", "knobs"), [("gpt2", {}), ("llama", {}), ("llama", {"heads": 6, "kv_heads": 2}), ("opt", {})]
+)
+def test_activations_are_those_that_autograd_keeps(family, knobs, attention, seq_len, recompute, precision):
+    """Within 4 %: tokens, norms' statistics, the mask and the rotary tables are left out. The textbook's attention
+    repeats shared key and value heads, which is left out too: 8 %."""
+    spec = shape(family, **knobs)
+    train = TrainSpec(steps=1, batch=ROWS, seq_len=seq_len, precision=precision, attention=attention)
+    graph = models.graph(spec)
+    predicted = ROWS * activations_per_row(graph, (0, graph.units), train, "cpu", recompute=recompute)
+    found = kept_by_autograd(spec, seq_len, attention, recompute, {"fp32": torch.float32, "bf16": torch.bfloat16}[precision])
+    repeats = attention == "vanilla" and "kv_heads" in knobs
+    assert found == pytest.approx(predicted, rel=0.08 if repeats else 0.04)
+    assert found >= predicted

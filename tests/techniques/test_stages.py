@@ -1,0 +1,115 @@
+"""The stage search against enumeration of everything that it may choose from, and against the full estimator."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+
+from farspan.domain.plan import Plan
+from farspan.domain.problems import Problem
+from farspan.estimate.price import price
+from farspan.techniques import pipeshard
+from farspan.techniques._search.slices import Tables, slices, stage_of
+from farspan.techniques._search.stages import StageSearch
+from farspan.techniques._task import shortage
+from tests.techniques.worlds import random_cluster, random_model, task
+
+CASES = 24
+
+
+def case(seed: int, devices: int, layers: int):
+    rng = random.Random(seed)
+    model = random_model(rng, layers=rng.randint(1, layers))
+    return task(model, random_cluster(rng, devices), batch=rng.choice((4, 8))), rng.choice((2, 4))
+
+
+def device_cuts(search: StageSearch):
+    """Every way to cut the device order into slices, by enumeration of places."""
+    n, allowed = len(search.order), set(slices(search.task, search.order))
+    for inner in range(n):
+        for cuts in itertools.combinations(range(1, n), inner):
+            runs = [type(next(iter(allowed)))(a, b) for a, b in itertools.pairwise((0, *cuts, n))]
+            if all(run in allowed for run in runs):
+                yield runs
+
+
+def enumerate_all(asked, tables: Tables, search: StageSearch) -> tuple[float, int]:
+    """The least objective over all cuts of devices and units and all options, each stage priced by itself; and how many
+    combinations that were."""
+    known: dict = {}
+
+    def stage(run, units, to_come):
+        """Least seconds of a stage that memory lets be deep enough, and how many options there are."""
+        key = (run, units)
+        if key not in known:
+            ranks = [search.order[i] for i in range(*run)]
+            found = []
+            for option in tables._options(ranks):
+                seconds, fixed, each = tables._priced(ranks, option, units)
+                deep = 0 if fixed > 0 else min(tables.microbatches, int(-fixed // max(each, 1.0)))
+                found.append((seconds, deep))
+            known[key] = found
+        fitting = [seconds for seconds, depth in known[key] if depth >= min(tables.microbatches, to_come)]
+        return min(fitting, default=math.inf), len(known[key])
+
+    best, size, units = math.inf, 0, asked.graph.units
+    for runs in device_cuts(search):
+        for inner in itertools.combinations(range(1, units), len(runs) - 1):
+            bounds = list(itertools.pairwise((0, *inner, units)))
+            priced = [stage(run, cut, len(runs) - i) for i, (run, cut) in enumerate(zip(runs, bounds, strict=True))]
+            size += math.prod(count for _, count in priced)
+            wires = [search.wire(b.start, min(search.hosts[a], search.hosts[b])) for a, b in itertools.pairwise(runs)]
+            total = sum(seconds for seconds, _ in priced) + sum(wire.way for wire in wires)
+            slowest = max(*(seconds for seconds, _ in priced), *(wire.busy for wire in wires), 0.0)
+            best = min(best, total + (tables.microbatches - 1) * slowest)
+    return best, size
+
+
+@pytest.mark.parametrize("seed", range(CASES))
+def test_the_search_equals_enumeration_of_cuts_meshes_and_recompute(seed: int):
+    asked, parts = case(seed, devices=5, layers=4)
+    tables = Tables(asked, parts)
+    total = 0
+    for order in pipeshard.orders(asked):
+        search = StageSearch(asked, order, tables)
+        least, size = enumerate_all(asked, tables, search)
+        total += size
+        found = min((solution.objective for solution in search.solutions()), default=math.inf)
+        assert found == pytest.approx(least, rel=1e-6) if least < math.inf else found == math.inf
+    print(f"seed {seed}: {total:,} pipelines over {len(pipeshard.orders(asked))} orders of {len(asked.ranks)} devices")
+
+
+@pytest.mark.parametrize("seed", range(100, 100 + CASES))
+def test_every_solution_of_the_search_is_a_plan_that_the_estimator_prices_as_its_tables_do(seed: int):
+    asked, parts = case(seed, devices=6, layers=6)
+    tables = Tables(asked, parts)
+    search = StageSearch(asked, tuple(asked.ranks), tables)
+    for solution in itertools.islice(search.solutions(), 3):
+        for cut in solution.cuts:
+            stage = stage_of(cut.ranks, cut.option, cut.units, parts)
+            time = asked.costs.time(stage, cut.option.rows, parts)
+            run = next(run for run in search.slices if [search.order[i] for i in range(*run)] == list(cut.ranks))
+            seconds = search.times[run][0][:, cut.units[0], cut.units[1]]
+            expected = time.passes.forward + time.passes.backward + (time.exposed + time.update) / parts
+            assert any(value == pytest.approx(expected, rel=1e-3) for value in seconds)
+
+
+@pytest.mark.parametrize("seed", range(200, 200 + CASES))
+def test_plans_fit_cover_every_unit_and_are_the_same_each_time(seed: int):
+    asked, _ = case(seed, devices=6, layers=6)
+    made = pipeshard.plan(asked)
+    if isinstance(made, Problem):
+        assert made.code in ("out-of-memory", "cannot-plan")
+        return
+    assert isinstance(made, Plan)
+    found = price(made, asked.costs)
+    assert shortage(asked, made, found)[0] <= 0
+    (replica,) = made.replicas
+    assert [stage.units for stage in replica.stages][0][0] == 0 and replica.stages[-1].units[1] == asked.graph.units
+    assert all(a.units[1] == b.units[0] for a, b in itertools.pairwise(replica.stages))
+    assert sorted(rank for stage in replica.stages for rank in stage.mesh.ranks) == list(asked.ranks)
+    assert all(sum(stage.rows) == asked.train.batch for stage in replica.stages)
+    assert pipeshard.plan(case(seed, devices=6, layers=6)[0]) == made
