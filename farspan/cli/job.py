@@ -19,7 +19,7 @@ from farspan.cli.console import Console
 from farspan.cli.runs import as_yaml
 from farspan.domain.cluster import Cluster
 from farspan.domain.codec import load, load_yaml, save, to_json, write_atomically
-from farspan.domain.config import RunConfig
+from farspan.domain.config import ParallelConfig, RunConfig
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Plan, PlannedDevice
@@ -29,12 +29,16 @@ from farspan.domain.results import Estimate, Finished, Measurement
 from farspan.domain.run import RunFolder, RunRecord, cache_folder
 from farspan.domain.train import TrainSpec
 from farspan.domain.units import format_bytes
+from farspan.estimate.price import RESERVE
 
 if TYPE_CHECKING:
     from farspan.launch.probe import Probe
 
 #: Seconds of trial steps in each precision.
 PROBE_S = 3.0
+#: Another plan is mentioned before training where it takes at least this share less; beyond so many devices only plans
+#: for all of them are tried, so that training starts soon.
+WORTH, FEW = 0.1, 16
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,22 +144,49 @@ def _trials(config: RunConfig, probe: Probe, cluster: Cluster, console: Console)
     return {"matmul_flops": matmul_flops, "measure": measure}
 
 
-def plan(resolved: Resolved) -> Planned:
-    """The data-parallel plan over all devices, which this version's workers can run. Raises Refusal where none fits."""
-    from farspan import models
+def allowed(asked: ParallelConfig) -> tuple[str, ...]:
+    """The techniques that run.yaml lets one compare; none is all. Refuses names that are none."""
+    from farspan import techniques
+
+    names = asked.allow if asked.technique == "auto" else (asked.technique,)
+    for name in names:
+        techniques.technique(name)
+    return names
+
+
+def plan(resolved: Resolved, asked: ParallelConfig) -> Planned:
+    """A plan over all devices that this version's workers can run: data parallelism, unless run.yaml names another.
+
+    Raises Refusal where none fits, and where the workers cannot run what is asked for.
+    """
+    from farspan import models, techniques
     from farspan.domain.engine import engine
     from farspan.estimate.price import price
-    from farspan.techniques import Task, data
 
+    names = allowed(asked)
+    name = "data" if not names or "data" in names else names[0]
     graph = models.graph(resolved.model)
-    task = Task(resolved.model, graph, resolved.cluster, resolved.train, engine("farspan"), resolved.corpus.hash)
-    made = data.plan(task)
+    task = techniques.Task(
+        resolved.model, graph, resolved.cluster, resolved.train, engine("farspan"), resolved.corpus.hash
+    )  # fmt: skip
+    made = techniques.technique(name).plan(task)
     if isinstance(made, Problem):
         raise Refusal.of(made)
+    if name == "data":
+        made = _flat(made)
+    if made.unsupported is not None:
+        raise Refusal(
+            "cannot-plan", what=f"this version's workers cannot run {name}", where="run.yaml, key parallel",
+            fact=f"its plan has {made.unsupported}", remedy="set parallel.technique: data",
+        )  # fmt: skip
+    return Planned(plan=made, estimate=price(made, task.costs), resolved=resolved)
+
+
+def _flat(made: Plan) -> Plan:
+    """The plan with its gradients summed over one ring, as this version's workers do."""
     (stage,) = made.replicas[0].stages
     flat = msgspec.structs.replace(stage, grad_sync=msgspec.structs.replace(stage.grad_sync, topology="flat"))
-    made = msgspec.structs.replace(made, replicas=(msgspec.structs.replace(made.replicas[0], stages=(flat,)),))
-    return Planned(plan=made, estimate=price(made, task.costs), resolved=resolved)
+    return msgspec.structs.replace(made, replicas=(msgspec.structs.replace(made.replicas[0], stages=(flat,)),))
 
 
 def given_cluster(config: RunConfig, *, reach: bool) -> Cluster | None:
@@ -198,10 +229,20 @@ def first_device(cluster: Cluster) -> PlannedDevice:
     return PlannedDevice(host=host.name, backend=device.backend, index=0, threads=device.threads)
 
 
-def start(path: Path, config: RunConfig, console: Console) -> RunFolder:
-    """Plan what `config` asks for, say what that will take, and make its run directory at `path`."""
+def start(path: Path, config: RunConfig, console: Console, *, table: bool = False) -> RunFolder:
+    """Plan what `config` asks for, say what that will take, and make its run directory at `path`.
+
+    With `table` the techniques are compared on this cluster first.
+    """
     resolved = resolve(config, console, trial=True)
-    planned = plan(resolved)
+    planned = plan(resolved, config.parallel)
+    say_alternatives(planned, config.parallel, console, table=table)
+    return make(path, config, planned, console)
+
+
+def make(path: Path, config: RunConfig, planned: Planned, console: Console) -> RunFolder:
+    """Say what a plan will take, and make its run directory at `path`."""
+    resolved = planned.resolved
     say_plan(planned, console)
     # Again: it may have been made while this run was planned.
     refuse_existing(path, command("train", "run.yaml", "--run", f"{path}-2"))
@@ -221,6 +262,33 @@ def start(path: Path, config: RunConfig, console: Console) -> RunFolder:
     save(record, run.record)
     save(planned.plan, run.plan)
     return run
+
+
+def say_alternatives(planned: Planned, asked: ParallelConfig, console: Console, *, table: bool) -> None:
+    """Say by how much another plan would be faster than the one that will run, where it is worth a word."""
+    from farspan.domain.engine import engine
+    from farspan.planning.compare import called, full_s
+    from farspan.planning.rank import rank
+
+    found, cluster = planned.resolved, planned.resolved.cluster
+    if len(cluster.devices) == 1 and not table:
+        return
+    ranking = rank(
+        found.model, cluster, found.train, engine("farspan"), allow=allowed(asked), corpus=found.corpus.hash,
+        parts=len(cluster.devices) <= FEW,
+    )  # fmt: skip
+    if table:
+        from farspan.cli.planning import say_ranking
+
+        say_ranking(ranking, console)
+        console.say()
+    if ranking.chosen is None:
+        return
+    best, steps = ranking.candidates[ranking.chosen], planned.plan.train.steps
+    ours_s = steps * planned.estimate.step_s / (1 - RESERVE)
+    if full_s(best) <= (1 - WORTH) * ours_s:
+        share = f"{1 - full_s(best) / ours_s:.0%}"
+        console.say(f"{called(best)} would take {share} less time; this version's workers train data over all devices")
 
 
 def say_plan(planned: Planned, console: Console) -> None:

@@ -159,6 +159,7 @@ def _unknown(name: str, known: Any, count: int = 0) -> Refusal:
     match = nearest(name, names)
     numbers = f", numbers 1 to {count}" if count else ", a number of the table, or a plan file"
     return Refusal(
-        "out-of-range", what=f"there is no candidate {name!r}", where="farspan plan", fact=f"known: {', '.join(names)}{numbers}",
+        "out-of-range", what=f"there is no candidate {name!r}", where="farspan plan",
+        fact=f"known: {', '.join(names)}{numbers}",
         remedy=f"use {match!r}" if match else command("plan", "--help"),
     )  # fmt: skip

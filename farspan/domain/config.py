@@ -80,7 +80,11 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    technique: Literal["auto", "data"] = "auto"
+    #: A technique's name; `auto` compares those that `allow` names, or all.
+    technique: str = "auto"
+    allow: tuple[str, ...] = ()
+    #: What is best.
+    objective: Literal["time", "cost", "loss_per_dollar", "fewest_devices"] = "time"
     workers: Positive | Literal["auto"] = "auto"
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     #: A cluster file, a name of `farspan cluster list`, or `lab:NAME`; None is this machine.

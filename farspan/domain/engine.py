@@ -18,6 +18,8 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     source: str
     #: Share of the data sheet's FLOP/s that large matrix products reach, by dtype.
     efficiency: dict[DType, float]
+    #: Share of those that products reach whose summed or written dims are no whole multiples of 16 bytes.
+    unaligned: float = 1.0
     #: Share of the memory's bandwidth that streaming operators reach.
     bandwidth: float
     #: Launching one operator.

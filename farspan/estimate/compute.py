@@ -45,12 +45,15 @@ class Rates:
             self._flops = min(self._flops, engine.flops_per_watt * device.watts)
         self._bandwidth = (device.bandwidth or UNKNOWN_BANDWIDTH[device.backend]) * engine.bandwidth
         self._operator_s = engine.operator_s
+        #: Elements in 16 bytes, by which matrix units read (NVIDIA, Matrix Multiplication Background, section 4.1).
+        self._aligned, self._unaligned = 16 // BYTES[dtype], engine.unaligned
         self.slowdown = slowdown * device.pace
 
     def flops(self, m: int, k: int, n: int) -> float:
         """FLOP/s of a product of [m, k] and [k, n]: timed at the nearest shape, by ratio, or from the data sheet."""
         if not self._measured:
-            return self._flops
+            whole = k % self._aligned == 0 and n % self._aligned == 0
+            return self._flops * (1.0 if whole else self._unaligned)
         shape = (math.log(m), math.log(k), math.log(n))
 
         def distance(at: int) -> float:

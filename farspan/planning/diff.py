@@ -94,7 +94,7 @@ def figures(a: Side, b: Side, cluster: Cluster) -> tuple[Row, ...]:
         ("step", lambda e: e.step_s, short_time),
         ("compute", lambda e: e.compute_s, short_time),
         ("exposed communication", lambda e: e.communication_s, short_time),
-        ("bubble", lambda e: e.bubble_s, short_time),
+        ("bubble", lambda e: e.bubble_s if e.bubble_s > 1e-9 * e.step_s else 0.0, short_time),
         ("tokens for one of synchronous training", lambda e: 1 / e.token_efficiency, "{:.3g}".format),
         ("run", lambda e: e.run_s, format_seconds),
         ("interval, low", lambda e: e.run_s * e.interval[0], format_seconds),

@@ -39,11 +39,11 @@ from farspan.planning.published import (
 #: Our own best plan for a model, a cluster and a run, or None where nothing fits.
 Best = Callable[[ModelSpec, Cluster, TrainSpec], Estimate | None]
 #: Constants of the engine that minutes were fitted on, and verdicts.
-TIMES = ("flops_per_watt", "host_rate", "message_s")
+TIMES = ("flops_per_watt", "message_s")
 VERDICTS = ("overhead", "undivided")
 #: What is moved by 20 % in the sensitivity table: every constant that some cell depends on, fitted or cited.
 MOVED = (
-    *TIMES, "window", "local_rate", "operator_s", "bandwidth", "collective_bytes", "send_bytes", *VERDICTS, "framework",
+    *TIMES, "window", "host_rate", "local_rate", "operator_s", "bandwidth", "collective_bytes", "send_bytes", *VERDICTS, "framework",
     "host_state",
 )  # fmt: skip
 

@@ -12,7 +12,8 @@ from farspan.domain.results import Estimate, Memory
 from farspan.domain.units import format_bytes, format_rate, short_time
 from farspan.domain.words import stage_words, units_words
 from farspan.estimate.price import step
-from farspan.estimate.stage import Costs
+from farspan.estimate.schedule import Span
+from farspan.estimate.stage import Costs, StageTime
 from farspan.estimate.traffic import Exchange, traffic
 
 #: What fills memory, in the order in which bars stack it.
@@ -206,10 +207,7 @@ def _lanes(plan: Plan, costs: Costs) -> Iterator[Lane]:
         # Every update waits for the global norm of the gradients, and so for the last sum.
         known = max(end + time.exposed for end, time in zip(found.ends, times, strict=True))
         for i, stage in enumerate(replica.stages):
-            marks = [
-                Mark(kind=span.kind, number=span.microbatch + 1, start=span.start, end=span.end)
-                for span in found.spans if span.stage == i
-            ]  # fmt: skip
+            marks = [mark for span in found.spans if span.stage == i for mark in _marks(span, times[i])]
             if times[i].exposed:
                 marks.append(Mark(kind="sums", number=0, start=found.ends[i], end=found.ends[i] + times[i].exposed))
             marks.append(Mark(kind="update", number=0, start=known, end=known + times[i].update))
@@ -219,6 +217,14 @@ def _lanes(plan: Plan, costs: Costs) -> Iterator[Lane]:
                 stage=number, marks=tuple(sorted(marks, key=lambda mark: mark.start)), replica=which,
             )  # fmt: skip
             number += 1
+
+
+def _marks(span: Span, time: StageTime) -> Iterator[Mark]:
+    """A pass, and behind it what of it is communication: where inside the pass that falls is not drawn."""
+    waits = {"forward": time.passes.forward_wait, "backward": time.passes.backward_wait}.get(span.kind, 0.0)
+    yield Mark(kind=span.kind, number=span.microbatch + 1, start=span.start, end=span.end - waits)
+    if waits:
+        yield Mark(kind="sums", number=0, start=span.end - waits, end=span.end)
 
 
 def _where(replica: Replica, index: int, costs: Costs) -> str:

@@ -77,7 +77,7 @@ def timeline(shown: Picture, width: int) -> Iterator[Line]:
     end = short_time(shown.ends)
     yield [(" " * (name + 2) + "0" + end.rjust(cells - 1), "soft")]
     used = {mark.kind for lane in shown.lanes for mark in lane.marks}
-    words = {"send": "sending", "sums": "sums of gradients, gathers of weights"}
+    words = {"send": "sending", "sums": "communication"}
     legend = [f"{OTHERS.get(kind, '')}{GLYPHS[kind]} {words.get(kind, kind)}" for kind in GLYPHS if kind in used]
     legend.append("· waiting")
     yield [("  ".join(legend), "soft")]

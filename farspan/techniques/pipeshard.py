@@ -29,8 +29,8 @@ from farspan.techniques._task import Task, cannot
 
 SUMMARY = "pipeline stages over sites and hosts, each divided inside by the same integer linear program"
 
-#: Solutions of the stage search that are priced in full, and the best of these that are deepened.
-PRICED, DEEPENED = 32, 6
+#: Solutions of the stage search that are priced in full.
+PRICED = 32
 #: Up to so many devices the usual grid is tried too.
 MOST_EVEN = 64
 #: Moves of the search around its best solution.
@@ -71,15 +71,14 @@ def pipelines(task: Task) -> list[tuple[Plan, Estimate]]:
                     objective = solution.objective + tied_s(task, solution)
                     solutions.append((objective, next(count), solution, parts))
             solutions = heapq.nsmallest(PRICED, solutions)
-    shallow = [made for _, _, solution, parts in solutions if (made := at_depth(task, solution, parts, 0))]
-    shallow.sort(key=lambda made: made[0])
-    found = [deepened(task, *made) for made in shallow[:DEEPENED]]
+    found = [made for _, _, solution, parts in solutions if (made := at_best_depth(task, solution, parts))]
     if EVERY_RUN < len(task.ranks) <= MOST_EVEN or not found:
         found += _best_even(task, min((seconds for seconds, _ in found), default=math.inf))
     if not found:
         return []
-    made = task.plan("pipeshard", [improved(task, min(found, key=lambda pair: pair[0]))])
-    return [(made, price(made, task.costs, brief=True))]
+    best = min(found, key=lambda pair: pair[0])
+    plan = task.plan("pipeshard", [improved(task, best)])
+    return [(plan, price(plan, task.costs, brief=True))]
 
 
 def _best_even(task: Task, best: float) -> list[tuple[float, Replica]]:
@@ -162,23 +161,17 @@ def _site_orders(task: Task, names: list[str], by_site: dict[str, list[int]]) ->
     yield from (shortest, shortest[::-1], tuple(names), fast, fast[::-1])
 
 
-def at_depth(task: Task, solution: Solution, parts: int, extra: int) -> tuple[float, Replica, Solution] | None:
-    """The step of a solution and its replica, with the microbatches in flight of 1F1B and `extra` more where memory lets
-    it; None where it does not fit after all."""
-    stages = [stage_of(cut.ranks, cut.option, cut.units, parts) for cut in solution.cuts]
-    depths = [min(parts, cut.depth, len(stages) - i + extra) for i, cut in enumerate(solution.cuts)]
-    replica = task.replica(stages, parts, depths)
-    return (step(replica, task.costs).seconds, replica, solution) if task.fits(replica) else None
-
-
-def deepened(task: Task, seconds: float, replica: Replica, solution: Solution) -> tuple[float, Replica]:
-    """The same with more microbatches in flight while that pays: they cover the round trips."""
-    for extra in (2, 8, replica.microbatches):
-        deeper = at_depth(task, solution, replica.microbatches, extra)
-        if deeper is None or deeper[0] > 0.999 * seconds:
+def at_best_depth(task: Task, solution: Solution, parts: int) -> tuple[float, Replica] | None:
+    """The step of a solution and its replica, with the microbatches in flight of 1F1B, or more as memory lets it: those
+    cover round trips, but put off the first backward pass. None where it does not fit after all."""
+    stages, found = [stage_of(cut.ranks, cut.option, cut.units, parts) for cut in solution.cuts], []
+    for extra in dict.fromkeys((0, 2, 8, parts)):
+        depths = [min(parts, cut.depth, len(stages) - i + extra) for i, cut in enumerate(solution.cuts)]
+        replica = task.replica(stages, parts, depths)
+        if not task.fits(replica):
             break
-        seconds, replica, _ = deeper
-    return seconds, replica
+        found.append((step(replica, task.costs).seconds, replica))
+    return min(found, key=lambda pair: pair[0], default=None)
 
 
 def improved(task: Task, start: tuple[float, Replica]) -> Replica:

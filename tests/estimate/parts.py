@@ -20,13 +20,14 @@ UNTIED = models.family("llama").shape(d_model=64, layers=4, heads=4, kv_heads=2,
 
 def plain(**changes: object) -> Engine:
     """An engine without overheads: every term but the one under test is 0 or 1."""
-    known = dict(
-        name="plain", source="tests", efficiency={"fp32": 1.0, "bf16": 1.0, "fp16": 1.0}, bandwidth=1.0,
-        operator_s=0.0, window=10**12, local_rate=1e10, message_s=1e-3, overlap=0.0, sends_awaited=False,
-        receives_ahead=True, weight_bytes={"fp32": 4, "bf16": 2, "fp16": 2},
-        gradient_bytes={"fp32": 4, "bf16": 4, "fp16": 4}, optimizer_bytes={"fp32": 8, "bf16": 12, "fp16": 12},
-        fill=0.9, framework=0, host_framework=0, logits_chunk=None, interval=(1.0, 1.0), network_interval=(1.0, 1.0),
-    )  # fmt: skip
+    known = {
+        "name": "plain", "source": "tests", "efficiency": {"fp32": 1.0, "bf16": 1.0, "fp16": 1.0}, "bandwidth": 1.0,
+        "operator_s": 0.0, "window": 10**12, "local_rate": 1e10, "message_s": 1e-3, "overlap": 0.0,
+        "sends_awaited": False, "receives_ahead": True, "weight_bytes": {"fp32": 4, "bf16": 2, "fp16": 2},
+        "gradient_bytes": {"fp32": 4, "bf16": 4, "fp16": 4}, "optimizer_bytes": {"fp32": 8, "bf16": 12, "fp16": 12},
+        "fill": 0.9, "framework": 0, "host_framework": 0, "logits_chunk": None, "interval": (1.0, 1.0),
+        "network_interval": (1.0, 1.0),
+    }  # fmt: skip
     return Engine(**known | changes)
 
 
@@ -132,7 +133,9 @@ def plans(draw: st.DrawFn) -> tuple[Cluster, Plan]:
     replicas = tuple(draw(_replicas(tuple(group), spec)) for group in groups)
     sync = None
     if len(replicas) > 1:
-        sync = Sync(every=draw(st.sampled_from([1, 30])), bits=draw(st.sampled_from([4, 32])), overlap=draw(st.booleans()))
+        sync = Sync(
+            every=draw(st.sampled_from([1, 30])), bits=draw(st.sampled_from([4, 32])), overlap=draw(st.booleans())
+        )
     batch = sum(replica.batch for replica in replicas)
     precision = draw(st.sampled_from(["fp32", "bf16"]))
     return there, plan(there, *replicas, spec=spec, sync=sync, batch=batch, precision=precision)

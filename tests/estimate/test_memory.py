@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import msgspec
-import pytest
 
 from farspan import models
 from farspan.domain.plan import GradSync, Sync
@@ -13,8 +12,8 @@ from farspan.estimate.sharding import RESIDUAL
 from tests.estimate.parts import TIED, UNTIED, cluster, costs, device, mesh, pipeline, plain, plan, stage, train
 
 S, D, V, H, F = 16, 64, 96, 4, 256
-#: What a GPT-2 block keeps of one sequence in fp32 beside scores: two norms' inputs, inputs of four matrices (the last of
-#: F), q, k, v, and the activation's input.
+#: What a GPT-2 block keeps of one sequence in fp32 beside scores: two norms' inputs, inputs of four matrices (the last
+#: of F), q, k, v, and the activation's input.
 GPT2_BLOCK = 4 * S * (2 * D + 3 * D + F + 3 * D + F)
 
 
@@ -89,7 +88,10 @@ def test_a_tied_table_counts_once_on_one_stage_and_at_both_ends_of_a_pipeline():
     assert local_parameters(graph, (0, 6), {"tok": "v", "head": "v"}, 2) == blocks + table / 2
     assert local_parameters(graph, (0, 6), {"tok": "v"}, 2) == blocks + table
     assert local_parameters(graph, (0, 6), {"head": "v"}, 2) == blocks + table
-    assert local_parameters(models.graph(UNTIED), (0, 6), {"head": "v"}, 2) == models.graph(UNTIED).parameters() - table / 2
+    assert (
+        local_parameters(models.graph(UNTIED), (0, 6), {"head": "v"}, 2)
+        == models.graph(UNTIED).parameters() - table / 2
+    )
 
 
 def test_logits_whole_and_in_chunks():

@@ -57,7 +57,9 @@ def test_data_parallel_step_by_hand():
     messages = sum(len(op.weights) for unit, count in using.graph.kinds(0, 6) for _ in range(count) for op in unit)
     summed = messages * 2 * HOP + gradients / 1e6
     assert found.seconds == pytest.approx(2 * (passes.forward + passes.backward) + summed + update)
-    assert (found.compute, found.communication) == pytest.approx((2 * (passes.forward + passes.backward) + update, summed))
+    assert (found.compute, found.communication) == pytest.approx(
+        (2 * (passes.forward + passes.backward) + update, summed)
+    )
     assert found.bubble == pytest.approx(0.0)
     # Each of two ring members sends half of the gradients, twice.
     assert found.sent == {"A": gradients, "B": gradients}
@@ -184,7 +186,7 @@ def test_tied_tables_meet_while_other_stages_work():
         using.graph = msgspec.structs.replace(using.graph, tied=tied)
         return step(made, using).seconds
 
-    # The head's part is on its way beside the activations' gradient, which takes longer, as the rows do on the way back.
+    # The head's part is on its way beside the activations' gradient, which takes longer; so are the rows sent back.
     assert table < 4 * 8 * 16 * 64 / 1e6 + 1e-3 + 0.05
     assert seconds() == seconds(tied=False)
     # Where little else is sent, the table's way there and back and the last stage's passes are the longest round.
@@ -234,7 +236,10 @@ def test_replicas_exchange_their_changes_every_so_often():
     assert priced(every=5).communication_s == pytest.approx(took / 5)
     assert priced(overlap=True).communication_s == pytest.approx(max(0.0, took - 10 * alone) / 10)
     assert priced(every=1000, overlap=True).step_s <= alone + took / 1000
-    found, expected = priced(every=30), token_efficiency(plan(there, *replicas, sync=Sync(every=30)), graph.parameters())
+    found, expected = (
+        priced(every=30),
+        token_efficiency(plan(there, *replicas, sync=Sync(every=30)), graph.parameters()),
+    )
     assert (found.token_efficiency, found.token_efficiency_interval, found.evidence) == expected
     assert not found.evidence  # Nobody published so small a model.
     tokens = 100 * 8 * 16 * found.token_efficiency
@@ -348,7 +353,9 @@ def test_no_faster_link_or_device_makes_a_plan_slower(case, name, data):
     engine, graph = named(name), models.graph(made.model)
     if there.links and data.draw(st.booleans()):
         place = data.draw(st.integers(0, len(there.links) - 1))
-        link = faster_link(there.links[place], data.draw(st.sampled_from(["trip", "line", "window", "loss"])), engine.window)
+        link = faster_link(
+            there.links[place], data.draw(st.sampled_from(["trip", "line", "window", "loss"])), engine.window
+        )
         better = msgspec.structs.replace(there, links=(*there.links[:place], link, *there.links[place + 1 :]))
     else:
         host = data.draw(st.sampled_from([host.name for host in there.hosts]))

@@ -14,9 +14,7 @@ DIRECT = Hop(0.0, 0.0)
 
 
 def ends(forward, backward, down, up, microbatches, depths, *, awaited=False, ahead=True):
-    return simulate(
-        forward, backward, down, up, microbatches, depths, sends_awaited=awaited, receives_ahead=ahead
-    ).ends
+    return simulate(forward, backward, down, up, microbatches, depths, sends_awaited=awaited, receives_ahead=ahead).ends
 
 
 def reference(forward, backward, down, up, microbatches, depths, awaited):
@@ -107,12 +105,11 @@ def test_more_in_flight_hides_a_long_wire():
 def test_awaited_sends_block_the_sender():
     hop = Hop(1.0, 2.0)
     # f0 ends at 1 and arrives at 4; b0 ends at 4 + 1 + 1 = 6 and arrives at 9; the last pass ends at 10.
-    simulated = simulate(
-        [1.0, 1.0], [1.0, 1.0], [hop], [hop], 1, [1, 1], sends_awaited=True, receives_ahead=True
-    )
+    simulated = simulate([1.0, 1.0], [1.0, 1.0], [hop], [hop], 1, [1, 1], sends_awaited=True, receives_ahead=True)
     assert simulated.ends == [10.0, 9.0]
     assert simulated.sending == [3.0, 3.0]
-    # Stage 0 is blocked until 4, then until 8; stage 1 runs f0, b0 from 4 to 6, is blocked until 9, runs f1, b1 until 11.
+    # Stage 0 is blocked until 4, then until 8; stage 1 runs f0 and b0 from 4 to 6, is blocked until 9, then runs f1 and
+    # b1 until 11.
     assert ends([1.0, 1.0], [1.0, 1.0], [hop], [hop], 2, [2, 1], awaited=True)[0] == 11 + 3 + 1
     # Not awaited, messages arrive at 4 and 5, stage 1 runs from 4 to 8.
     assert ends([1.0, 1.0], [1.0, 1.0], [hop], [hop], 2, [2, 1])[0] == 8 + 3 + 1

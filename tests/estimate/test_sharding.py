@@ -206,12 +206,16 @@ def test_megatron_block_pays_two_sums_each_way():
     one = using.network.all_reduce_s((0, 1), 4 * 2 * 16 * 64)
     assert using.unit_wait((0, 1), using.graph.block, 2, splits, 1) == pytest.approx((2 * one, 2 * one))
     # Over rows each sum becomes a scatter and a gather, which cost the same together.
-    sequence = using.unit_wait((0, 1), using.graph.block, 2, splits | {RESIDUAL: "b", "attn_norm": "b", "mlp_norm": "b"}, 1)
+    sequence = using.unit_wait(
+        (0, 1), using.graph.block, 2, splits | {RESIDUAL: "b", "attn_norm": "b", "mlp_norm": "b"}, 1
+    )
     assert sequence == pytest.approx((2 * one, 2 * one))
     # Tokens are each rank's own: a split table pays for the sum of its output alone.
     assert using.unit_wait((0, 1), using.graph.embedding, 2, {"tok": "v"}, 1) == pytest.approx((one, 0.0))
     # Rows divided over the axis leave norms' gradients to be summed after the step.
-    halves = stage(mesh(0, 1, tensor=2), (4,), splits=dict.fromkeys([op.name for op in using.graph.block], "b"), units=(1, 2))
+    halves = stage(
+        mesh(0, 1, tensor=2), (4,), splits=dict.fromkeys([op.name for op in using.graph.block], "b"), units=(1, 2)
+    )
     whole = stage(mesh(0, 1, tensor=2), (4,), units=(1, 2))
     summed = using.network.all_reduce_s((0, 1), 4 * using.graph.parameters(1, 2))
     assert using.time(halves, [4], 1).exposed - using.time(whole, [4], 1).exposed == pytest.approx(summed)

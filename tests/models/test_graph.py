@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,10 +18,29 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from farspan.runtime.model import Decoder, initialise  # noqa: E402
 
 ROWS = 2
+FAMILIES = {
+    "gpt2": ("gpt2", {}), "gpt2-untied": ("gpt2", {"tied": False, "d_ff": 200, "heads": 4}), "llama": ("llama", {}),
+    "llama-grouped": ("llama", {"heads": 4, "kv_heads": 2, "d_ff": 130, "tied": False}), "opt": ("opt", {}),
+}  # fmt: skip
+#: By the textbook, through whole scores as on CPUs, and by flash attention, of which one length suffices to be long.
+ATTENTION = {"textbook": ("vanilla", 128), "scores": ("sdpa", 128), "flash": ("sdpa", 1040)}
+CASES = [
+    (family, attention, recompute) for family in FAMILIES for attention in ATTENTION for recompute in (False, True)
+    if attention != "flash" or family in ("gpt2", "llama", "llama-grouped")
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Operators this small lose more by threads than they gain."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def shape(family: str, **changes) -> ModelSpec:
-    known = {"d_model": 192, "layers": 3, "vocab_size": 300, "context": 1088}
+    known = {"d_model": 128, "layers": 2, "vocab_size": 200, "context": 1040}
     return models.family(family).shape(**known | changes)
 
 
@@ -69,11 +86,13 @@ def test_presets_have_the_parameters_of_the_module(name):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    family=st.sampled_from(models.families()), layers=st.integers(1, 4), groups=st.integers(1, 5), each=st.integers(1, 4),
-    half=st.integers(1, 9), d_ff=st.integers(1, 99), vocab_size=st.integers(2, 999), context=st.integers(1, 77),
-    tied=st.booleans(),
+    family=st.sampled_from(models.families()), layers=st.integers(1, 4), groups=st.integers(1, 5),
+    each=st.integers(1, 4), half=st.integers(1, 9), d_ff=st.integers(1, 99), vocab_size=st.integers(2, 999),
+    context=st.integers(1, 77), tied=st.booleans(),
 )  # fmt: skip
-def test_any_shape_has_the_parameters_of_the_module(family, layers, groups, each, half, d_ff, vocab_size, context, tied):
+def test_any_shape_has_the_parameters_of_the_module(
+    family, layers, groups, each, half, d_ff, vocab_size, context, tied
+):
     heads = groups * each
     kv_heads = groups if family == "llama" else heads
     agrees(
@@ -86,9 +105,9 @@ def test_any_shape_has_the_parameters_of_the_module(family, layers, groups, each
 
 def test_units_by_stage():
     graph = models.graph(shape("gpt2"))
-    assert [len(graph.kinds(*units)) for units in ((0, 5), (1, 4), (0, 1), (4, 5), (2, 2))] == [3, 1, 1, 1, 0]
+    assert [len(graph.kinds(*units)) for units in ((0, 4), (1, 3), (0, 1), (3, 4), (2, 2))] == [3, 1, 1, 1, 0]
     assert graph.kinds(0, 3)[1] == (graph.block, 2)
-    assert graph.unit(0) == graph.embedding and graph.unit(3) == graph.block and graph.unit(4) == graph.head
+    assert graph.unit(0) == graph.embedding and graph.unit(2) == graph.block and graph.unit(3) == graph.head
     assert graph.size("bsd", b=0, s=7) == 0
 
 
@@ -123,21 +142,14 @@ def counted(spec: ModelSpec, seq_len: int, attention: str, recompute: bool) -> t
     return forward.get_total_flops(), backward.get_total_flops()
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize(
-    ("attention", "seq_len"), [("vanilla", 96), ("sdpa", 96), ("sdpa", 1088)], ids=["textbook", "scores", "flash"]
-)
-@pytest.mark.parametrize(
-    ("family", "knobs"),
-    [("gpt2", {}), ("gpt2", {"tied": False, "d_ff": 200, "heads": 6}), ("llama", {}),
-     ("llama", {"heads": 6, "kv_heads": 2, "d_ff": 130, "tied": False}), ("opt", {})],
-)  # fmt: skip
-def test_flops_are_those_that_pytorch_counts(family, knobs, attention, seq_len, recompute):
-    spec = shape(family, **knobs)
+@pytest.mark.parametrize(("family", "kind", "recompute"), CASES)
+def test_flops_are_those_that_pytorch_counts(family, kind, recompute):
+    (name, knobs), (attention, seq_len) = FAMILIES[family], ATTENTION[kind]
+    spec = shape(name, **knobs)
     graph = models.graph(spec)
     train = TrainSpec(steps=1, batch=ROWS, seq_len=seq_len, precision="fp32", attention=attention)
     flash = not keeps_scores(train, "cpu")
-    assert flash == (seq_len == 1088)
+    assert flash == (kind == "flash")
     ops = [op for number in range(graph.units) for op in graph.unit(number)]
     forward = sum(forward_flops(graph, op, ROWS, seq_len) for op in ops)
     backward = sum(backward_flops(graph, op, ROWS, seq_len, flash) for op in ops)
@@ -192,21 +204,18 @@ def kept_by_autograd(spec: ModelSpec, seq_len: int, attention: str, recompute: b
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize(
-    ("attention", "seq_len"), [("vanilla", 128), ("sdpa", 128), ("sdpa", 1088)], ids=["textbook", "scores", "flash"]
-)
-@pytest.mark.parametrize(
-    ("family", "knobs"), [("gpt2", {}), ("llama", {}), ("llama", {"heads": 6, "kv_heads": 2}), ("opt", {})]
-)
-def test_activations_are_those_that_autograd_keeps(family, knobs, attention, seq_len, recompute, precision):
+@pytest.mark.parametrize(("family", "kind", "recompute"), [case for case in CASES if case[0] != "gpt2-untied"])
+def test_activations_are_those_that_autograd_keeps(family, kind, recompute, precision):
     """Within 4 %: tokens, norms' statistics, the mask and the rotary tables are left out. The textbook's attention
     repeats shared key and value heads, which is left out too: 8 %."""
-    spec = shape(family, **knobs)
+    (name, knobs), (attention, seq_len) = FAMILIES[family], ATTENTION[kind]
+    spec = shape(name, **knobs)
     train = TrainSpec(steps=1, batch=ROWS, seq_len=seq_len, precision=precision, attention=attention)
     graph = models.graph(spec)
     predicted = ROWS * activations_per_row(graph, (0, graph.units), train, "cpu", recompute=recompute)
-    found = kept_by_autograd(spec, seq_len, attention, recompute, {"fp32": torch.float32, "bf16": torch.bfloat16}[precision])
+    found = kept_by_autograd(
+        spec, seq_len, attention, recompute, {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    )
     repeats = attention == "vanilla" and "kv_heads" in knobs
     assert found == pytest.approx(predicted, rel=0.08 if repeats else 0.04)
     assert found >= predicted

@@ -31,7 +31,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     config = RunConfig(data="pydocs", name="demo", size=SIZE, budget=BudgetConfig(time=given.time))
     path = _free(Path(given.run))
     console.say("== text, tokens, plan")
-    folder = job.start(path, config, console)
+    folder = job.start(path, config, console, table=True)
     console.say("\n== training")
     measured = job.train(folder, console)
     console.say("\n== embeddings and vector database")

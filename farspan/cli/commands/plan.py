@@ -6,15 +6,15 @@ With a run.yaml, or with --model and --cluster alone: then neither text nor mach
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from farspan.cli import clusters, job
 from farspan.cli.console import Console
+from farspan.cli.planviews import check, say_views, takes_views
 from farspan.cli.runs import load_config, takes_config
-from farspan.domain.codec import save
+from farspan.domain.config import ParallelConfig
 from farspan.planning.rank import OBJECTIVES, TOLERANCE, Candidate, Ranking, rank
 
 HELP = "say what each technique would take, and which is best"
@@ -30,30 +30,30 @@ def configure(parser: argparse.ArgumentParser) -> None:
     asked.add_argument("--precision", default="auto", help="auto, bf16, fp16 or fp32")
     asked.add_argument("--attention", default="sdpa", choices=("sdpa", "vanilla"), help="flash, or the textbook's")
     asked.add_argument("--recompute", action="store_true", help="keep only the blocks' inputs of the forward pass")
-    parser.add_argument("--objective", choices=OBJECTIVES, default="time", help="what is best (default: time)")
+    parser.add_argument("--objective", choices=OBJECTIVES, help="what is best (default: time)")
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="how much slower fewest_devices may be")
     parser.add_argument("--technique", action="append", default=[], help="price this one only; may be repeated")
     parser.add_argument("--resolved", action="store_true", help="show each value of run.yaml and where it came from")
+    takes_views(parser)
     parser.add_argument("-o", "--out", metavar="PLAN.JSON", help="write the chosen plan to this file")
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
-    from farspan.cli.planning import say_ranking
-
+    check(given)
     resolved = None
     if given.model is not None:
         ranking = answer(given)
     else:
         config = load_config(given)
         resolved = job.resolve(config, console, trial=config.parallel.cluster is None)
-        ranking = rank_resolved(given, resolved)
+        ranking = rank_resolved(given, resolved, config.parallel)
         if given.resolved:
             for key, (value, origin) in values(resolved).items():
                 console.say(f"  {key:22} {value!s:20} {origin}")
-    say_ranking(ranking, console)
-    if given.out and ranking.chosen is not None:
-        save(ranking.candidates[ranking.chosen].plan, Path(given.out))
-    found: dict[str, Any] = {"candidates": [as_json(one, ranking) for one in ranking.candidates], "chosen": ranking.chosen}
+    views = say_views(given, ranking, console)
+    found: dict[str, Any] = {
+        "candidates": [as_json(one, ranking) for one in ranking.candidates], "chosen": ranking.chosen, **views,
+    }  # fmt: skip
     if resolved is not None:
         found["resolved"] = {key: {"value": value, "origin": origin} for key, (value, origin) in values(resolved).items()}
     console.answer(found)
@@ -77,18 +77,19 @@ def answer(given: argparse.Namespace) -> Ranking:
     )  # fmt: skip
     train = train_of(question, model, cluster)
     return rank(
-        model, cluster, train, engine("farspan"), objective=given.objective, allow=given.technique,
+        model, cluster, train, engine("farspan"), objective=given.objective or "time", allow=given.technique,
         tolerance=given.tolerance,
     )  # fmt: skip
 
 
-def rank_resolved(given: argparse.Namespace, resolved: job.Resolved) -> Ranking:
-    """The ranking for a run.yaml."""
+def rank_resolved(given: argparse.Namespace, resolved: job.Resolved, asked: ParallelConfig) -> Ranking:
+    """The ranking for a run.yaml; flags go before its keys."""
     from farspan.domain.engine import engine
 
     return rank(
-        resolved.model, resolved.cluster, resolved.train, engine("farspan"), objective=given.objective,
-        allow=given.technique, tolerance=given.tolerance, corpus=resolved.corpus.hash,
+        resolved.model, resolved.cluster, resolved.train, engine("farspan"),
+        objective=given.objective or asked.objective, allow=given.technique or job.allowed(asked),
+        tolerance=given.tolerance, corpus=resolved.corpus.hash,
     )  # fmt: skip
 
 
