@@ -47,6 +47,8 @@ def written_type(kind: msgspec.inspect.Type) -> str:
             # Upper bounds beyond a thousand million only catch slips; the page says so once.
             bounds = [f"{sign} {bound:,}" for sign, bound in signs if bound is not None and bound < 1e9]
             return " ".join([word, ", ".join(bounds)]).strip()
+        case msgspec.inspect.VarTupleType(item_type=item):
+            return f"list of {written_type(item)}"
         case msgspec.inspect.StructType():
             return "keys"
     raise AssertionError(f"run-yaml.md has no word for {kind}")
@@ -58,7 +60,7 @@ def written_default(field: msgspec.inspect.Field) -> str:
     if struct_of(field.type) is not None:
         return "as below"
     value: Any = field.default
-    return "none" if value is None else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+    return "none" if value is None or value == () else f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
 def keys(struct: msgspec.inspect.StructType, prefix: str = "") -> list[list[str]]:

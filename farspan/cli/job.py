@@ -87,6 +87,7 @@ def resolve(config: RunConfig, console: Console, *, trial: bool) -> Resolved:
     from farspan.retrieval.stores import resolve as resolve_store
 
     resolve_store(config.index.store)
+    allowed(config.parallel)
     engine, given = find_engine("farspan"), given_cluster(config, reach=trial)
     folder, manifest = prepare(config, console)
     if trial or given is None:

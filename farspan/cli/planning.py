@@ -24,6 +24,9 @@ SHOWN = 8
 #: Assumptions below the table; `--why` has them all.
 ASSUMED = 3
 HEADS = ("#", "technique", "where", "GB/device", "step %", "tok/s", "TFLOP/s", "minutes", "cost", "verdict")
+#: The same where the terminal is narrow, and the least that a part's name gets.
+NARROW = ("#", "technique", "where", "GB", "step %", "tok/s", "TFLOP/s", "minutes", "cost", "verdict")
+LEAST = 8
 LEGEND = "step %: compute / communication that nothing hides / waiting for other stages; minutes: predicted (interval)"
 WHERE = HEADS.index("where")
 #: Columns that are aligned to the left.
@@ -70,7 +73,7 @@ def table(ranking: Ranking, *, everything: bool, colours: bool, more: str) -> li
     rows = [_cells(ranking, i) for i in shown]
     lines = _aligned(rows, [_tint(ranking, i) for i in shown], colours) if rows else []
     notes = {row: ranking.candidates[i].unchosen for row, i in enumerate(shown) if ranking.candidates[i].unchosen}
-    found = list(lines[:1]) and [paint(lines[0][0], "soft", colours)]
+    found = [paint(line, "soft", colours) for heading in lines[:1] for line in heading]
     for row, group in enumerate(lines[1:]):
         found += group
         if row in notes:
@@ -104,13 +107,9 @@ def _short(number: float) -> str:
     """Two digits or more: `0.42`, `6.5`, `24`, `1,240`, `12k`."""
     if number >= 10_000:
         return f"{number / 1000:,.0f}k"
-    return (
-        f"{number:,.0f}"
-        if number >= 9.95
-        else f"{number:.2g}"
-        if number < 0.995
-        else f"{number:.1f}".removesuffix(".0")
-    )
+    if number >= 9.95:
+        return f"{number:,.0f}"
+    return f"{number:.2g}" if number < 0.995 else f"{number:.1f}".removesuffix(".0")
 
 
 def _tint(ranking: Ranking, index: int) -> str:
@@ -119,16 +118,14 @@ def _tint(ranking: Ranking, index: int) -> str:
 
 def _aligned(rows: Sequence[Sequence[str]], tints: Sequence[str], colours: bool) -> list[list[str]]:
     """Lines of each row, the heading first; the part's name has what other columns leave, on several lines at need."""
-    widths = [max(len(row[column]) for row in (HEADS, *rows)) for column in range(len(HEADS))]
-    spare = width() - sum(widths) - len(HEADS) + 1
+    heads, widths, spare = HEADS, *_widths((HEADS, *rows))
     if spare < 0:
-        # The long verdict gives way before the name does.
-        rows = [[*row[:-1], _terse(row[-1])] for row in rows]
-        widths[-1] = max(len(row[-1]) for row in (HEADS, *rows))
-        spare = width() - sum(widths) - len(HEADS) + 1
-    widths[WHERE] = max(9, widths[WHERE] + min(0, spare))
+        # Long cells give way before the name does.
+        heads, rows = NARROW, [[_terse(cell) for cell in row] for row in rows]
+        widths, spare = _widths((heads, *rows))
+    widths[WHERE] = max(LEAST, widths[WHERE] + min(0, spare))
     made = []
-    for row, tint in zip((HEADS, *rows), ("", *tints), strict=True):
+    for row, tint in zip((heads, *rows), ("", *tints), strict=True):
         names = textwrap.wrap(row[WHERE], widths[WHERE]) or [""]
         first = [*row[:WHERE], names[0], *row[WHERE + 1 :]]
         cells = (
@@ -141,11 +138,17 @@ def _aligned(rows: Sequence[Sequence[str]], tints: Sequence[str], colours: bool)
     return made
 
 
-def _terse(verdict: str) -> str:
-    """`24 % slower` as `+24 %`."""
-    number, _, word = verdict.rpartition(" ")
+def _widths(rows: Sequence[Sequence[str]]) -> tuple[list[int], int]:
+    """What each column needs, and how many columns of the terminal are left."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADS))]
+    return widths, width() - sum(widths) - len(HEADS) + 1
+
+
+def _terse(cell: str) -> str:
+    """`24 % slower` as `+24 %`, `2.4 x slower` as `2.4 x`, `7.7 of 24` as `7.7/24`."""
+    number, _, word = cell.rpartition(" ")
     if word not in ("slower", "dearer", "faster", "cheaper"):
-        return verdict
+        return cell.replace(" of ", "/") if cell[:1].isdigit() else cell
     sign = "" if number.endswith("x") else "+" if word in ("slower", "dearer") else "-"
     return sign + number
 

@@ -68,7 +68,7 @@ def say_views(given: argparse.Namespace, ranking: Ranking, console: Console) -> 
     from farspan.planning.why import why
 
     found: dict[str, Any] = {}
-    planning.say_ranking(ranking, console, everything=given.all)
+    planning.say_ranking(ranking, console, everything=given.all, more="add --all")
     if given.why:
         found["why"] = why(ranking)
         planning.say_why(found["why"], console)

@@ -22,6 +22,10 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     unaligned: float = 1.0
     #: Share of the memory's bandwidth that streaming operators reach.
     bandwidth: float
+    #: Times that what is neither a product nor flash attention goes through memory: 1 where a kernel does all of it.
+    passes: float = 1.0
+    #: Times that the update's tensors go through memory: 1 where one kernel does all of it.
+    update_passes: float = 1.0
     #: Launching one operator.
     operator_s: float
     #: Sustained FLOP/s a watt of board power at most; None does not limit.
@@ -51,6 +55,9 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     sends_paired: bool = False
     #: Stages that share a tied table sum its gradient by one collective; else by a send each way.
     ties_collective: bool = False
+    #: How much longer arithmetic takes while collectives of the batch axes run beside it: they share multiprocessors and
+    #: memory.
+    contention: float = 0.0
     #: A sender computes nothing until its message has arrived.
     sends_awaited: bool
     #: Receives are posted before the data comes; else the sender first waits for the receiver, half a round trip.

@@ -27,7 +27,8 @@ def _rates(costs: Costs) -> list[str]:
             found.append(f"{kind} reaches {share} in {dtype}")
         else:
             known = UNKNOWN_FLOPS[device.backend] / 1e12
-            found.append(f"{kind} has no known {dtype} speed: {known:.3g} TFLOP/s is assumed; farspan probe measures it")
+            unknown = f"{kind} has no known {dtype} speed: {known:.3g} TFLOP/s is assumed"
+            found.append(f"{unknown}; farspan probe measures it")
     return found
 
 

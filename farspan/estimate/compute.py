@@ -72,9 +72,11 @@ class Rates:
 
 
 def work(
-    graph: OpGraph, op: Operator, rows: int, seq_len: int, width: int, share: float, weight_share: float, flash: bool
-) -> tuple[Work, Work]:
-    """The forward and the backward pass of one operator over `rows` sequences, of which a device does `share`."""
+    graph: OpGraph, op: Operator, rows: int, seq_len: int, width: int, share: float, weight_share: float, flash: bool,
+    passes: float = 1.0,
+) -> tuple[Work, Work]:  # fmt: skip
+    """The forward and the backward pass of one operator over `rows` sequences, of which a device does `share`. What is
+    not fused goes through memory so many times (`Engine.passes`)."""
     size = {"b": rows, "s": seq_len}
     activations = sum(graph.size(dims, **size) for dims in (op.inputs[0], op.output)) * share
     weights = sum(graph.size(weight.dims) for weight in op.weights) * weight_share
@@ -87,6 +89,8 @@ def work(
     if op.kind == "loss":
         # fp32 probabilities beside the logits.
         activations *= 3
+    if op.kind in ("pointwise", "loss") or (op.kind == "attention" and not flash):
+        activations *= passes
     moved = width * (activations + weights)
     summed = "".join(dim for dim in op.inputs[-1] if dim not in op.output) if op.kind == "matmul" else "d"
     m, k, n = rows * seq_len, graph.size(summed), max(1, round(graph.size(op.output[2:] or "d") * share))

@@ -90,7 +90,9 @@ def logits_bytes(graph: OpGraph, train: TrainSpec, micro_rows: int, engine: Engi
     return chunk * (1 + 4 // width) + (2 * 4 * graph.size("vd") * share if engine.logits_chunk is not None else 0.0)
 
 
-def state_bytes(parameters: float, train: TrainSpec, engine: Engine, zero: int, ways: int) -> tuple[float, float, float]:
+def state_bytes(
+    parameters: float, train: TrainSpec, engine: Engine, zero: int, ways: int
+) -> tuple[float, float, float]:
     """Weights, gradients and optimizer state of a worker that shares them with `ways` - 1 others by ZeRO's level."""
     dtype = train.precision
     weights = parameters * engine.weight_bytes[dtype] / (ways if zero == 3 else 1)

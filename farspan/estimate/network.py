@@ -121,7 +121,7 @@ class Network:
             return max(least, _interpolated(wire.timed, size) - wire.delay_s) + self.engine.message_s
         return size / wire.shared(concurrent) + self.engine.message_s
 
-    # -- collectives over a group of ranks, `size` bytes being the whole tensor -----------------------------------------
+    # -- collectives over a group of ranks, `size` bytes being the whole tensor --------------------------------------
 
     def reduce_scatter_s(self, group: Sequence[int], size: float, *, messages: float = 1, concurrent: int = 1) -> float:
         """A ring: n - 1 steps of a part each. An all-gather takes as long."""

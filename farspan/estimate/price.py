@@ -20,7 +20,7 @@ from farspan.estimate.assumptions import assumptions
 from farspan.estimate.loss import loss
 from farspan.estimate.network import Network
 from farspan.estimate.replicas import token_efficiency
-from farspan.estimate.schedule import Hop, Simulated, greatest_cycle_mean, simulate
+from farspan.estimate.schedule import Hop, Simulated, simulate
 from farspan.estimate.stage import Costs, StageTime, effective_depths, leaving
 
 #: Share of a run that validation, checkpoints, start-up and noise take beside its steps. A planning margin.
@@ -114,11 +114,14 @@ def _period(replica: Replica, costs: Costs, times: list[StageTime], tie: Tie, si
     begins = _begins(simulated, len(times))
     if all(start - begin <= starts[0] * (1 + 1e-12) for start, begin in zip(starts, begins, strict=True)):
         return starts[0]  # Nobody waits longer than the first stage does for itself.
-    apart = []
-    for i in range(len(times)):
-        alone = [0.0 if stage == i else -math.inf for stage in range(len(times))]
-        apart.append(_next(replica, costs, times, tie, run(replica, costs, times, alone).ends))
-    return greatest_cycle_mean(apart)
+    between = starts
+    for _ in times:
+        later = _next(replica, costs, times, tie, run(replica, costs, times, starts).ends)
+        between = [after - before for before, after in zip(starts, later, strict=True)]
+        if max(between) - min(between) <= 1e-12 * max(later):
+            break  # Steady: each step is the last one, that much later.
+        starts = later
+    return max(between)  # Not steady yet, it is a bound: the greatest of these only falls.
 
 
 def _next(replica: Replica, costs: Costs, times: list[StageTime], tie: Tie, ends: list[float]) -> list[float]:
@@ -157,7 +160,8 @@ def edges(replica: Replica, costs: Costs) -> tuple[list[Hop], list[Hop]]:
     for i, edge in enumerate(replica.edges):
         size = _edge_bytes(replica, costs, i)
         a, b = replica.stages[i].mesh.ranks, replica.stages[i + 1].mesh.ranks
-        senders = (ranks if costs.engine.sends_paired else {costs.network.hosts[rank] for rank in ranks} for ranks in (a, b))
+        hosts = costs.network.hosts
+        senders = (ranks if costs.engine.sends_paired else {hosts[rank] for rank in ranks} for ranks in (a, b))
         pairs = min(map(len, senders))
         streams = max(costs.engine.streams, edge.streams)
         for hops, (sender, receiver) in ((down, (a[-1], b[0])), (up, (b[0], a[-1]))):
@@ -172,12 +176,20 @@ def _edge_bytes(replica: Replica, costs: Costs, edge: int) -> float:
 
 
 def _add_edges(replica: Replica, costs: Costs, sent: dict[str, float]) -> None:
-    """Adds the bytes of a step that cross between stages of unlike sites."""
-    for i in range(len(replica.edges)):
-        sites = [costs.network.sites[replica.stages[k].mesh.ranks[-1 if k == i else 0]] for k in (i, i + 1)]
+    """Adds the bytes of a step that cross between stages of unlike sites; a tied table's gradient, and its rows back,
+    cross between the ends."""
+    ranks = [stage.mesh.ranks for stage in replica.stages]
+    crossing = [
+        (ranks[i][-1], ranks[i + 1][0], _edge_bytes(replica, costs, i) * replica.microbatches)
+        for i in range(len(replica.edges))
+    ]
+    if costs.graph.tied and len(ranks) > 1:
+        crossing.append((ranks[0][0], ranks[-1][-1], costs.graph.size("vd") * replica.stages[0].grad_sync.bits / 8))
+    for a, b, size in crossing:
+        sites = (costs.network.sites[a], costs.network.sites[b])
         if sites[0] != sites[1]:
             for site in sites:
-                sent[site] = sent.get(site, 0.0) + _edge_bytes(replica, costs, i) * replica.microbatches
+                sent[site] = sent.get(site, 0.0) + size
 
 
 def _delay(replica: Replica, costs: Costs, a: int, b: int) -> float:

@@ -54,7 +54,7 @@ def simulate(
     depths: Sequence[int], *, sends_awaited: bool, receives_ahead: bool, starts: Sequence[float] | None = None,
 ) -> Simulated:  # fmt: skip
     """One step. `down[i]` carries activations from stage i to i + 1, `up[i]` gradients back; `depths` never increase.
-    Stage i is free from `starts[i]` on: 0 by default, and minus infinity for one that never waits for itself.
+    Stage i is free from `starts[i]` on, 0 by default.
 
     With `sends_awaited` a sender is blocked until its message has arrived. Without `receives_ahead` a message first
     waits for the receiver to be free and to answer: another delay.
@@ -98,15 +98,3 @@ def simulate(
                 spans.append(Span(stage, "send", index, end, arrives))
             waiting.append(peer)
     return Simulated(free, computed, sending, spans)
-
-
-def greatest_cycle_mean(arcs: Sequence[Sequence[float]]) -> float:
-    """The greatest mean of any cycle, `arcs[i][j]` being the length from i to j: how often events can recur that wait
-    so long for one another (Karp 1978)."""
-    n = len(arcs)
-    walks = [[0.0] + [-math.inf] * (n - 1)]
-    for _ in range(n):
-        walks.append([max(walks[-1][i] + arcs[i][j] for i in range(n)) for j in range(n)])
-    return max(
-        min((walks[n][j] - walks[k][j]) / (n - k) for k in range(n) if walks[k][j] > -math.inf) for j in range(n)
-    )

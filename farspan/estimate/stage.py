@@ -24,8 +24,8 @@ from farspan.estimate.memory import (
     state_bytes,
 )
 from farspan.estimate.network import Network
-from farspan.estimate.sharding import PARTIAL, RESIDUAL as RESIDUAL
-from farspan.estimate.sharding import between, strategy, weight_share, work_share
+from farspan.estimate.sharding import PARTIAL, between, strategy, weight_share, work_share
+from farspan.estimate.sharding import RESIDUAL as RESIDUAL
 
 
 class Pass(NamedTuple):
@@ -68,9 +68,11 @@ class Costs:
         self._sizes: dict[tuple[object, ...], float] = {}
         self._waits: dict[tuple[object, ...], tuple[float, float]] = {}
 
-    # -- arithmetic ------------------------------------------------------------------------------------------------------
+    # -- arithmetic --------------------------------------------------------------------------------------------------
 
-    def unit_s(self, rank: int, unit: tuple[Operator, ...], rows: int, splits: Mapping[str, str], ways: int) -> tuple[float, float]:
+    def unit_s(
+        self, rank: int, unit: tuple[Operator, ...], rows: int, splits: Mapping[str, str], ways: int
+    ) -> tuple[float, float]:
         """Seconds of a device for the forward and the backward pass of one unit over `rows` sequences."""
         key = (self.alike[rank], unit[0].name, len(unit), rows, ways, tuple(splits.items()) if ways > 1 else ())
         if key not in self._units:
@@ -83,12 +85,14 @@ class Costs:
         shares = [weight_share(op, weight.dims, split, ways) for weight in op.weights]
         flash = not keeps_scores(self.train, self.signature[rank][0].backend)
         forward, backward = work(
-            self.graph, op, rows, self.train.seq_len, self.width, work_share(split, ways), min(shares, default=1.0), flash
+            self.graph, op, rows, self.train.seq_len, self.width, work_share(split, ways),
+            min(shares, default=1.0), flash,
+            self.engine.passes,
         )  # fmt: skip
         rates = self.rates[self.alike[rank]]
         return rates.seconds(forward), rates.seconds(backward)
 
-    # -- the tensor axis ---------------------------------------------------------------------------------------------------
+    # -- the tensor axis ---------------------------------------------------------------------------------------------
 
     def unit_wait(
         self, group: Sequence[int], unit: tuple[Operator, ...], rows: int, splits: Mapping[str, str], concurrent: int
@@ -108,7 +112,7 @@ class Costs:
                     f, b = self.edge_s(group, writes, residual, residual, "bsd", rows, concurrent)
                     forward, backward, writes = forward + f, backward + b, residual
                 elif op.kind == "loss" and plan.writes == PARTIAL:
-                    # Each device has a part of the vocabulary: the greatest logit, the sum, and the target's (Megatron-LM).
+                    # Each device has a part of the vocabulary: greatest logit, sum, and the target's (Megatron-LM).
                     size = 4.0 * self.graph.size(op.output, b=rows, s=self.train.seq_len)
                     forward += 3 * self.network.all_reduce_s(group, size, concurrent=concurrent)
             self._waits[key] = (forward, backward)
@@ -123,11 +127,12 @@ class Costs:
         size = self.graph.size(dims, b=rows, s=self.train.seq_len) * self.width
         both = between(writes, reads, gradient)
         first, second = (
-            sum(getattr(self.network, f"{name}_s")(group, size, concurrent=concurrent) for name in names) for names in both
+            sum(getattr(self.network, f"{name}_s")(group, size, concurrent=concurrent) for name in names)
+            for names in both
         )
         return first, second
 
-    # -- a stage -----------------------------------------------------------------------------------------------------------
+    # -- a stage -----------------------------------------------------------------------------------------------------
 
     def passes(self, stage: Stage, micro_rows: Sequence[int]) -> Pass:
         """The passes of a stage over one microbatch: those of its slowest batch coordinate."""
@@ -135,7 +140,8 @@ class Costs:
         ways, groups = stage.mesh.size("tensor"), stage.mesh.batch
         seen = set()
         for group, rows in zip(groups, micro_rows, strict=True):
-            key = (rows, *(self.alike[rank] for rank in group), *(self.network.hosts[rank] for rank in group if ways > 1))
+            places = tuple(self.network.hosts[rank] for rank in group) if ways > 1 else ()
+            key = (rows, *(self.alike[rank] for rank in group), *places)
             if rows == 0 or key in seen:
                 continue
             seen.add(key)
@@ -164,7 +170,7 @@ class Costs:
         """All of a stage's times, with ZeRO's gathers and sums where its level has them."""
         passes = self.passes(stage, micro_rows)
         sync = self._sync(stage)
-        forward, backward = passes.forward, passes.backward
+        forward, backward = self._contended(stage, passes, sync, microbatches)
         tail = sync.reduce + sync.gather
         if stage.zero == 3:
             # arXiv 2304.11277: gathered before each pass, the next unit's while one computes; scattered after each.
@@ -179,6 +185,14 @@ class Costs:
         waits = (forward - passes.forward, backward - passes.backward)
         adjusted = Pass(forward, backward, passes.forward_wait + waits[0], passes.backward_wait + waits[1])
         return StageTime(adjusted, tail, max(map(self._update, self._states(stage))), self._sent(stage, microbatches))
+
+    def _contended(self, stage: Stage, passes: Pass, sync: Sync, microbatches: int) -> tuple[float, float]:
+        """The passes, longer where collectives of the batch axes run beside them: sums during the backward pass (the
+        last microbatch's, unless they are scattered each time), gathers the forward pass too."""
+        slower = self.engine.contention
+        gathers = slower if stage.zero >= 2 and sync.gather else 0.0
+        sums = slower / (1 if stage.zero >= 2 else microbatches) if sync.reduce else 0.0
+        return passes.forward * (1 + gathers), passes.backward * (1 + sums)
 
     def _exposed(self, seconds: float, cover: float, messages: float) -> float:
         """What of a series of messages does not hide behind `cover` seconds of arithmetic: at least the last one."""
@@ -215,7 +229,7 @@ class Costs:
         rank, own = state
         dtype, engine = self.train.precision, self.engine
         moved = 2 * engine.optimizer_bytes[dtype] + 2 * engine.gradient_bytes[dtype] + engine.weight_bytes[dtype]
-        return self.rates[self.alike[rank]].stream_s(own * moved)
+        return self.rates[self.alike[rank]].stream_s(own * moved * engine.update_passes)
 
     def _sync(self, stage: Stage) -> Sync:
         """Sums of gradients and gathers of weights over the batch axes, a step; nothing overlaps yet."""
@@ -232,7 +246,9 @@ class Costs:
         topology = stage.grad_sync.topology
         if stage.zero == 0:
             batch = mesh.transposed
-            reduce = max(network.all_reduce_s(g, size, messages=messages, concurrent=ways, topology=topology) for g in batch)
+            reduce = max(
+                network.all_reduce_s(g, size, messages=messages, concurrent=ways, topology=topology) for g in batch
+            )
         else:
             groups, summed = mesh.groups("data"), network.reduce_scatter_s
             if not self.engine.scatters:
@@ -283,7 +299,7 @@ class Costs:
         return max(self.network.all_reduce_s(g, size, concurrent=len(groups)) for g in groups) if size and ways else 0.0
 
     def memory(self, replica: Replica, index: int, coordinate: int, outer: int = 0) -> Memory:
-        """The peak of a device of one batch coordinate of one stage; `outer` bytes a parameter more between replicas."""
+        """The peak of a device of one batch coordinate of a stage; `outer` bytes a parameter more between replicas."""
         piped = len(replica.stages) > 1
         depth = effective_depths(replica)[index] if piped else 1
         rows = replica.micro_rows(index, coordinate)
@@ -292,7 +308,7 @@ class Costs:
     def memory_of(
         self, stage: Stage, rows: int, depth: int, coordinate: int, *, piped: bool = True, outer: int = 0
     ) -> Memory:
-        """As `memory`, of a stage with `depth` microbatches of so many rows in flight; `piped` where it has neighbours."""
+        """As `memory`, of a stage with `depth` microbatches of so many rows in flight; `piped` if it has neighbours."""
         train, engine = self.train, self.engine
         rank, ways = stage.mesh.batch[coordinate][0], stage.mesh.size("tensor")
         device = self.signature[rank][0]
@@ -324,7 +340,7 @@ class Costs:
 
 
 class Sync(NamedTuple):
-    """Seconds a step over the batch axes: sums, gathers of weights, sums over the other axes; messages of one series."""
+    """Seconds a step over the batch axes: sums, gathers of weights, sums over other axes; messages of one series."""
 
     reduce: float
     gather: float

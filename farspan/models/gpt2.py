@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from farspan.domain.model import ModelSpec
-from farspan.models._decoder import graph
+from farspan.models._decoder import graph as graph
 from farspan.models._family import Config, Preset, TensorMap, demand, linear, norm, require, table, unsupported
 
 ARCHITECTURES = ("GPT2LMHeadModel",)

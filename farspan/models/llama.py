@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from farspan.domain.model import ModelSpec
-from farspan.models._decoder import graph
+from farspan.models._decoder import graph as graph
 from farspan.models._family import Config, Preset, TensorMap, demand, linear, norm, require, table, unsupported
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")

@@ -1,7 +1,7 @@
 """What fits: the largest model, the largest batch, or the least memory a device needs. By bisection over real plans.
 
-Each question is a ladder whose rungs are harder one by one; a rung fits where some technique, on the whole cluster or on
-a part of it, makes a plan that every device and every host has the memory for. The answer is a rung that fits below one
+Each question is a ladder (`planning.ladders`) whose rungs are harder one by one; a rung fits where some technique, on
+the whole cluster or on a part of it, makes a plan that every device and every host has the memory for. The answer is a rung that fits below one
 that no technique fits. Techniques that plan in milliseconds are each followed to their own last rung; those that search
 for longer are tried only beyond what the others reach.
 """
@@ -9,36 +9,32 @@ for longer are tried only beyond what the others reach.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import msgspec
 
-from farspan import models, techniques
-from farspan.domain.cluster import Cluster, Device
-from farspan.domain.engine import Engine
-from farspan.domain.model import ModelSpec, parameters
+from farspan import models
+from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Plan
 from farspan.domain.results import Estimate
-from farspan.domain.train import TrainSpec
 from farspan.domain.units import format_bytes
 from farspan.estimate.price import price
+from farspan.planning.ladders import (
+    QUICK,
+    Asked,
+    Batches,
+    Ground,
+    Ladder,
+    Memories,
+    Models,
+    Rung,
+    Scaled,
+    holds_too_little,
+)
 from farspan.planning.parts import Part, all_parts
 from farspan.planning.rank import Candidate, candidate, host_bytes
-from farspan.planning.size import shape_for
 from farspan.techniques import Task
-
-Asked = Literal["model", "batch", "memory"]
-ASKED: tuple[Asked, ...] = ("model", "batch", "memory")
-#: Techniques whose plans take milliseconds (one stage, no program to solve), those that divide most first.
-QUICK = ("fsdp", "hsdp", "zero2", "zero1", "data")
-#: Neighbouring rungs of models and of memory differ by about so much; they are three digits long, to be typed.
-MODEL_STEP, MEMORY_STEP = 0.02, 0.01
-#: The smallest model that is tried, and the least and the most memory.
-LEAST_PARAMETERS, LEAST_MEMORY, MOST_MEMORY = 1_000_000, 64_000_000, 4_000_000_000_000
-#: Sequences a device at once that are tried at most.
-MOST_ROWS = 2**16
 
 
 class Room(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +57,8 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
     where: str
     places: tuple[int, ...]
     amount: int
+    #: The rung as an argument would say it: what `--model` takes for this size.
+    typed: str
     #: Sequences that the busiest device computes at a time, and whether it computes forward passes again.
     micro_rows: int
     recompute: bool
@@ -71,7 +69,7 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer. `limits` has the best of each technique that was followed, hardest first; `limits[0]` is the answer."""
+    """An answer. `limits` has the best of each technique that was followed, hardest first: the first is the answer."""
 
     asked: Asked
     limits: tuple[Limit, ...]
@@ -82,103 +80,6 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def best(self) -> Limit:
         return self.limits[0]
-
-
-@dataclass(frozen=True, eq=False)
-class Ground:
-    """What stays the same while a question climbs: the cluster, the engine, and what training a model means there."""
-
-    cluster: Cluster
-    engine: Engine
-    train_for: Callable[[ModelSpec, Cluster], TrainSpec]
-    #: Techniques to use; none is all.
-    allow: tuple[str, ...] = ()
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        known = self.allow or techniques.names()
-        return (*(name for name in QUICK if name in known), *(name for name in known if name not in QUICK))
-
-
-class Rung(msgspec.Struct, frozen=True):
-    """One question of a ladder. `amount` says how hard it is, in the question's own unit."""
-
-    amount: int
-    model: ModelSpec
-    train: TrainSpec
-    cluster: Cluster
-
-
-class Ladder(Protocol):
-    """The rungs of a question on some of the devices, each harder than the one before."""
-
-    asked: Asked
-
-    def __call__(self, index: int, devices: int) -> Rung | None:
-        """The rung, or None beyond the last one."""
-        ...
-
-
-@dataclass(frozen=True, eq=False)
-class Models:
-    """Ever larger shapes of one family."""
-
-    ground: Ground
-    family: str
-    vocab_size: int
-    context: int
-    asked: Asked = "model"
-
-    def __call__(self, index: int, devices: int) -> Rung | None:
-        return self._rung(index)
-
-    @functools.lru_cache(maxsize=512)  # noqa: B019 - a ladder lives as long as its question
-    def _rung(self, index: int) -> Rung | None:
-        target = three_digits(LEAST_PARAMETERS * (1 + MODEL_STEP) ** index)
-        if target > self._most():
-            return None
-        model = shape_for(self.family, target, vocab_size=self.vocab_size, context=self.context, knobs={})
-        cluster = self.ground.cluster
-        return Rung(parameters(model), model, self.ground.train_for(model, cluster), cluster)
-
-    @functools.lru_cache(maxsize=1)  # noqa: B019
-    def _most(self) -> float:
-        """Parameters whose state alone fills all devices."""
-        tiny = shape_for(self.family, LEAST_PARAMETERS, vocab_size=self.vocab_size, context=self.context, knobs={})
-        each = state_bytes_each(self.ground.engine, self.ground.train_for(tiny, self.ground.cluster))
-        return max(2 * LEAST_PARAMETERS, sum(device.memory for device in self.ground.cluster.devices) / each)
-
-
-@dataclass(frozen=True, eq=False)
-class Batches:
-    """Ever more sequences a step: so many for each device, on average."""
-
-    ground: Ground
-    model: ModelSpec
-    asked: Asked = "batch"
-
-    def __call__(self, index: int, devices: int) -> Rung | None:
-        if index >= MOST_ROWS:
-            return None
-        rows = (index + 1) * devices
-        train = self.ground.train_for(self.model, self.ground.cluster)
-        return Rung(rows, self.model, msgspec.structs.replace(train, batch=rows), self.ground.cluster)
-
-
-@dataclass(frozen=True, eq=False)
-class Memories:
-    """Ever smaller devices, all alike."""
-
-    ground: Ground
-    model: ModelSpec
-    asked: Asked = "memory"
-
-    def __call__(self, index: int, devices: int) -> Rung | None:
-        size = three_digits(MOST_MEMORY / (1 + MEMORY_STEP) ** index)
-        if size < LEAST_MEMORY:
-            return None
-        train = self.ground.train_for(self.model, self.ground.cluster)
-        return Rung(size, self.model, train, with_memory(self.ground.cluster, lambda device: size))
 
 
 def largest_model(ground: Ground, family: str, vocab_size: int, context: int) -> Fit | None:
@@ -196,7 +97,7 @@ def largest_batch(ground: Ground, model: ModelSpec) -> Fit | None:
 
 
 def least_memory(ground: Ground, model: ModelSpec) -> Fit | None:
-    """The least memory that every device of the cluster must have, were they all alike in that, one sequence at a time."""
+    """The least memory that every device of the cluster must have, were they all alike in that."""
     return climb(ground, Memories(ground, model))
 
 
@@ -248,7 +149,7 @@ class _Search:
             start = 0 if beyond is None else self._after(beyond[0].amount, len(part.places))
             if self.attempt(start, name, part) is None:
                 continue
-            low, high = start, self._end(len(part.places))
+            low, high = start, self.end(len(part.places))
             while high - low > 1:
                 middle = (low + high) // 2
                 low, high = (middle, high) if self.attempt(middle, name, part) else (low, middle)
@@ -260,7 +161,7 @@ class _Search:
 
     def _after(self, amount: int, devices: int) -> int:
         """The first rung that is harder than so much."""
-        low, high = -1, self._end(devices)
+        low, high = -1, self.end(devices)
         while high - low > 1:
             middle = (low + high) // 2
             rung = self.ladder(middle, devices)
@@ -269,7 +170,7 @@ class _Search:
         return high
 
     @functools.lru_cache(maxsize=64)  # noqa: B019
-    def _end(self, devices: int) -> int:
+    def end(self, devices: int) -> int:
         """How many rungs the ladder has."""
         high = 1
         while self.ladder(high, devices) is not None:
@@ -289,7 +190,7 @@ class _Search:
         return self._tried[key]
 
     def _plan(self, rung: Rung, index: int, name: str, part: Part) -> Limit | None:
-        if _holds_too_little(rung, self.ground.engine, part):
+        if holds_too_little(rung, self.ground.engine, part):
             return None
         key = (index, part.places)
         if key not in self._tasks:
@@ -308,51 +209,50 @@ class _Search:
         if made.plan is None or made.estimate is None:
             return None
         room = fullest(task, made.plan, made.estimate, hosts=self.ladder.asked != "memory")
-        return None if room.spare < 0 else limit_of(made, rung.amount, room)
+        return None if room.spare < 0 else limit_of(made, rung, room)
 
     def lacking(self, rung: Rung, best: Limit) -> Room | None:
-        """What the technique of the answer lacks on a harder rung: of the plan that would fit somewhat larger devices."""
+        """What the technique of the answer lacks on a harder rung."""
         part = Part(name=best.where, places=best.places)
         if self.ladder.asked == "batch":
             task = self.task(rung, part)
             plans = at_once(task, candidate(task, part, best.technique))
-            rooms = [fullest(task, one.plan, one.estimate) for one in plans if one.plan and one.estimate]
-            return max(rooms, key=lambda room: room.spare, default=None)
-        return nearest_miss(self.ground, rung, best.technique, part)
+            found = [fullest(task, one.plan, one.estimate) for one in plans if one.plan and one.estimate]
+            return max(found, key=lambda room: room.spare, default=None)
+        missed = nearest_miss(self.ground, rung, best.technique, part)
+        if missed is None:
+            return None
+        counted = [room for room in (missed.host if self.ladder.asked != "memory" else None, missed.device) if room]
+        return max(counted, key=_share)
 
 
-def nearest_miss(ground: Ground, rung: Rung, name: str, part: Part) -> Room | None:
-    """What one technique lacks on a rung that it does not fit: its plan if every device were just enough larger."""
-    search = _Search(ground, _Scaled(rung))
-    end = search._end(0)
+class Miss(NamedTuple):
+    """The fullest device, and the fullest host of known memory, of a plan that does not fit."""
+
+    device: Room
+    host: Room | None
+
+
+def nearest_miss(ground: Ground, rung: Rung, name: str, part: Part) -> Miss | None:
+    """What one technique lacks on a rung that it does not fit: its plan if every device were just enough larger, in
+    proportion. None where it has no plan however large they are."""
+    search = _Search(ground, Scaled(rung))
     if search.attempt(0, name, part) is None:
         return None
-    low, high = 0, end
+    low, high = 0, search.end(0)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if search.attempt(middle, name, part) else (low, middle)
     limit = search.attempt(low, name, part)
     assert limit is not None
-    return fullest(search.task(rung, part), limit.plan, limit.estimate)
-
-
-@dataclass(frozen=True, eq=False)
-class _Scaled:
-    """One rung with ever less of ten thousand times its devices' memory."""
-
-    rung: Rung
-    asked: Asked = "memory"
-
-    def __call__(self, index: int, devices: int) -> Rung | None:
-        permille = round(1e7 / (1 + MEMORY_STEP) ** index)
-        if permille < 1000:
-            return None
-        larger = with_memory(self.rung.cluster, lambda device: device.memory * permille // 1000)
-        return Rung(permille, self.rung.model, self.rung.train, larger)
+    task = search.task(rung, part)
+    devices = rooms(task, limit.plan, limit.estimate, hosts=False)
+    hosts = rooms(task, limit.plan, limit.estimate)[len(devices) :]
+    return Miss(max(devices, key=_share), max(hosts, key=_share, default=None))
 
 
 def at_once(task: Task, made: Candidate) -> Iterator[Candidate]:
-    """The candidate's plan with a step's sequences computed all at once, without and with recompute; none of a pipeline."""
+    """The candidate's plan with a step's sequences all computed at once, without and with recompute; none if piped."""
     if made.plan is None or any(len(replica.stages) > 1 for replica in made.plan.replicas):
         return
     for recompute in (True,) if task.train.recompute else (False, True):
@@ -367,7 +267,8 @@ def at_once(task: Task, made: Candidate) -> Iterator[Candidate]:
         yield msgspec.structs.replace(made, plan=plan, estimate=price(plan, task.costs))
 
 
-def limit_of(made: Candidate, amount: int, room: Room) -> Limit:
+def limit_of(made: Candidate, rung: Rung, room: Room) -> Limit:
+    """A candidate that fits a rung, and what it fills most."""
     assert made.plan is not None and made.estimate is not None
     rows = [
         replica.micro_rows(i, c)
@@ -375,57 +276,34 @@ def limit_of(made: Candidate, amount: int, room: Room) -> Limit:
     ]  # fmt: skip
     again = any(stage.recompute for replica in made.plan.replicas for stage in replica.stages)
     return Limit(
-        technique=made.technique, where=made.where, places=made.places, amount=amount, micro_rows=max(rows),
-        recompute=again, binds=room, plan=made.plan, estimate=made.estimate,
+        technique=made.technique, where=made.where, places=made.places, amount=rung.amount, typed=rung.typed,
+        micro_rows=max(rows), recompute=again, binds=room, plan=made.plan, estimate=made.estimate,
     )  # fmt: skip
 
 
 def fullest(task: Task, plan: Plan, estimate: Estimate, *, hosts: bool = True) -> Room:
     """The device, or the host, whose memory a plan fills to the largest share."""
+    return max(rooms(task, plan, estimate, hosts=hosts), key=_share)
+
+
+def _share(room: Room) -> float:
+    return room.used / room.usable
+
+
+def rooms(task: Task, plan: Plan, estimate: Estimate, *, hosts: bool = True) -> list[Room]:
+    """Every device that a plan uses, and every host whose memory is known."""
     used = sorted(rank for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks)
-    rooms = []
+    found = []
     for rank, memory in zip(used, estimate.memory, strict=True):
         device, at = task.costs.network.devices[rank], task.devices[rank]
-        rooms.append(_room(f"{device.kind}, device {at.index} of {at.host}", memory.total, task.capacity(rank)))
+        found.append(_room(f"{device.kind}, device {at.index} of {at.host}", memory.total, task.capacity(rank)))
     if hosts:
-        rooms += [
+        found += [
             _room(f"host {host.name}'s own memory", host_bytes(task, host.name), host.memory)
             for host in task.cluster.hosts if host.memory is not None
         ]  # fmt: skip
-    return max(rooms, key=lambda room: room.used / room.usable)
+    return found
 
 
 def _room(name: str, used: float, usable: float) -> Room:
     return Room(name=name, used=used, usable=usable, spare=usable - used)
-
-
-def _holds_too_little(rung: Rung, engine: Engine, part: Part) -> bool:
-    """Whether weights, gradients and optimizer state, divided as they may be, are more than the part's devices hold."""
-    capacity = sum(engine.fill * rung.cluster.devices[place].memory for place in part.places)
-    return parameters(rung.model) * state_bytes_each(engine, rung.train) > capacity
-
-
-def state_bytes_each(engine: Engine, train: TrainSpec) -> int:
-    """Bytes of weights, gradients and optimizer state a parameter."""
-    dtype = train.precision
-    return engine.weight_bytes[dtype] + engine.gradient_bytes[dtype] + engine.optimizer_bytes[dtype]
-
-
-def with_memory(cluster: Cluster, memory: Callable[[Device], int]) -> Cluster:
-    """The cluster with other memory in every device."""
-    replace = msgspec.structs.replace
-    sites = (
-        replace(site, hosts=tuple(
-            replace(host, devices=tuple(replace(device, memory=memory(device)) for device in host.devices))
-            for host in site.hosts
-        ))
-        for site in cluster.sites
-    )  # fmt: skip
-    return replace(cluster, sites=tuple(sites))
-
-
-def three_digits(number: float) -> int:
-    """The number in its first three digits: what a person types."""
-    scale = 10 ** max(0, len(str(int(number))) - 3)
-    return int(round(number / scale) * scale)
-

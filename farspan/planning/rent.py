@@ -1,8 +1,8 @@
 """What to rent: every priced device kind of the catalogue, in several counts, for one model and its tokens.
 
 Up to eight devices are one host; more are hosts of eight, with the network that a cluster file without links means
-(`domain.cluster`), or the rate that is asked about. Each offer is priced like any cluster: the best technique over all of
-its devices. Devices of an offer are alike, so parts of it are other offers.
+(`domain.cluster`), or the rate that is asked about. Each offer is priced like any cluster: the best technique over all
+of its devices. Devices of an offer are alike, so parts of it are other offers.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from farspan.domain.graph import OpGraph
 from farspan.domain.model import ModelSpec
 from farspan.domain.problems import Refusal
 from farspan.domain.train import TrainSpec
+from farspan.estimate.compute import BYTES
 from farspan.estimate.price import RESERVE
 from farspan.planning.pace import on_one_device
 from farspan.planning.parts import Part
@@ -34,6 +35,8 @@ HOST = 8
 SEARCHED = "pipeshard"
 #: An offer within this share of what arithmetic alone takes is not searched for more.
 GAIN = 0.05
+#: Devices of all offers that are searched, together: the most promising offers come first (about 0.2 s a device).
+EFFORT = 64
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,16 +178,18 @@ class _Asked(NamedTuple):
         )  # fmt: skip
 
     def searched(self, offers: Sequence[Offer]) -> list[Offer]:
-        """The offers, with pipelines where these can still beat the others: no plan takes less than the arithmetic of a
-        step, divided evenly, so an offer that would be beaten even then, or is near it, is left as it is."""
+        """The offers, with pipelines where these can still beat the others: an offer that would be beaten even at the
+        least that any plan takes, or is near it, is left as it is."""
         found = list(offers)
         if self.allow and SEARCHED not in self.allow:
             return found
-        bounds = [self._bound(offer) for offer in found]
+        bounds, left = [self._bound(offer) for offer in found], EFFORT
         for place in sorted(range(len(found)), key=lambda place: bounds[place] ** 2 * found[place].usd_per_hour):
             offer, least = found[place], bounds[place]
-            if offer.count == 1 or offer.time_s <= (1 + GAIN) * least or self._beaten(offer, least, found):
+            near = offer.time_s <= (1 + GAIN) * least
+            if offer.count == 1 or near or offer.count > left or _beaten(offer, least, found):
                 continue
+            left -= offer.count
             other = self._best(self._task(offer.cluster), [SEARCHED])
             best = min(offer.candidate, other, key=_order)
             found[place] = msgspec.structs.replace(
@@ -193,16 +198,17 @@ class _Asked(NamedTuple):
             )  # fmt: skip
         return found
 
-    def _beaten(self, offer: Offer, least: float, offers: Sequence[Offer]) -> bool:
-        """Whether another offer takes no more time and dollars than this one would at the very least."""
-        usd = offer.usd_per_hour * least / 3600
-        return any(other.time_s <= least and other.usd <= usd for other in offers)
-
     def _bound(self, offer: Offer) -> float:
-        """Seconds of the run if one device did a step at once, with all the memory it wants, and all shared it evenly."""
+        """Seconds of the run at least: if one device did a step at once, with all the memory it wants, and all shared
+        that evenly; and between hosts either every sequence's activations or the sums of all gradients cross."""
         train = self.train_for(self.model, offer.cluster)
         alone = on_one_device(self.model, train, offer.cluster, self.engine)
-        return train.steps * alone.compute_s / offer.count / (1 - RESERVE)
+        step_s, hosts = alone.compute_s / offer.count, len(offer.cluster.hosts)
+        if hosts > 1:
+            activations = self.graph.size("bsd", b=train.batch, s=train.seq_len) * BYTES[train.precision]
+            sums = self.graph.parameters() * 4 * 2 * (hosts - 1) / hosts
+            step_s = max(step_s, min(activations, sums) / (offer.cluster.links[0].bandwidth or SITE_BANDWIDTH))
+        return train.steps * step_s / (1 - RESERVE)
 
     def _task(self, cluster: Cluster) -> Task:
         return Task(self.model, self.graph, cluster, self.train_for(self.model, cluster), self.engine)
@@ -211,6 +217,12 @@ class _Asked(NamedTuple):
         devices = task.cluster.devices
         part = Part(name=f"{len(devices)} x {devices[0].kind}", places=tuple(range(len(devices))))
         return min((candidate(task, part, name) for name in names), key=_order)
+
+
+def _beaten(offer: Offer, least: float, offers: Sequence[Offer]) -> bool:
+    """Whether another offer takes no more time and dollars than this one would at the very least."""
+    usd = offer.usd_per_hour * least / 3600
+    return any(other.time_s <= least and other.usd <= usd for other in offers)
 
 
 def _order(one: Candidate) -> tuple[bool, float]:

@@ -11,7 +11,7 @@ from farspan.domain.plan import Plan, Replica
 from farspan.domain.results import Estimate, Memory
 from farspan.domain.units import format_bytes, format_rate, short_time
 from farspan.domain.words import stage_words, units_words
-from farspan.estimate.price import step
+from farspan.estimate.price import Step, step
 from farspan.estimate.schedule import Span
 from farspan.estimate.stage import Costs, StageTime
 from farspan.estimate.traffic import Exchange, traffic
@@ -198,25 +198,40 @@ def _flows(exchanges: tuple[Exchange, ...], costs: Costs) -> tuple[Flow, ...]:
 
 def _lanes(plan: Plan, costs: Costs) -> Iterator[Lane]:
     number = 0
+    tied_s = sum(one.seconds for one in traffic(plan, costs) if one.purpose == "tied table")
     for which, replica in enumerate(plan.replicas, start=1):
-        found = step(replica, costs).simulated
+        found = step(replica, costs)
         times = [
             costs.time(stage, [replica.micro_rows(i, c) for c in range(len(stage.rows))], replica.microbatches)
             for i, stage in enumerate(replica.stages)
         ]
-        # Every update waits for the global norm of the gradients, and so for the last sum.
-        known = max(end + time.exposed for end, time in zip(found.ends, times, strict=True))
+        told = _told(found, times, costs)
         for i, stage in enumerate(replica.stages):
-            marks = [mark for span in found.spans if span.stage == i for mark in _marks(span, times[i])]
-            if times[i].exposed:
-                marks.append(Mark(kind="sums", number=0, start=found.ends[i], end=found.ends[i] + times[i].exposed))
-            marks.append(Mark(kind="update", number=0, start=known, end=known + times[i].update))
+            marks = [mark for span in found.simulated.spans if span.stage == i for mark in _marks(span, times[i])]
+            end = found.simulated.ends[i]
+            sums = times[i].exposed
+            if costs.graph.tied and len(times) > 1 and i in (0, len(times) - 1):
+                # The ends of a pipeline also exchange the gradient of the table that both hold.
+                sums += tied_s
+            if sums > 0:
+                marks.append(Mark(kind="sums", number=0, start=end, end=min(told, end + sums)))
+            marks.append(Mark(kind="update", number=0, start=told, end=told + times[i].update))
             yield Lane(
                 name=f"stage {i + 1}" if len(replica.stages) > 1 else "all devices",
                 words=f"{_where(replica, i, costs)}: {stage_words(stage, plan.model.layers)}",
                 stage=number, marks=tuple(sorted(marks, key=lambda mark: mark.start)), replica=which,
             )  # fmt: skip
             number += 1
+
+
+def _told(found: Step, times: list[StageTime], costs: Costs) -> float:
+    """When every stage knows the norm of all gradients and may update: after the last sum, by the step's length."""
+    simulated = found.simulated
+    begins = [min(span.start for span in simulated.spans if span.stage == i) for i in range(len(times))]
+    if not costs.engine.receives_ahead:
+        begins = [0.0] * len(times)
+    latest = max(end + time.exposed for end, time in zip(simulated.ends, times, strict=True))
+    return max(latest, found.seconds - max(time.update - begin for time, begin in zip(times, begins, strict=True)))
 
 
 def _marks(span: Span, time: StageTime) -> Iterator[Mark]:

@@ -90,9 +90,9 @@ def _cells(lane: Lane, ends: float, count: int) -> Line:
     filled: list[dict[tuple[str, int], float]] = [{} for _ in range(count)]
     for mark in lane.marks:
         key = (mark.kind, mark.number % 2)
-        for cell in range(int(mark.start / size), min(count, int(mark.end / size) + 1)):
-            part = min(mark.end, (cell + 1) * size) - max(mark.start, cell * size)
-            filled[cell][key] = filled[cell].get(key, 0.0) + max(0.0, part)
+        for at in range(int(mark.start / size), min(count, int(mark.end / size) + 1)):
+            part = min(mark.end, (at + 1) * size) - max(mark.start, at * size)
+            filled[at][key] = filled[at].get(key, 0.0) + max(0.0, part)
     pieces: Line = []
     for cell in filled:
         (kind, odd), most = max(cell.items(), key=lambda item: item[1], default=(("", 0), 0.0))

@@ -12,7 +12,7 @@ import msgspec
 
 from farspan.domain.plan import Mesh, Plan, Replica, Stage, Sync
 from farspan.domain.problems import Problem
-from farspan.techniques import data, pipeshard, zero2
+from farspan.techniques import data, fsdp, pipeshard, zero2
 from farspan.techniques._search.single import rows_by_speed, too_few_rows
 from farspan.techniques._task import Task, best, cannot
 
@@ -71,8 +71,12 @@ def _pace(task: Task, ranks: Sequence[int], rows: int) -> float:
 
 def _alone(task: Task, ranks: Sequence[int], rows: int) -> Plan | Problem:
     there = _site_task(task, ranks, rows)
-    made = [other.plan(there) for other in (data, zero2, pipeshard)]
+    made = [other.plan(there) for other in (data, zero2, fsdp)]
     plans = [one for one in made if isinstance(one, Plan)]
+    if not plans or len({there.costs.network.hosts[rank] for rank in there.ranks}) > 1:
+        # Inside one host a pipeline is of use where nothing else fits.
+        made.append(pipeshard.plan(there))
+        plans += [one for one in made[-1:] if isinstance(one, Plan)]
     return best(there, plans) if plans else next(one for one in made if isinstance(one, Problem))
 
 

@@ -147,8 +147,8 @@ def test_a_plan_is_trained_as_it_was_planned(farspan: Farspan, desk: Path, plann
     ],
 )  # fmt: skip
 def test_a_plan_of_something_else_is_refused_with_both_hashes(
-    farspan: Farspan, tmp_path: Path, planned: Path, change: tuple[str, object] | None, words: tuple[str, ...], code: str,
-    what: str,
+    farspan: Farspan, tmp_path: Path, planned: Path, change: tuple[str, object] | None, words: tuple[str, ...],
+    code: str, what: str,
 ) -> None:  # fmt: skip
     content = json.loads(planned.read_text())
     if change is not None:

@@ -96,6 +96,9 @@ def test_embedding_moves_rows_that_are_looked_up_and_not_the_table():
     forward, _ = work(graph, graph.embedding[0], 2, 16, 4, 1.0, 1.0, True)
     assert forward.flops == 0
     assert forward.bytes == 4 * 2 * 2 * 16 * 64
+    # The loss reads and writes probabilities beside the logits.
+    loss, _ = work(graph, graph.head[-1], 2, 16, 4, 1.0, 1.0, True)
+    assert (loss.flops, loss.bytes) == (0, 4 * 3 * 2 * 16 * (96 + 1))
 
 
 def test_recomputing_a_block_runs_all_but_its_last_product_again():

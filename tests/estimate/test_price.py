@@ -194,6 +194,7 @@ def test_tied_tables_meet_while_other_stages_work():
     using = costs(there, plain())
     last, update = using.passes(thin.stages[1], [1]), using.time(thin.stages[0], [1], 1).update
     assert seconds(thin) == pytest.approx(2 * table + last.forward + last.backward + update)
+    assert step(thin, using).sent["A"] == step(thin, using).sent["B"] == 4 * 16 * 64 + 4 * 96 * 64
     # Without receives posted ahead both ends wait for it there and back; as a collective, for its sum.
     late = seconds(receives_ahead=False) - seconds(receives_ahead=False, tied=False)
     assert late == pytest.approx(2 * table)

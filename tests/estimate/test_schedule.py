@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farspan.estimate.schedule import Hop, greatest_cycle_mean, order, simulate
+from farspan.estimate.schedule import Hop, order, simulate
 
 DIRECT = Hop(0.0, 0.0)
 
@@ -162,14 +162,3 @@ def test_stages_that_are_free_later_start_later():
         [1.0, 1.0], [2.0, 2.0], [DIRECT], [DIRECT], 1, [1, 1], sends_awaited=False, receives_ahead=True, starts=[0, 5]
     )
     assert found.ends == [10.0, 8.0]
-
-
-def test_greatest_cycle_mean_of_every_cycle():
-    arcs = [[1.0, 8.0, 0.0], [-2.0, 2.5, 4.0], [3.0, 0.0, 1.0]]
-
-    def mean(cycle):
-        return sum(arcs[a][b] for a, b in zip(cycle, (*cycle[1:], cycle[0]), strict=True)) / len(cycle)
-
-    cycles = [order for n in (1, 2, 3) for order in itertools.permutations(range(3), n)]
-    assert greatest_cycle_mean(arcs) == pytest.approx(max(map(mean, cycles)))
-    assert greatest_cycle_mean(arcs) == pytest.approx(5.0)  # 0 -> 1 -> 2 -> 0: (8 + 4 + 3) / 3.

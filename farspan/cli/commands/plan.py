@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from farspan.cli import clusters, job
+from farspan.cli import clusters, job, offers
 from farspan.cli.console import Console
 from farspan.cli.planviews import check, say_views, takes_views
 from farspan.cli.runs import load_config, takes_config
@@ -35,11 +35,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--technique", action="append", default=[], help="price this one only; may be repeated")
     parser.add_argument("--resolved", action="store_true", help="show each value of run.yaml and where it came from")
     takes_views(parser)
+    offers.takes_offers(parser)
     parser.add_argument("-o", "--out", metavar="PLAN.JSON", help="write the chosen plan to this file")
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
     check(given)
+    if offers.answered(given, console):
+        return
     resolved = None
     if given.model is not None:
         ranking = answer(given)
@@ -54,8 +57,12 @@ def run(given: argparse.Namespace, console: Console) -> None:
     found: dict[str, Any] = {
         "candidates": [as_json(one, ranking) for one in ranking.candidates], "chosen": ranking.chosen, **views,
     }  # fmt: skip
+    offers.demand_a_fit(given, ranking)
+    if given.export:
+        found["export"] = offers.export_chosen(given, ranking, console)
     if resolved is not None:
-        found["resolved"] = {key: {"value": value, "origin": origin} for key, (value, origin) in values(resolved).items()}
+        told = values(resolved).items()
+        found["resolved"] = {key: {"value": value, "origin": origin} for key, (value, origin) in told}
     console.answer(found)
 
 
@@ -67,7 +74,8 @@ def answer(given: argparse.Namespace) -> Ranking:
 
     if given.cluster is None:
         raise Refusal(
-            "usage", what="--model needs --cluster", where="farspan plan", fact="without it there is nothing to plan for",
+            "usage", what="--model needs --cluster", where="farspan plan",
+            fact="without it there is nothing to plan for",
             remedy=f"farspan plan --model {given.model} --cluster fabric/gat-amst",
         )  # fmt: skip
     model, cluster = model_of(given.model), clusters.find(given.cluster)
@@ -107,7 +115,9 @@ def values(resolved: job.Resolved) -> dict[str, tuple[Any, str]]:
 
 def as_json(one: Candidate, ranking: Ranking) -> dict[str, Any]:
     """A candidate as the command's answer has it."""
-    names = [f"{host.name}/{device.backend}:{i}" for host in ranking.cluster.hosts for i, device in enumerate(host.devices)]
+    names = [
+        f"{host.name}/{device.backend}:{i}" for host in ranking.cluster.hosts for i, device in enumerate(host.devices)
+    ]
     devices = [names[place] for place in one.places]
     found: dict[str, Any] = {
         "technique": one.technique, "where": one.where, "devices": devices, "fits": one.plan is not None,

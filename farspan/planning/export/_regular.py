@@ -36,7 +36,11 @@ def irregular(plan: Plan) -> list[str]:
         every = f", which meet every {plan.sync.every} steps" if plan.sync else ""
         return [f"{len(plan.replicas)} replicas keep optimizer state of their own{every}"]
     (replica,) = plan.replicas
-    return [*_unlike_stages(replica.stages), *_unlike_rows(replica.stages, replica.microbatches), *_sums(replica.stages)]
+    return [
+        *_unlike_stages(replica.stages),
+        *_unlike_rows(replica.stages, replica.microbatches),
+        *_sums(replica.stages),
+    ]
 
 
 def _unlike_stages(stages: tuple[Stage, ...]) -> list[str]:
@@ -107,6 +111,8 @@ def launch_note(plan: Plan, start: str) -> str:
     """How many processes to start, and on which hosts in which order."""
     hosts = node_order(plan) or ()
     (replica,) = plan.replicas
-    each = [sum(plan.devices[rank].host == host for stage in replica.stages for rank in stage.mesh.ranks) for host in hosts]
+    each = [
+        sum(plan.devices[rank].host == host for stage in replica.stages for rank in stage.mesh.ranks) for host in hosts
+    ]
     nodes = ", ".join(f"{host} ({count})" for host, count in zip(hosts, each, strict=True))
     return f"start it with {start}, hosts numbered in this order (processes each): {nodes}"

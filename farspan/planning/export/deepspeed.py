@@ -23,7 +23,9 @@ def reasons(plan: Plan) -> list[str]:
         return found
     parts = regular(plan)
     if parts.tensor > 1:
-        found.append(f"operators are divided over {parts.tensor} devices, which DeepSpeed leaves to the model's own code")
+        found.append(
+            f"operators are divided over {parts.tensor} devices, which DeepSpeed leaves to the model's own code"
+        )
     if parts.sites > 1 and parts.zero:
         found.append("state is divided inside each site and copied between sites: MiCS, which did that, was removed")
     if parts.stages > 1:
@@ -40,7 +42,9 @@ def _pipeline(plan: Plan) -> list[str]:
     if parts.zero > 1:
         found.append(f"its pipelines go with ZeRO 0 and 1, not {parts.zero}")
     if parts.cuts != uniform(plan.model.layers + 2, parts.stages):
-        found.append(f"stages are cut before units {', '.join(map(str, parts.cuts[1:-1]))}, and its own cuts are even ones")
+        found.append(
+            f"stages are cut before units {', '.join(map(str, parts.cuts[1:-1]))}, and its own cuts are even ones"
+        )
     if not one_forward_one_backward(plan):
         found.append("more microbatches are in flight than 1F1B has")
     return found
@@ -111,8 +115,8 @@ def notes(plan: Plan) -> list[str]:
     if parts.stages > 1:
         tied = "; the tied table as TiedLayerSpec" if plan.model.tied else ""
         found.append(
-            f"PipelineModule(layers=[embedding, {plan.model.layers} blocks, norm with head], num_stages={parts.stages}, "
-            f"partition_method='uniform'){tied}"
+            f"PipelineModule(layers=[embedding, {plan.model.layers} blocks, norm with head], "
+            f"num_stages={parts.stages}, partition_method='uniform'){tied}"
         )
     if train.optimizer.weight_decay:
         found.append("pass matrices and other parameters as two groups: the plan decays matrices only")

@@ -1,7 +1,7 @@
 """torchtitan's configuration: a Python module with one function, for `torchtitan.train --module FILE --config run`.
 
-torchtitan has no TOML files since 0.3: `torchtitan/config/manager.py` loads a function that returns `Trainer.Config`. The
-fields are those of `torchtitan/config/configs.py`, `trainer.py` and `components/` of 0.3.0; the model is its Llama 3
+torchtitan has no TOML files since 0.3: `torchtitan/config/manager.py` loads a function that returns `Trainer.Config`.
+The fields are those of `torchtitan/config/configs.py`, `trainer.py` and `components/` of 0.3.0; the model is its Llama 3
 with this plan's shape.
 """
 
@@ -21,10 +21,11 @@ from farspan.planning.export._regular import (
 
 VERSION = "torchtitan 0.3.0"
 FILE = "farspan_plan.py"
-#: How its Llama is divided over a tensor axis (`models/llama3/sharding.py`, `models/common/decoder_sharding.py`), in the
-#: words of `Stage.splits`. The loss may be divided like the logits or not.
+#: How its Llama is divided over a tensor axis (`models/llama3/sharding.py`, `models/common/decoder_sharding.py`), in
+#: the words of `Stage.splits`. The loss may be divided like the logits or not.
 SPLITS = {
-    "tok": "v", "attn.qkv": "n", "attn": "n", "attn.out": "n", "mlp.up": "f", "mlp.act": "f", "mlp.down": "f", "head": "v",
+    "tok": "v", "attn.qkv": "n", "attn": "n", "attn.out": "n", "mlp.up": "f", "mlp.act": "f", "mlp.down": "f",
+    "head": "v",
 }  # fmt: skip
 
 
@@ -65,7 +66,9 @@ def _pipeline(plan: Plan) -> list[str]:
     if plan.model.tied:
         found.append("it has no pipelines of models with tied embeddings")
     if schedule(plan) is None:
-        found.append("its schedules have 1F1B's microbatches in flight, or all of them (GPipe), and the plan has others")
+        found.append(
+            "its schedules have 1F1B's microbatches in flight, or all of them (GPipe), and the plan has others"
+        )
     return found
 
 
@@ -80,7 +83,8 @@ def schedule(plan: Plan) -> str | None:
 def write(plan: Plan) -> str:
     """The module."""
     return _TEMPLATE.format(
-        hash=plan.hash[:12], version=VERSION, model=_model(plan), parallelism=_call("ParallelismConfig", _parallelism(plan), 2),
+        hash=plan.hash[:12], version=VERSION, model=_model(plan),
+        parallelism=_call("ParallelismConfig", _parallelism(plan), 2),
         training=_call("TrainingConfig", _training(plan), 2), **_optimization(plan),
     )  # fmt: skip
 
@@ -145,10 +149,10 @@ def _optimization(plan: Plan) -> dict[str, str]:
         "wsd": {"decay_ratio": train.schedule.decay, "decay_type": "linear", "min_lr_factor": train.schedule.floor},
         "constant": {"decay_ratio": 0.0},
     }[train.schedule.kind]
-    again = regular(plan).recompute
+    rates = {"warmup_steps": train.schedule.warmup_steps, **decay}
     return {
-        "adam": repr(kwargs), "schedule": _call("LRSchedulersContainer.Config", {"warmup_steps": train.schedule.warmup_steps, **decay}, 2),
-        "recompute": "FullAC.Config()" if again else "None", "compile": repr(train.compile), "seed": repr(train.seed),
+        "adam": repr(kwargs), "schedule": _call("LRSchedulersContainer.Config", rates, 2),
+        "recompute": "FullAC.Config()" if regular(plan).recompute else "None", "compile": repr(train.compile), "seed": repr(train.seed),
     }  # fmt: skip
 
 
@@ -211,7 +215,9 @@ def block():
             dim=dim, n_heads=heads, n_kv_heads=SHAPE["n_kv_heads"], wqkv_param_init=NORMAL, wo_param_init=DEEP,
             inner_attention=get_attention_config("flex"), fuse_qkv=True, rope=rope,
         ),
-        feed_forward=make_ffn_config(dim=dim, hidden_dim=SHAPE["hidden_dim"], w1_param_init=NORMAL, w2w3_param_init=DEEP),
+        feed_forward=make_ffn_config(
+            dim=dim, hidden_dim=SHAPE["hidden_dim"], w1_param_init=NORMAL, w2w3_param_init=DEEP
+        ),
     )
 
 

@@ -1,0 +1,122 @@
+"""What every technique promises: a plan that is whole, fits, is the same each time and never suffers from better hardware."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import msgspec
+import pytest
+
+from farspan import techniques
+from farspan.domain.cluster import Cluster, Device
+from farspan.domain.plan import Plan
+from farspan.domain.problems import EXIT_CODES, Problem
+from farspan.estimate.price import estimate, price
+from farspan.techniques import Task
+from farspan.techniques._task import shortage
+from tests.techniques.worlds import KINDS, cluster, random_cluster, random_model, task
+
+WORLDS = range(12)
+
+
+def world(seed: int) -> Task:
+    rng = random.Random(seed)
+    return task(random_model(rng), random_cluster(rng, 6), batch=rng.choice((6, 8, 16)))
+
+
+def faster(cluster_: Cluster, factor: float) -> Cluster:
+    """The same with devices and links `factor` times as fast."""
+
+    def better(device: Device) -> Device:
+        return msgspec.structs.replace(
+            device, flops={dtype: rate * factor for dtype, rate in device.flops.items()},
+            bandwidth=device.bandwidth * factor,
+        )  # fmt: skip
+
+    sites = tuple(
+        msgspec.structs.replace(site, hosts=tuple(
+            msgspec.structs.replace(host, devices=tuple(map(better, host.devices))) for host in site.hosts
+        )) for site in cluster_.sites
+    )  # fmt: skip
+    links = tuple(
+        msgspec.structs.replace(link, rtt_s=link.rtt_s / factor, bandwidth=link.bandwidth * factor)
+        for link in cluster_.links
+    )
+    return msgspec.structs.replace(cluster_, sites=sites, links=links)
+
+
+@pytest.mark.parametrize("name", techniques.names())
+def test_every_technique_keeps_the_contract(name: str):
+    planned = 0
+    for seed in WORLDS:
+        asked = world(seed)
+        made = techniques.technique(name).plan(asked)
+        if isinstance(made, Problem):
+            assert made.code in EXIT_CODES and made.what and made.fact and made.remedy
+            continue
+        planned += 1
+        assert made.technique == name and made.inputs == asked.inputs
+        assert_whole(asked, made)
+        assert msgspec.json.decode(msgspec.json.encode(made), type=Plan) == made
+        assert techniques.technique(name).plan(world(seed)).hash == made.hash
+        found = price(made, asked.costs)
+        assert shortage(asked, made, found)[0] <= 0
+        assert found.step_s == pytest.approx(found.compute_s + found.communication_s + found.bubble_s)
+        better = estimate(made, asked.graph, faster(asked.cluster, 1.5), asked.engine)
+        assert better.step_s <= found.step_s * (1 + 1e-9)
+    assert planned, "no world gave this technique a plan"
+
+
+def assert_whole(asked: Task, made: Plan) -> None:
+    """Every device once, every unit once a replica, every sequence once a step."""
+    ranks = [rank for replica in made.replicas for stage in replica.stages for rank in stage.mesh.ranks]
+    assert sorted(ranks) == list(asked.ranks)
+    assert sum(replica.batch for replica in made.replicas) == asked.train.batch
+    for replica in made.replicas:
+        bounds = [stage.units for stage in replica.stages]
+        assert bounds[0][0] == 0 and bounds[-1][1] == asked.graph.units
+        assert all(a[1] == b[0] and a[0] < a[1] for a, b in itertools.pairwise([*bounds, (bounds[-1][1],) * 2]))
+        for stage in replica.stages:
+            assert sum(stage.rows) == replica.batch and min(stage.rows) >= 1
+            hosts = [asked.costs.network.hosts[rank] for rank in stage.mesh.ranks]
+            kinds = [asked.costs.network.devices[rank].kind for rank in stage.mesh.ranks]
+            for group in stage.mesh.batch:
+                at = [stage.mesh.ranks.index(rank) for rank in group]
+                # A tensor axis stays inside a host, among like devices.
+                assert len({hosts[i] for i in at}) == len({kinds[i] for i in at}) == 1
+
+
+@pytest.mark.parametrize("seed", WORLDS)
+def test_more_freedom_is_never_slower(seed: int):
+    asked = world(seed)
+    found = {name: techniques.technique(name).plan(asked) for name in ("data", "shard", "pipeshard")}
+    step = {name: price(made, asked.costs).step_s for name, made in found.items() if isinstance(made, Plan)}
+    if len(asked.ranks) == 1:
+        assert set(step) <= {"data"}
+        return
+    assert step.get("pipeshard", 1e9) <= step.get("shard", 1e9) * (1 + 1e-9)
+    assert step.get("shard", 1e9) <= step.get("data", 1e9) * (1 + 1e-9)
+
+
+def test_rows_follow_speed_and_no_coordinate_ends_much_later():
+    where = cluster((("fast", "fast"), ("slow",)))
+    made = techniques.technique("data").plan(task(random_model(random.Random(1), layers=4), where, batch=60))
+    assert isinstance(made, Plan)
+    rows = made.replicas[0].stages[0].rows
+    assert rows[0] == rows[1] > rows[2] > 0 and sum(rows) == 60
+
+
+def test_what_does_not_fit_names_the_device_and_what_it_lacks():
+    small = msgspec.structs.replace(KINDS["tiny"], memory=300_000_000)
+    where = cluster((("tiny",),))
+    host = msgspec.structs.replace(where.sites[0].hosts[0], devices=(small,))
+    where = msgspec.structs.replace(where, sites=(msgspec.structs.replace(where.sites[0], hosts=(host,)),))
+    made = techniques.technique("data").plan(task(random_model(random.Random(1), layers=6), where))
+    assert isinstance(made, Problem) and made.code == "out-of-memory"
+    assert "tiny is short of" in made.what and "s0h0" in made.where and "usable 270 MB of 300 MB" in made.fact
+
+
+def test_a_technique_that_does_not_exist_is_refused_with_the_nearest():
+    with pytest.raises(Exception, match="pipeshard"):
+        techniques.technique("pipeshar")
