@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from farspan.domain.cluster import Cluster
     from farspan.domain.plan import Plan
     from farspan.domain.train import TrainSpec
-    from farspan.planning.fit import Fit, Ground, Limit
+    from farspan.planning.fit import Fit, Limit
+    from farspan.planning.ladders import Ground
     from farspan.planning.misfit import Misfit
     from farspan.planning.rank import Ranking
     from farspan.planning.rent import Offer, Rent
@@ -88,7 +89,7 @@ def _train_for(given: argparse.Namespace) -> Callable[[ModelSpec, Cluster], Trai
 
 def _ground(given: argparse.Namespace) -> Ground:
     from farspan.domain.engine import engine
-    from farspan.planning.fit import Ground
+    from farspan.planning.ladders import Ground
 
     cluster = clusters.find(given.cluster)
     return Ground(cluster, engine("farspan"), _train_for(given), tuple(given.technique))

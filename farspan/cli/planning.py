@@ -189,7 +189,7 @@ def _tiles(ranking: Ranking, one: Candidate) -> tuple[tuple[str, str, str], ...]
     assert found is not None
     low, high = bounds(one)
     peak = "" if found.mfu is None else f" · MFU {found.mfu:.1%}"
-    energy = "energy unknown" if found.kwh is None else f"{found.kwh:.3g} kWh at most"
+    energy = "energy unknown" if found.kwh is None else f"{_short(found.kwh)} kWh at most"
     return (
         ("Time", format_seconds(one.time_s), f"{format_seconds(low)} to {format_seconds(high)}"),
         ("Step", short_time(found.step_s), f"compute / communication / waiting {_split(one)} %"),

@@ -104,7 +104,7 @@ def figures(a: Side, b: Side, cluster: Cluster) -> tuple[Row, ...]:
         ("MFU", lambda e: e.mfu, "{:.1%}".format),
         ("memory of the fullest device", lambda e: e.memory_bytes, format_bytes),
         ("dollars", lambda e: e.usd, format_usd),
-        ("energy in kWh", lambda e: e.kwh, "{:.3g}".format),
+        ("energy in kWh", lambda e: e.kwh, lambda kwh: f"{kwh:,.0f}" if kwh >= 100 else f"{kwh:.3g}"),
         ("training loss", lambda e: e.loss, "{:.3f}".format),
     ]
     rows = [_figure(what, get(a.estimate), get(b.estimate), show) for what, get, show in shown]

@@ -1,9 +1,9 @@
 """What fits: the largest model, the largest batch, or the least memory a device needs. By bisection over real plans.
 
 Each question is a ladder (`planning.ladders`) whose rungs are harder one by one; a rung fits where some technique, on
-the whole cluster or on a part of it, makes a plan that every device and every host has the memory for. The answer is a rung that fits below one
-that no technique fits. Techniques that plan in milliseconds are each followed to their own last rung; those that search
-for longer are tried only beyond what the others reach.
+the whole cluster or on a part of it, makes a plan that every device and every host has the memory for. The answer is a
+rung that fits below one that no technique fits. Techniques that plan in milliseconds are each followed to their own last
+rung; those that search for longer are tried only beyond what the others reach.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 
 from farspan.domain.units import format_bytes, short_time
@@ -20,7 +21,7 @@ MOST = 24
 
 def show(shown: Picture, width: int) -> Iterator[Line]:
     """The three pictures, one below the other."""
-    yield [("What runs where, and what crosses which link in a step (both ways together)", "strong")]
+    yield [("What runs where, and what crosses links in a step (both ways together)", "strong")]
     yield from cluster(shown, width)
     yield []
     yield [("One step, as simulated", "strong")]
@@ -42,7 +43,12 @@ def cluster(shown: Picture, width: int) -> Iterator[Line]:
             for box in host.boxes:
                 memory = f"{format_bytes(box.memory.total)} of {format_bytes(box.capacity)}"
                 line: Line = [("  ■ ", str(box.stage % TINTS)), (f"{box.name:{size}}  ", "")]
-                line.append((f"{stage_line(shown, box)} · {rows_line(box)} · ", ""))
+                line.append((f"{stage_line(shown, box)} · {rows_line(box)}", ""))
+                if sum(len(text) for text, _ in line) + len(memory) + 3 > width:
+                    yield line
+                    line = [(" " * (size + 6), "")]
+                else:
+                    line.append((" · ", ""))
                 yield [*line, (memory, "" if box.fits else "bad")]
         for flow in shown.flows:
             inside = not flow.between_sites and flow.a in {host.name for host in site.hosts}
@@ -57,13 +63,12 @@ def cluster(shown: Picture, width: int) -> Iterator[Line]:
 
 
 def _flow(ends: str, what: str, link: str, inside: bool, width: int) -> Iterator[Line]:
-    sign = "  ├ " if inside else "  ↕ "
-    text = f"{ends}{what}"
-    if len(sign) + len(text) + len(link) + 3 <= width:
-        yield [(sign, "soft"), (text, ""), (f" ({link})", "soft")]
-    else:
-        yield [(sign, "soft"), (text, "")]
-        yield [(f"    ({link})", "soft")]
+    for number, text in enumerate(textwrap.wrap(f"{ends}{what} ({link})", width - 4)):
+        yield [(("  ├ " if inside else "  ↕ ") if number == 0 else "    ", "soft"), (text, "")]
+
+
+def _wrapped(text: str, width: int) -> Iterator[Line]:
+    yield from ([(line, "soft")] for line in textwrap.wrap(text, width))
 
 
 def timeline(shown: Picture, width: int) -> Iterator[Line]:
@@ -80,8 +85,8 @@ def timeline(shown: Picture, width: int) -> Iterator[Line]:
     words = {"send": "sending", "sums": "communication"}
     legend = [f"{OTHERS.get(kind, '')}{GLYPHS[kind]} {words.get(kind, kind)}" for kind in GLYPHS if kind in used]
     legend.append("· waiting")
-    yield [("  ".join(legend), "soft")]
-    yield [(paces(shown), "soft")]
+    yield from _wrapped("  ".join(legend), width)
+    yield from _wrapped(paces(shown), width)
 
 
 def _cells(lane: Lane, ends: float, count: int) -> Line:
@@ -127,4 +132,4 @@ def memory(shown: Picture, width: int) -> Iterator[Line]:
         ]  # fmt: skip
     if len(found) > MOST:
         yield [(f"{len(found) - MOST} more bars are on the page: --html FILE", "soft")]
-    yield [("  ".join(f"{letter} {part}" for part, letter in BAR.items()) + "  · free", "soft")]
+    yield from _wrapped("  ".join(f"{letter} {part}" for part, letter in BAR.items()) + "  · free", width)

@@ -1,8 +1,8 @@
 """torchtitan's configuration: a Python module with one function, for `torchtitan.train --module FILE --config run`.
 
 torchtitan has no TOML files since 0.3: `torchtitan/config/manager.py` loads a function that returns `Trainer.Config`.
-The fields are those of `torchtitan/config/configs.py`, `trainer.py` and `components/` of 0.3.0; the model is its Llama 3
-with this plan's shape.
+The fields are those of `torchtitan/config/configs.py`, `trainer.py` and `components/` of 0.3.0; the model is its Llama
+3 with this plan's shape.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _model(plan: Plan) -> str:
 def _optimization(plan: Plan) -> dict[str, str]:
     train, adam = plan.train, plan.train.optimizer
     kwargs = {"lr": adam.lr, "betas": (adam.beta1, adam.beta2), "eps": adam.eps, "weight_decay": adam.weight_decay}
-    decay = {
+    decay: dict[str, Any] = {
         "cosine": {"decay_type": "cosine", "min_lr_factor": train.schedule.floor},
         "wsd": {"decay_ratio": train.schedule.decay, "decay_type": "linear", "min_lr_factor": train.schedule.floor},
         "constant": {"decay_ratio": 0.0},
@@ -152,7 +152,8 @@ def _optimization(plan: Plan) -> dict[str, str]:
     rates = {"warmup_steps": train.schedule.warmup_steps, **decay}
     return {
         "adam": repr(kwargs), "schedule": _call("LRSchedulersContainer.Config", rates, 2),
-        "recompute": "FullAC.Config()" if regular(plan).recompute else "None", "compile": repr(train.compile), "seed": repr(train.seed),
+        "recompute": "FullAC.Config()" if regular(plan).recompute else "None", 
+        "compile": repr(train.compile), "seed": repr(train.seed),
     }  # fmt: skip
 
 
