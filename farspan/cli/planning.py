@@ -207,12 +207,12 @@ def _split(one: Candidate) -> str:
     return "/".join(f"{100 * part / found.step_s:.0f}" for part in parts)
 
 
-def say_picture(shown: Picture, console: Console) -> None:
-    """The plan on the cluster, a step in time, and memory."""
+def say_picture(shown: Picture, one: Candidate, console: Console) -> None:
+    """A candidate's plan on the cluster, a step in time, and memory."""
     from farspan.report.plan_terminal import show
 
     colours = painter(json=console.json)
-    console.say()
+    console.say(f"\n{called(one)}:")
     for line in show(shown, width()):
         console.say("".join(paint(text, tint, colours) for text, tint in line).rstrip())
 

@@ -83,7 +83,8 @@ def say_views(given: argparse.Namespace, ranking: Ranking, console: Console) -> 
         return found
     index = _index(given.pick, ranking)
     if given.show and index is not None:
-        planning.say_picture(_picture(ranking.candidates[index], ranking), console)
+        one = ranking.candidates[index]
+        planning.say_picture(_picture(one, ranking), one, console)
     if given.html:
         _write_page(given.html, ranking, index, console)
     if given.out and index is not None:

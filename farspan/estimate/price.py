@@ -137,9 +137,7 @@ def _next(replica: Replica, costs: Costs, times: list[StageTime], tie: Tie, ends
     return starts
 
 
-def run(
-    replica: Replica, costs: Costs, times: list[StageTime], starts: Sequence[float] | None = None
-) -> Simulated:
+def run(replica: Replica, costs: Costs, times: list[StageTime], starts: Sequence[float] | None = None) -> Simulated:
     """The simulated passes of one step of a replica, whose stages are free from `starts` on; all from 0 by default."""
     down, up = edges(replica, costs)
     return simulate(

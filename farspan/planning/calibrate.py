@@ -38,7 +38,9 @@ def fit(engine: Engine, names: Sequence[str], cost: Callable[[Engine], float], r
     return with_constants(engine, {name: float(f"{math.exp(x):.4g}") for name, x in zip(names, best, strict=True)})
 
 
-def simplex(cost: Callable[[Sequence[float]], float], start: Sequence[float], rounds: int, edge: float = 0.1) -> list[float]:
+def simplex(
+    cost: Callable[[Sequence[float]], float], start: Sequence[float], rounds: int, edge: float = 0.1
+) -> list[float]:
     """Nelder and Mead's search (1965), with their coefficients, for so many rounds."""
     points = [list(start)]
     for i in range(len(start)):

@@ -87,9 +87,7 @@ def _case(gpu: str, model: str, scheme: str, devices: int, batch: int, attention
     return _plan(model, scheme, cluster, batch, attention), cluster
 
 
-def setting(
-    engine: Engine, gpu: str, model: str, scheme: str, devices: int, batch: int, attention: str
-) -> Setting:
+def setting(engine: Engine, gpu: str, model: str, scheme: str, devices: int, batch: int, attention: str) -> Setting:
     """One run of the grid priced under an engine."""
     study = cost_study()
     plan, cluster = _case(gpu, model, scheme, devices, batch, attention)
@@ -155,9 +153,10 @@ def _misfit(engine: Engine, points: Sequence[Point]) -> float:
     )
 
 
-def study_sensitivity(engine: Engine, moved: float = 0.2) -> list[dict[str, float | str]]:
+def study_sensitivity(engine: Engine, moved: float = 0.2) -> list[dict[str, object]]:
     """The errors on fitted and on held-out models when one constant alone is moved."""
-    study, rows = cost_study(), []
+    study = cost_study()
+    rows: list[dict[str, object]] = []
     for name in MOVED:
         for factor in (1 - moved, 1 + moved):
             after = study_cells(with_constants(engine, {name: constant(engine, name) * factor}))
@@ -252,7 +251,9 @@ def _schemes(node: Sequence[Setting], names: Sequence[str]) -> list[str]:
 def _flash(node: Sequence[Setting], names: Sequence[str]) -> str:
     gains = flash_gains(node, names)
     told = ", ".join(f"{name[4:]} {more:+,.0f} ({factor:.2f} times)" for name, (more, factor) in gains.items())
-    fits = ", ".join(f"{name[4:]} {flash} and {vanilla}" for name, (flash, vanilla) in flash_batches(node, names).items())
+    fits = ", ".join(
+        f"{name[4:]} {flash} and {vanilla}" for name, (flash, vanilla) in flash_batches(node, names).items()
+    )
     return (
         f"Flash less vanilla attention, both at their best: {told}; largest batch a device with flash and with "
         f"vanilla: {fits}."

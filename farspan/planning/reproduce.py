@@ -43,8 +43,8 @@ TIMES = ("flops_per_watt", "message_s")
 VERDICTS = ("overhead", "undivided")
 #: What is moved by 20 % in the sensitivity table: every constant that some cell depends on, fitted or cited.
 MOVED = (
-    *TIMES, "window", "host_rate", "local_rate", "operator_s", "bandwidth", "collective_bytes", "send_bytes", *VERDICTS, "framework",
-    "host_state",
+    *TIMES, "window", "host_rate", "local_rate", "operator_s", "bandwidth", "collective_bytes", "send_bytes",
+    *VERDICTS, "framework", "host_state",
 )  # fmt: skip
 
 
@@ -68,6 +68,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     slice: str
     gpus: str
+    devices: int
     model: str
     technique: str
     published_minutes: float | None
@@ -150,8 +151,8 @@ def _cell(case: Case, engine: Engine) -> Cell:
     short = shortage(case, priced, engine)
     kinds = Counter(device.kind for device in case.cluster.devices)
     return Cell(
-        slice=row.slice, gpus=" + ".join(f"{count} {kind}" for kind, count in kinds.items()), model=row.model,
-        technique=row.technique, published_minutes=row.minutes, minutes=took,
+        slice=row.slice, gpus=" + ".join(f"{count} {kind}" for kind, count in kinds.items()), devices=row.devices,
+        model=row.model, technique=row.technique, published_minutes=row.minutes, minutes=took,
         error=None if row.minutes is None else took / row.minutes - 1, interval=priced.interval,
         published_tflops=row.tflops,
         tflops=alpa_tflops(case.model, train.batch, train.seq_len, priced.step_s, row.devices),
@@ -191,12 +192,14 @@ def host_bytes(case: Case, host: str, engine: Engine) -> float:
     return len(here) * engine.host_framework + held * engine.host_state
 
 
-# -- errors --------------------------------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 def mape(found: Sequence[Cell]) -> float:
     """Mean absolute error over the twelve cells."""
-    return mean_error([(cell.minutes, cell.published_minutes) for cell in found if cell.counted and cell.published_minutes])
+    return mean_error(
+        [(cell.minutes, cell.published_minutes) for cell in found if cell.counted and cell.published_minutes]
+    )
 
 
 def score(found: Sequence[Cell]) -> Score:
@@ -219,7 +222,7 @@ def open_cells(found: Sequence[Cell]) -> list[Cell]:
     """The eight cells of gpt2m on all GPUs of the last two slices."""
     return [
         cell for cell in found
-        if cell.slice in OPEN and cell.model == "gpt2m" and _gpu_count(cell) == 4 and cell.published_minutes is not None
+        if cell.slice in OPEN and cell.model == "gpt2m" and cell.devices == 4 and cell.published_minutes is not None
     ]  # fmt: skip
 
 
@@ -231,7 +234,7 @@ def _majority(found: Sequence[Cell], machines: Callable[[Cell], str]) -> int:
     return sum(max(Counter(verdicts).values()) for verdicts in groups.values())
 
 
-# -- fits ----------------------------------------------------------------------------------------------------------------
+# -- fits -------------------------------------------------------------------------------------------------------------
 
 
 def timed(left_out: str = "") -> list[Case]:
@@ -307,9 +310,10 @@ def _with_round_trip(case: Case, rtt_s: float) -> Case:
     return case._replace(cluster=msgspec.structs.replace(case.cluster, links=links))
 
 
-def sensitivity(engine: Engine, moved: float = 0.2) -> list[dict[str, float | str]]:
+def sensitivity(engine: Engine, moved: float = 0.2) -> list[dict[str, object]]:
     """What each constant does when it alone is moved: the mean error, the largest change of a cell, verdicts right."""
-    before, rows = cells(engine), []
+    before = cells(engine)
+    rows: list[dict[str, object]] = []
     for name in MOVED:
         for factor in (1 - moved, 1 + moved):
             value = constant(engine, name) * factor
@@ -320,81 +324,3 @@ def sensitivity(engine: Engine, moved: float = 0.2) -> list[dict[str, float | st
                 "verdicts_right": score(after).right,
             })  # fmt: skip
     return rows
-
-
-# -- findings ------------------------------------------------------------------------------------------------------------
-
-
-def ratios(found: Sequence[Cell]) -> dict[str, dict[str, float]]:
-    """Predicted minutes of each technique over Pipeshard's, gpt2m on all GPUs, by slice across sites."""
-    took = {
-        (cell.slice, cell.technique): cell.minutes for cell in found
-        if cell.model == "gpt2m" and _gpu_count(cell) == 4 and cell.slice != COUNTED[0]
-    }  # fmt: skip
-    names = dict.fromkeys(name for name, _ in took)
-    return {
-        name: {kind: took[name, kind] / took[name, "Pipeshard"] for kind in ("Data", "ZeRO2", "Shard")} for name in names
-    }
-
-
-def one_vm(found: Sequence[Cell]) -> dict[tuple[str, str], dict[str, float]]:
-    """Predicted TFLOP/s of each technique that fits, on one VM, by (slice, model)."""
-    groups: dict[tuple[str, str], dict[str, float]] = {}
-    for cell in found:
-        if _gpu_count(cell) == 2 and cell.status == "ok":
-            groups.setdefault((cell.slice, cell.model), {})[cell.technique] = cell.tflops
-    return groups
-
-
-def _gpu_count(cell: Cell) -> int:
-    return sum(int(part.split()[0]) for part in cell.gpus.split(" + "))
-
-
-def findings(found: Sequence[Cell]) -> list[str]:
-    """The paper's four findings with the numbers of the priced cells."""
-    return [_across(found), _inside(found), _fewer(found), _memory(found)]
-
-
-def _across(found: Sequence[Cell]) -> str:
-    told = "; ".join(
-        f"{name} {', '.join(f'{kind} {factor:.1f}' for kind, factor in by.items())}" for name, by in ratios(found).items()
-    )
-    return f"Across sites Pipeshard is fastest at every latency; minutes of the others over its own: {told}."
-
-
-def _inside(found: Sequence[Cell]) -> str:
-    won = Counter(max(by, key=lambda kind: by[kind]) for by in one_vm(found).values() if len(by) > 1)
-    told = ", ".join(f"{kind} {count}" for kind, count in won.most_common())
-    return f"Inside one VM, where more than one technique fits, the fastest is {told} (the paper: Data 6, Shard 2)."
-
-
-def _fewer(found: Sequence[Cell]) -> str:
-    pair = next(
-        cell for cell in found
-        if cell.slice == "UTAH-GPN" and _gpu_count(cell) == 2 and cell.model == "gpt2m" and cell.technique == "Data"
-    )  # fmt: skip
-    four = {
-        cell.slice: cell.minutes for cell in found
-        if _gpu_count(cell) == 4 and cell.model == "gpt2m" and cell.technique == "Pipeshard"
-    }  # fmt: skip
-    slower = sum(took > pair.minutes for took in four.values())
-    return (
-        f"One VM with 2 RTX6000 takes {pair.minutes:.0f} minutes for gpt2m with Data, faster than the best of "
-        f"{slower} of {len(four)} slices with 4 GPUs ({min(four.values()):.0f} to {max(four.values()):.0f} minutes)."
-    )
-
-
-def _memory(found: Sequence[Cell]) -> str:
-    def runs(technique: str) -> tuple[int, int]:
-        own = [cell for cell in found if cell.technique == technique and cell.model == "gpt2L" and _gpu_count(cell) == 2]
-        return sum(cell.status == "ok" for cell in own), len(own)
-
-    told = ", ".join("{} {} of {}".format(kind, *runs(kind)) for kind in ("Pipeshard", "Data", "ZeRO2", "Shard"))
-    real = ", ".join(
-        f"{kind} {sum(c.published_status == 'ok' for c in found if c.technique == kind and c.model == 'gpt2L')}"
-        for kind in ("Pipeshard", "ZeRO2")
-    )
-    return (
-        f"Pipeshard needs more memory: on one VM gpt2L is predicted to run with {told}; that ZeRO2 runs on 2 RTX6000 + "
-        f"2 T4 where all else fails is not reproduced (rows of gpt2L that ran in the paper: {real})."
-    )

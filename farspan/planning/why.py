@@ -80,7 +80,7 @@ def choice(ranking: Ranking) -> str:
     assert found is not None and chosen.plan is not None
     best = {
         "time": "fastest", "cost": "cheapest", "loss_per_dollar": "best in loss for a dollar",
-        "fewest_devices": "on the fewest devices",
+        "fewest_devices": "on the fewest devices at about the least time",
     }[ranking.objective]  # fmt: skip
     money = "" if found.usd is None else f", {spent(chosen)}"
     parts = {
@@ -135,9 +135,18 @@ def _versus(ranking: Ranking, one: Candidate, chosen: Candidate) -> str:
     how = difference(factor(ranking, one, chosen), words_of(ranking))
     took = format_seconds(one.time_s) + (f", {spent(one)}" if dearer(ranking) else "")
     text = f"is {how} on {devices_line(ranking.cluster, one.places)}: {took}"
-    if reasons := slower_because(ranking.cluster, one, chosen):
+    if reasons := _reasons(ranking, one, chosen):
         text += f"; {'; '.join(reasons)}"
     return f"{text}. It is not chosen, because {one.unchosen}." if one.unchosen else f"{text}."
+
+
+def _reasons(ranking: Ranking, one: Candidate, base: Candidate) -> list[str]:
+    """What takes longer; and where money is compared, what for how long is paid."""
+    found = slower_because(ranking.cluster, one, base)
+    if dearer(ranking) and factor(ranking, one, base) > 1 + SAME and one.estimate and base.estimate:
+        paid = f"{_devices(len(one.places))} for {format_seconds(one.estimate.run_s)}"
+        found = [f"{paid}, not {_devices(len(base.places))} for {format_seconds(base.estimate.run_s)}", *found]
+    return found
 
 
 def slower_because(cluster: Cluster, one: Candidate, base: Candidate) -> list[str]:
@@ -315,14 +324,14 @@ def _without(ranking: Ranking, chosen: Candidate, best: Candidate, names: Sequen
     text += (
         f"the best with {'it' if len(names) == 1 else 'them'}, {called(best)}, is {how} ({format_seconds(best.time_s)})"
     )
-    if reasons := slower_because(ranking.cluster, best, chosen):
+    if reasons := _reasons(ranking, best, chosen):
         text += f": {'; '.join(reasons)}"
     if best.unchosen:
         text += f"; and {best.unchosen}"
     if own and own[0] is not best:
         same = own[0]
         text += f". {called(same)} is {difference(factor(ranking, same, chosen), words_of(ranking))}"
-        if reasons := slower_because(ranking.cluster, same, chosen):
+        if reasons := _reasons(ranking, same, chosen):
             text += f": {reasons[0]}"
     return f"{text}."
 
@@ -359,7 +368,7 @@ def unknown(ranking: Ranking) -> tuple[str, ...]:
     ]  # fmt: skip
     found = [f"The estimate's interval is {low:.2f} to {high:.2f} times the predicted step."]
     if close:
-        names = joined([called(one) for one in close[:4]]) + (f" and {len(close) - 4} more" if len(close) > 4 else "")
+        names = joined([called(one) for one in close[:4]] + ([f"{len(close) - 4} more"] if len(close) > 4 else []))
         lies = "lies" if len(close) == 1 else "lie"
         found.append(f"{names} {lies} inside it: a trial of each would decide, not this estimate.")
     return (*found, *(f"Assumed: {one}." for one in assumed(chosen)))

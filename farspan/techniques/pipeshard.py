@@ -106,10 +106,16 @@ def tied_s(task: Task, solution: Solution) -> float:
 
 
 def microbatch_counts(task: Task) -> list[int]:
-    """Numbers of microbatches that divide the batch: powers of two, and the batch's other divisors nearby."""
+    """Numbers of microbatches that divide the batch, each at least 1.4 times the one before; on many devices not so few
+    that a pipeline over them would mostly wait."""
     batch = task.train.batch
-    divisors = [m for m in range(1, min(batch, MOST_MICROBATCHES) + 1) if batch % m == 0]
-    return [m for i, m in enumerate(divisors) if i == 0 or m >= 1.4 * divisors[i - 1]]
+    fewest = 4 if len(task.ranks) > EVERY_RUN and batch % 4 == 0 else 1
+    divisors = [m for m in range(fewest, min(batch, MOST_MICROBATCHES) + 1) if batch % m == 0]
+    found: list[int] = []
+    for count in divisors:
+        if not found or count >= 1.4 * found[-1]:
+            found.append(count)
+    return found
 
 
 def orders(task: Task) -> list[tuple[int, ...]]:

@@ -99,8 +99,8 @@ def test_planning_loads_no_torch_and_nothing_heavy(environment: dict[str, str]) 
         ([*ASKED, "--diff", "data", "99"], "out-of-range", ""),
         ([*ASKED, "--diff", "data", "no-such-plan.json"], "path-missing", ""),
         ([*ASKED, "--pick", "date"], "out-of-range", "data"),
-        (["train", "--plan", "no-such-plan.json"], "path-missing", ""),
-        (["train", "--plan", "run.yaml"], "file-unreadable", ""),
+        (["train", "--run", "runs/never", "--plan", "no-such-plan.json"], "path-missing", ""),
+        (["train", "--run", "runs/never", "--plan", "run.yaml"], "file-unreadable", ""),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_with_the_nearest_name(farspan: Farspan, words: list[str], code: str, remedy: str) -> None:
@@ -118,7 +118,7 @@ def test_a_device_that_no_catalogue_knows_is_refused(farspan: Farspan, tmp_path:
 def test_a_plan_without_text_is_not_trained(farspan: Farspan, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     said(farspan, "-o", str(plan))
-    problem = refused(farspan, "train", "--plan", str(plan))
+    problem = refused(farspan, "train", "--run", "runs/never", "--plan", str(plan))
     assert (problem["code"], problem["remedy"]) == ("plan-mismatch", f"farspan plan run.yaml -o {plan}")
 
 

@@ -67,7 +67,9 @@ def test_a_failed_run_says_why_and_how_to_go_on(tmp_path):
 
 def test_a_partial_run_is_compared_with_its_share_of_the_prediction(tmp_path):
     plan = make_plan(100)
-    estimate = msgspec.structs.replace(ESTIMATE, step_s=0.1, run_s=10.0, tokens_per_s=20_480.0, usd=None, interval=(0.5, 2.0))
+    estimate = msgspec.structs.replace(
+        ESTIMATE, step_s=0.1, run_s=10.0, tokens_per_s=20_480.0, usd=None, interval=(0.5, 2.0)
+    )
     start = msgspec.structs.replace(started(0.0, plan=plan), estimate=estimate)
     events = [start, *(one_step(0.2 * n, n, step_s=0.2) for n in range(1, 51))]
     text = report(open_run(write_run(tmp_path / "run", events, plan)))

@@ -28,7 +28,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
 
 
 def _fabric(console: Console) -> None:
-    from farspan.planning import reproduce
+    from farspan.planning import findings, reproduce
     from farspan.planning.published import fabric, mean_error
 
     used, published = engine("alpa2022"), fabric()
@@ -46,7 +46,7 @@ def _fabric(console: Console) -> None:
         "plans": published.plans, "verdicts": scored, "leave_one_out": left_out,
         "open_inside": sum(bool(cell.inside) for cell in open_cells), "open": len(open_cells),
         "one_cell_known": known, "one_cell_known_median": known_median, "tflops_error": mean_error(rest),
-        "sensitivity": moved, "findings": reproduce.findings(cells),
+        "sensitivity": moved, "findings": findings.findings(cells),
     }  # fmt: skip
     _say_fabric(console, answer, cells)
     console.answer(answer)
@@ -70,17 +70,26 @@ def _say_fabric(console: Console, answer: dict[str, Any], cells: Sequence[Any]) 
             f"{cell.published_status} / {cell.short or 'ok'}", _number(cell.best_minutes, "min"),
         )  # fmt: skip
     table.say(console)
-    score = answer["verdicts"]
-    out = ", ".join(f"{name} {error:.1%}" for name, error in answer["leave_one_out"].items())
-    console.say(f"Twelve cells of the first three slices: mean error {answer['mape']:.1%}, median {answer['median']:.1%}, "
-                f"largest {answer['largest']:.1%}; left out of the fit: {out}.")  # fmt: skip
-    console.say(f"Out of memory: {score.right} of {score.of} verdicts right, balanced accuracy {score.balanced:.0%}; "
-                f"'gpt2L fails' has {score.baseline}, the paper's contradictions leave {score.ceiling}.")  # fmt: skip
-    console.say(f"Last two slices: {answer['open_inside']} of {answer['open']} cells inside their interval.")
-    console.say(f"One Data cell a link known: median error of the others {answer['one_cell_known_median']:.1%} ("
-                + "; ".join(f"{name} " + ", ".join(f"{kind} {error:+.0%}" for kind, error in by.items())
-                            for name, by in answer["one_cell_known"].items()) + ").")  # fmt: skip
+    for line in _fabric_summary(answer):
+        console.say(line)
     _say_rest(console, answer, ("mape", "largest_change", "verdicts_right"))
+
+
+def _fabric_summary(answer: dict[str, Any]) -> list[str]:
+    score, known = answer["verdicts"], answer["one_cell_known"]
+    out = ", ".join(f"{name} {error:.1%}" for name, error in answer["leave_one_out"].items())
+    links = "; ".join(
+        f"{name} " + ", ".join(f"{kind} {error:+.0%}" for kind, error in by.items()) for name, by in known.items()
+    )
+    return [
+        f"Twelve cells of the first three slices: mean error {answer['mape']:.1%}, median {answer['median']:.1%}, "
+        f"largest {answer['largest']:.1%}; left out of the fit: {out}.",
+        f"Out of memory: {score.right} of {score.of} verdicts right, balanced accuracy {score.balanced:.0%}; "
+        f"'gpt2L fails' has {score.baseline}, the paper's contradictions leave {score.ceiling}.",
+        f"Last two slices: {answer['open_inside']} of {answer['open']} cells inside their interval.",
+        f"TFLOP/s of the other rows: mean error {answer['tflops_error']:.0%}.",
+        f"One Data cell a link known: median error of the others {answer['one_cell_known_median']:.1%} ({links}).",
+    ]
 
 
 def _slm_cost(console: Console) -> None:

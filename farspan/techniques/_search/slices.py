@@ -20,14 +20,14 @@ from farspan.techniques._search.operators import Assignment
 from farspan.techniques._search.single import BUCKET_BYTES, rows_by_speed
 from farspan.techniques._task import Task
 
-#: Stages at most of a pipeline over more devices than EVERY_RUN_OF_A_HOST: bubbles grow with them, and the search.
+#: Stages at most of a pipeline over more devices than EVERY_RUN: bubbles grow with them, and the search.
 MOST_STAGES = 16
 #: Up to so many layers every number of blocks is priced; beyond, the fewest and all of them, and what lies between is
 #: taken from the line: only what hides behind the backward pass bends it.
 PRICED_LAYERS = 8
-#: Up to so many devices every run of neighbours inside a site may be a stage; up to so many, whole hosts and every run
-#: inside one; beyond, whole hosts and equal parts of one.
-EVERY_RUN, EVERY_RUN_OF_A_HOST = 8, 16
+#: Up to so many devices every run of neighbours inside a site may be a stage; beyond, runs are whole hosts or equal
+#: parts of one.
+EVERY_RUN = 16
 
 
 class Slice(NamedTuple):
@@ -68,8 +68,7 @@ def slices(task: Task, order: Sequence[int]) -> list[Slice]:
                 break
             one_host = hosts[start] == hosts[stop - 1]
             whole = start in starts and stop in ends
-            inside = one_host and (n <= EVERY_RUN_OF_A_HOST or _aligned(start, stop, starts, ends))
-            if n <= EVERY_RUN or whole or inside:
+            if n <= EVERY_RUN or whole or (one_host and _aligned(start, stop, starts, ends)):
                 found.append(Slice(start, stop))
     return [run for run in found if run.stop - run.start >= n // (4 * MOST_STAGES)]
 

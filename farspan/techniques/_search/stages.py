@@ -21,11 +21,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from farspan.techniques._search.slices import EVERY_RUN_OF_A_HOST, MOST_STAGES, Option, Slice, Tables, slices
+from farspan.techniques._search.slices import EVERY_RUN, MOST_STAGES, Option, Slice, Tables, slices
 from farspan.techniques._task import Task
 
-#: Up to so many devices every Pareto point is met; beyond, the bound falls by this factor at least.
-EXACT, STEP = 8, 0.97
+#: Up to so many devices every Pareto point is met; beyond, the bound falls by this factor at least: what lies between
+#: is closer than the objective is to the full estimator.
+EXACT, STEP = 8, 0.95
 
 
 class Cut(NamedTuple):
@@ -55,7 +56,7 @@ class StageSearch:
     def __init__(self, task: Task, order: Sequence[int], tables: Tables) -> None:
         self.task, self.order, self.tables = task, tuple(order), tables
         self.parts, self.units, n = tables.microbatches, task.graph.units, len(order)
-        self.most = min(n, self.units, n if n <= EVERY_RUN_OF_A_HOST else MOST_STAGES)
+        self.most = min(n, self.units, n if n <= EVERY_RUN else MOST_STAGES)
         self.slices = slices(task, order)
         network = task.costs.network
         self.hosts = {run: len({network.hosts[order[i]] for i in range(*run)}) for run in self.slices}
