@@ -34,10 +34,15 @@ def cluster_hash(cluster: Cluster) -> str:
     return content_hash(msgspec.structs.replace(cluster, sites=tuple(sites)))
 
 
-def write(plan: Plan, cluster: Cluster, path: Path) -> None:
-    """Write a plan so that it is known again on the same cluster."""
+def lasting(plan: Plan, cluster: Cluster) -> Plan:
+    """The plan as it is known again on the same cluster on another day."""
     inputs = msgspec.structs.replace(plan.inputs, cluster=cluster_hash(cluster))
-    save(msgspec.structs.replace(plan, inputs=inputs), path)
+    return msgspec.structs.replace(plan, inputs=inputs)
+
+
+def write(plan: Plan, cluster: Cluster, path: Path) -> None:
+    """Write a plan to a file."""
+    save(lasting(plan, cluster), path)
 
 
 def read(path: Path) -> Plan:

@@ -2,7 +2,7 @@
 
 Each question is a ladder (`planning.ladders`) whose rungs are harder one by one; a rung fits where some technique, on
 the whole cluster or on a part of it, makes a plan that every device and every host has the memory for. The answer is a
-rung that fits below one that no technique fits. Techniques that plan in milliseconds are each followed to their own last
+rung that fits below one that no technique fits. Techniques that plan in milliseconds are each followed to their last
 rung; those that search for longer are tried only beyond what the others reach.
 """
 

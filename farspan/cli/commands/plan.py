@@ -12,6 +12,7 @@ import msgspec
 
 from farspan.cli import clusters, job, offers
 from farspan.cli.console import Console
+from farspan.cli.planfile import lasting
 from farspan.cli.planviews import check, say_views, takes_views
 from farspan.cli.runs import load_config, takes_config
 from farspan.domain.config import ParallelConfig
@@ -121,7 +122,8 @@ def as_json(one: Candidate, ranking: Ranking) -> dict[str, Any]:
     devices = [names[place] for place in one.places]
     found: dict[str, Any] = {
         "technique": one.technique, "where": one.where, "devices": devices, "fits": one.plan is not None,
-        "problem": one.problem, "unchosen": one.unchosen, "estimate": None, "plan": one.plan,
+        "problem": one.problem, "unchosen": one.unchosen, "estimate": None,
+        "plan": one.plan and lasting(one.plan, ranking.cluster),
     }  # fmt: skip
     if one.estimate is not None:
         memory = dict(zip(devices, (part.total for part in one.estimate.memory), strict=True))
