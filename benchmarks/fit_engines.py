@@ -3,8 +3,8 @@
     python benchmarks/fit_engines.py [--quick]
 
 Deterministic: the same files give the same constants. Results go to benchmarks/results/reproduce.json; the constants
-there are those of farspan/catalog/engines/*.yaml, rounded. About a minute on one core; `--quick` leaves the fits out, and writes
-nothing.
+there are those of farspan/catalog/engines/*.yaml, rounded. About a minute on one core; `--quick` leaves the fits out,
+and writes nothing.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     sends_paired: bool = False
     #: Stages that share a tied table sum its gradient by one collective; else by a send each way.
     ties_collective: bool = False
-    #: How much longer arithmetic takes while collectives of the batch axes run beside it: they share multiprocessors and
-    #: memory.
+    #: How much longer arithmetic takes while collectives of the batch axes run beside it: they share multiprocessors
+    #: and memory.
     contention: float = 0.0
     #: A sender computes nothing until its message has arrived.
     sends_awaited: bool

@@ -27,7 +27,8 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total(self) -> int:
-        return round(sum(msgspec.structs.astuple(self)))
+        held: float = sum(msgspec.structs.astuple(self))
+        return round(held)
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +65,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def memory_bytes(self) -> int:
         """The peak of the fullest device."""
-        return max(part.total for part in self.memory)
+        return max((part.total for part in self.memory), default=0)
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):

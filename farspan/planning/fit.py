@@ -108,8 +108,9 @@ def climb(ground: Ground, ladder: Ladder) -> Fit | None:
     if not limits:
         return None
     limits.sort(key=lambda pair: (-search.hardness(pair[0].amount), ground.names.index(pair[0].technique)))
-    best, index = limits[0]
-    following = ladder(index + 1, len(best.places))
+    best = limits[0][0]
+    # Every technique was tried there on every part.
+    following = ladder(search.after(best.amount, len(best.places)), len(best.places))
     lacks = None if following is None else search.lacking(following, best)
     return Fit(
         asked=ladder.asked, limits=tuple(limit for limit, _ in limits),
@@ -146,20 +147,20 @@ class _Search:
         """Follows one technique on every part beyond what is known; whether it got further."""
         further = False
         for part in self.parts:
-            start = 0 if beyond is None else self._after(beyond[0].amount, len(part.places))
+            start = 0 if beyond is None else self.after(beyond[0].amount, len(part.places))
             if self.attempt(start, name, part) is None:
                 continue
             low, high = start, self.end(len(part.places))
             while high - low > 1:
                 middle = (low + high) // 2
                 low, high = (middle, high) if self.attempt(middle, name, part) else (low, middle)
-            limit = self.attempt(low, name, part)
-            assert limit is not None
-            found[name] = beyond = (limit, low)
+            # Shapes do not grow evenly: the last rung that fits may be a little smaller than one before it.
+            tried = [(limit, i) for i in (start, low) if (limit := self.attempt(i, name, part))]
+            found[name] = beyond = max(tried, key=lambda pair: self.hardness(pair[0].amount))
             further = True
         return further
 
-    def _after(self, amount: int, devices: int) -> int:
+    def after(self, amount: int, devices: int) -> int:
         """The first rung that is harder than so much."""
         low, high = -1, self.end(devices)
         while high - low > 1:

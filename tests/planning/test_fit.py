@@ -118,7 +118,10 @@ def test_on_any_small_cluster_what_binds_is_what_pricing_again_finds(seed: int) 
 def test_more_memory_never_fits_less(seed: int, factor: float) -> None:
     cluster = worlds.random_cluster(random.Random(seed), 4)
     larger = with_memory(cluster, lambda device: round(device.memory * factor))
-    for ask in (lambda where: fit.largest_model(where, "llama", 8192, 512), lambda where: fit.largest_batch(where, SMALL)):
+    for ask in (
+        lambda where: fit.largest_model(where, "llama", 8192, 512),
+        lambda where: fit.largest_batch(where, SMALL),
+    ):
         before, after = (ask(ground(each, *QUICK)) for each in (cluster, larger))
         if before is not None:
             assert after is not None and after.best.amount >= before.best.amount

@@ -144,11 +144,12 @@ def _model(plan: Plan) -> str:
 def _optimization(plan: Plan) -> dict[str, str]:
     train, adam = plan.train, plan.train.optimizer
     kwargs = {"lr": adam.lr, "betas": (adam.beta1, adam.beta2), "eps": adam.eps, "weight_decay": adam.weight_decay}
-    decay: dict[str, Any] = {
+    decays: dict[str, dict[str, Any]] = {
         "cosine": {"decay_type": "cosine", "min_lr_factor": train.schedule.floor},
         "wsd": {"decay_ratio": train.schedule.decay, "decay_type": "linear", "min_lr_factor": train.schedule.floor},
         "constant": {"decay_ratio": 0.0},
-    }[train.schedule.kind]
+    }
+    decay = decays[train.schedule.kind]
     rates = {"warmup_steps": train.schedule.warmup_steps, **decay}
     return {
         "adam": repr(kwargs), "schedule": _call("LRSchedulersContainer.Config", rates, 2),
