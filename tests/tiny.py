@@ -46,12 +46,16 @@ def plan(train: TrainSpec, *, rows: tuple[int, ...] = (), micro_rows: int = 4, s
     rows = rows or (train.batch,)
     mesh = Mesh(ranks=tuple(range(len(rows))), shape=(len(rows),), axes=("data",))
     stage = Stage(
-        units=(0, spec.layers + 2), mesh=mesh, rows=rows, grad_sync=GradSync(bucket_bytes=20_000),
+        units=(0, spec.layers + 2),
+        mesh=mesh,
+        rows=rows,
+        grad_sync=GradSync(bucket_bytes=20_000),
         recompute=train.recompute,
     )
     device = PlannedDevice(host="here", backend="cpu", index=0, threads=1)
+    replica = Replica(stages=(stage,), microbatches=-(-max(rows) // micro_rows))
     return Plan(
-        technique="data", model=spec, train=train, replicas=(Replica(stages=(stage,), microbatches=-(-max(rows) // micro_rows)),),
+        technique="data", model=spec, train=train, replicas=(replica,),
         devices=(device,) * len(rows), inputs=Inputs(cluster="here", corpus="tiny"),
     )  # fmt: skip
 

@@ -329,16 +329,17 @@ def write_export(plan: Plan, given: argparse.Namespace, console: Console) -> dic
 
 def export_chosen(given: argparse.Namespace, ranking: Ranking, console: Console) -> dict[str, Any]:
     """The chosen plan in another system's words; a Refusal names the best candidate that it can run."""
-    from farspan.planning.export import system
+    from farspan.planning.export import evened, system
 
     if ranking.chosen is None:
         return {}
     found = system(given.export)
     plan = ranking.candidates[ranking.chosen].plan
     assert plan is not None
-    if reasons := found.reasons(plan):
+    if reasons := found.reasons(evened(plan)):
         able = next(
-            (one for one in ranking.candidates if one.eligible and one.plan and not found.reasons(one.plan)), None
+            (one for one in ranking.candidates if one.eligible and one.plan and not found.reasons(evened(one.plan))),
+            None,
         )
         fact = "it can run none of the other plans either"
         if able is not None:

@@ -240,7 +240,10 @@ def nearest_miss(ground: Ground, rung: Rung, name: str, part: Part) -> Miss | No
     search = _Search(ground, Scaled(rung))
     if search.attempt(0, name, part) is None:
         return None
-    low, high = 0, search.end(0)
+    # Most misses are narrow: from the real memory upwards, in growing steps.
+    high, step = search.end(0), 1
+    while not search.attempt(low := max(0, high - step), name, part):
+        high, step = low, 2 * step
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if search.attempt(middle, name, part) else (low, middle)

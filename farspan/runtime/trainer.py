@@ -213,7 +213,8 @@ class Trainer:
         limit = val.count if not train.validate_tokens else min(val.count, -(-train.validate_tokens // train.seq_len))
         total, tokens = 0.0, 0
         self.w.model.eval()
-        micro = self.w.micro_rows
+        # The same for every worker, whose rows a step may differ: together they read each window once.
+        micro = min(self.w.plan.replicas[0].micro_rows(0, c) for c in range(len(self.w.stage.rows)))
         for start in range(group.rank * micro, limit, group.world * micro):
             windows = np.arange(start, min(start + micro, limit), dtype=np.uint64)
             inputs, targets = self._to_device(val.read(windows))

@@ -92,7 +92,7 @@ def test_the_least_memory_fits_and_less_does_not() -> None:
     assert least["fsdp"] < least["zero2"] < least["zero1"] < least["data"]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(st.integers(0, 10_000))
 def test_on_any_small_cluster_what_binds_is_what_pricing_again_finds(seed: int) -> None:
     draw = random.Random(seed)
@@ -113,7 +113,7 @@ def test_on_any_small_cluster_what_binds_is_what_pricing_again_finds(seed: int) 
         assert not fits(where, following.model)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(st.integers(0, 10_000), st.floats(1.05, 3.0))
 def test_more_memory_never_fits_less(seed: int, factor: float) -> None:
     cluster = worlds.random_cluster(random.Random(seed), 4)

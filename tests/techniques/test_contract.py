@@ -1,4 +1,4 @@
-"""What every technique promises: a plan that is whole, fits, is the same each time and never suffers from better hardware."""
+"""What every technique promises: a whole plan that fits, the same each time, and no slower on better hardware."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_plans_fit_cover_every_unit_and_are_the_same_each_time(seed: int):
     found = price(made, asked.costs)
     assert shortage(asked, made, found)[0] <= 0
     (replica,) = made.replicas
-    assert [stage.units for stage in replica.stages][0][0] == 0 and replica.stages[-1].units[1] == asked.graph.units
+    assert replica.stages[0].units[0] == 0 and replica.stages[-1].units[1] == asked.graph.units
     assert all(a.units[1] == b.units[0] for a, b in itertools.pairwise(replica.stages))
     assert sorted(rank for stage in replica.stages for rank in stage.mesh.ranks) == list(asked.ranks)
     assert all(sum(stage.rows) == asked.train.batch for stage in replica.stages)

@@ -1,4 +1,4 @@
-"""Random small clusters, models and trainings for tests of techniques: seeded, unlike in every way that farspan knows."""
+"""Random small clusters, models and trainings for tests of techniques: seeded, unlike in all that farspan knows."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Plans in the words of other training systems, one file a system: the file name is the registration.
 
-A system either expresses a plan exactly or says why it cannot: nothing is rounded to what it can do.
+A system either expresses a plan exactly or says why it cannot. One thing is changed, and said: gradients accumulated
+over unlike parts of a device's rows are accumulated over the next larger number of like ones, which needs less memory.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import msgspec
 
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, nearest
+from farspan.planning.export._regular import evened
 
-__all__ = ["Exported", "System", "export", "names", "system"]
+__all__ = ["Exported", "System", "evened", "export", "names", "system"]
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,12 +71,16 @@ def system(name: str) -> System:
 
 def export(plan: Plan, name: str) -> Exported:
     """The plan in a system's own configuration; raises Refusal (cannot-export) with every reason why not."""
-    found = system(name)
+    found, parts = system(name), plan.replicas[0].microbatches
+    plan = evened(plan)
     if reasons := found.reasons(plan):
         raise Refusal(
             "cannot-export", what=f"{name} cannot run this plan of {plan.technique}", where=f"--export {name}",
             fact="; ".join(reasons), remedy="farspan plan --technique fsdp, with the same model and cluster",
         )  # fmt: skip
-    return Exported(
-        system=name, version=found.VERSION, file=found.FILE, text=found.write(plan), notes=tuple(found.notes(plan))
-    )
+    notes = list(found.notes(plan))
+    if (now := plan.replicas[0].microbatches) != parts:
+        notes.append(
+            f"gradients are accumulated over {now} parts, all alike; the plan has {parts} parts of unlike size"
+        )
+    return Exported(system=name, version=found.VERSION, file=found.FILE, text=found.write(plan), notes=tuple(notes))

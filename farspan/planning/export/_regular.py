@@ -73,6 +73,17 @@ def _sums(stages: tuple[Stage, ...]) -> list[str]:
     return found
 
 
+def evened(plan: Plan) -> Plan:
+    """The plan, of one stage, with the next number of microbatches that divides every device's rows."""
+    (first, *others) = plan.replicas
+    rows = {row for stage in first.stages for row in stage.rows}
+    if others or len(first.stages) > 1 or len(rows) > 1:
+        return plan
+    (row,) = rows
+    parts = next(parts for parts in range(min(row, first.microbatches), row + 1) if row % parts == 0)
+    return msgspec.structs.replace(plan, replicas=(msgspec.structs.replace(first, microbatches=parts),))
+
+
 def regular(plan: Plan) -> Regular:
     """The plan as one of like parts; only where `irregular` finds none that is not."""
     (replica,) = plan.replicas
