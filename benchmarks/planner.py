@@ -41,7 +41,7 @@ from farspan.techniques._search.slices import Tables, slices, stage_of
 from tests.techniques.worlds import KINDS, random_cluster, random_model, task
 
 RESULTS = Path(__file__).parent / "results" / "planner.json"
-GAP_CASES, GRID_CASES = 60, 40
+GAP_CASES, GRID_CASES = 40, 40
 
 
 # -- time ------------------------------------------------------------
@@ -195,7 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few cases, small clusters")
     quick = parser.parse_args().quick
-    gap = gaps(6 if quick else GAP_CASES, 3_000 if quick else 60_000)
+    gap = gaps(6 if quick else GAP_CASES, 3_000 if quick else 12_000)
     grid = grids(8 if quick else GRID_CASES)
     took = times(quick)
     of_gaps, unlike = sorted(row["gap"] for row in gap), [row["ratio"] for row in grid if row["unlike"]]

@@ -159,7 +159,7 @@ def _remedy(task: Task, backend: str, needed: float, rank: int) -> str:
     everywhere = len(task.devices)
     if backend == "cpu" and (fitting := int(task.capacity(rank) * everywhere // needed)) >= 1 and everywhere > 1:
         return f"set parallel.workers: {fitting}"
-    return "ask what fits: farspan plan --fit, with the same model and cluster"
+    return "ask what fits: farspan plan --fit model, with the same cluster"
 
 
 def cannot(what: str, where: str, fact: str, remedy: str) -> Problem:

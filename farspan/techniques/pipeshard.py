@@ -53,7 +53,7 @@ def plan(task: Task) -> Plan | Problem:
         assert isinstance(single, Problem)
         return single if single.code == "out-of-memory" else cannot(
             "no pipeline fits these devices", "the cluster", f"{len(task.ranks)} devices, batch {task.train.batch}",
-            "ask what fits: farspan plan --fit, with the same model and cluster",
+            "ask what fits: farspan plan --fit model, with the same cluster",
         )  # fmt: skip
     return relabelled(min(found, key=lambda pair: pair[1].step_s)[0], "pipeshard")
 

@@ -11,11 +11,13 @@ from farspan.domain.problems import Problem
 from farspan.techniques import data, fsdp, hsdp, zero1, zero2
 from farspan.techniques._search.ilp import Infeasible
 from farspan.techniques._search.operators import Assignment
-from farspan.techniques._search.single import one_device, plans, relabelled, stage_rows, too_few_rows
+from farspan.techniques._search.single import one_device, plans, relabelled, stage_rows
 from farspan.techniques._search.slices import cheapest_splits
 from farspan.techniques._task import Task, best
 
 SUMMARY = "operators divided inside hosts by an integer linear program, the batch and the state between them"
+
+ZEROS: tuple[Zero, ...] = (0, 1, 2, 3)
 
 
 def plan(task: Task) -> Plan | Problem:
@@ -30,7 +32,11 @@ def plan(task: Task) -> Plan | Problem:
     for ways in widths(task):
         found += _plans(task, ways)
     if not found:
-        return problems[0] if problems else too_few_rows(task, len(task.ranks))
+        if any(problem.code != "out-of-memory" for problem in problems[:1]):
+            return problems[0]
+        mesh = Mesh(ranks=tuple(task.ranks), shape=(len(task.ranks),), axes=("data",))
+        # What lacks least of all levels, so that the refusal names the nearest thing that would fit.
+        return best(task, [made for zero in ZEROS for made in plans(task, "shard", mesh, zero=zero)])
     return relabelled(best(task, found), "shard")
 
 
@@ -57,7 +63,7 @@ def _plans(task: Task, ways: int) -> list[Plan]:
     ranks = tuple(task.ranks)
     axes: tuple[Axis, ...] = ("data", "tensor") if coordinates > 1 else ("tensor",)
     mesh = Mesh(ranks=ranks, shape=(coordinates, ways) if coordinates > 1 else (ways,), axes=axes)
-    levels: tuple[Zero, ...] = (0, 1, 2, 3) if coordinates > 1 else (0,)
+    levels = ZEROS if coordinates > 1 else ZEROS[:1]
     found: list[Plan] = []
     for zero in levels:
         splits = assign(task, mesh, zero)
