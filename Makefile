@@ -28,6 +28,8 @@ bench: $(VENV)/.test
 	$(BIN)/python benchmarks/tokenize_and_pack.py
 	$(BIN)/python benchmarks/vector_stores.py
 	$(BIN)/python benchmarks/retrieval.py
+	$(BIN)/python benchmarks/planner.py
+	$(BIN)/python benchmarks/fit_engines.py
 
 quality: $(VENV)/.test
 	$(BIN)/python benchmarks/quality.py

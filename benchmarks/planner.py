@@ -112,7 +112,7 @@ def everything(asked: Task, parts: int) -> Iterator[Replica]:
                 runs = list(itertools.pairwise((0, *cuts, len(order))))
                 if not all(run in allowed for run in runs):
                     continue
-                options = [tables._options([order[i] for i in range(*run)]) for run in runs]
+                options = [tables.options([order[i] for i in range(*run)]) for run in runs]
                 for units in itertools.combinations(range(1, asked.graph.units), inner):
                     bounds = list(itertools.pairwise((0, *units, asked.graph.units)))
                     for picks in itertools.product(*options):

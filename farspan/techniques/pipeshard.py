@@ -14,14 +14,13 @@ import itertools
 import math
 from collections.abc import Iterator
 
-import msgspec
-
 from farspan.domain.plan import Plan, Replica
 from farspan.domain.problems import Problem
 from farspan.domain.results import Estimate
 from farspan.estimate.price import price, step
 from farspan.techniques import shard
 from farspan.techniques._search.even import even_splits
+from farspan.techniques._search.moves import ALL_MOVES, improved
 from farspan.techniques._search.single import one_device, relabelled
 from farspan.techniques._search.slices import EVERY_RUN, Tables, stage_of
 from farspan.techniques._search.stages import Solution, StageSearch
@@ -29,12 +28,12 @@ from farspan.techniques._task import Task, cannot
 
 SUMMARY = "pipeline stages over sites and hosts, each divided inside by the same integer linear program"
 
-#: Solutions of the stage search that are priced in full.
-PRICED = 32
+#: Solutions of the stage search that are priced in full: on few devices, and on more than EVERY_RUN.
+PRICED = (32, 16)
 #: Up to so many devices the usual grid is tried too.
 MOST_EVEN = 64
-#: Moves of the search around its best solution.
-MOST_MOVES = 64
+#: The best of these that moves start from; on many devices the best alone.
+STARTS = 3
 #: Microbatches a step at most: beyond, per-microbatch overheads outweigh what is left of the bubble.
 MOST_MICROBATCHES = 64
 #: Of more sites than this not every order is tried.
@@ -61,23 +60,25 @@ def plan(task: Task) -> Plan | Problem:
 def pipelines(task: Task) -> list[tuple[Plan, Estimate]]:
     """The best pipeline of two and more stages, if any fits."""
     solutions: list[tuple[float, int, Solution, int]] = []
-    count = itertools.count()
+    count, most = itertools.count(), PRICED[len(task.ranks) > EVERY_RUN]
     for parts in microbatch_counts(task):
         tables = Tables(task, parts)
         for order in orders(task):
-            worst = solutions[-1][0] if len(solutions) == PRICED else math.inf
+            worst = solutions[-1][0] if len(solutions) == most else math.inf
             for solution in StageSearch(task, order, tables).solutions(worst):
                 if len(solution.cuts) > 1:
                     objective = solution.objective + tied_s(task, solution)
                     solutions.append((objective, next(count), solution, parts))
-            solutions = heapq.nsmallest(PRICED, solutions)
+            solutions = heapq.nsmallest(most, solutions)
     found = [made for _, _, solution, parts in solutions if (made := at_best_depth(task, solution, parts))]
     if EVERY_RUN < len(task.ranks) <= MOST_EVEN or not found:
         found += _best_even(task, min((seconds for seconds, _ in found), default=math.inf))
     if not found:
         return []
-    best = min(found, key=lambda pair: pair[0])
-    plan = task.plan("pipeshard", [improved(task, best)])
+    few = len(task.ranks) <= ALL_MOVES
+    found.sort(key=lambda pair: pair[0])
+    best = min((improved(task, *start) for start in found[: STARTS if few else 1]), key=lambda pair: pair[0])
+    plan = task.plan("pipeshard", [best[1]])
     return [(plan, price(plan, task.costs, brief=True))]
 
 
@@ -171,39 +172,10 @@ def at_best_depth(task: Task, solution: Solution, parts: int) -> tuple[float, Re
     """The step of a solution and its replica, with the microbatches in flight of 1F1B, or more as memory lets it: those
     cover round trips, but put off the first backward pass. None where it does not fit after all."""
     stages, found = [stage_of(cut.ranks, cut.option, cut.units, parts) for cut in solution.cuts], []
-    for extra in dict.fromkeys((0, 2, 8, parts)):
+    for extra in (0, 2, 8, parts) if len(task.ranks) <= EVERY_RUN else (0, 8):
         depths = [min(parts, cut.depth, len(stages) - i + extra) for i, cut in enumerate(solution.cuts)]
         replica = task.replica(stages, parts, depths)
         if not task.fits(replica):
             break
         found.append((step(replica, task.costs).seconds, replica))
     return min(found, key=lambda pair: pair[0], default=None)
-
-
-def improved(task: Task, start: tuple[float, Replica]) -> Replica:
-    """Cuts moved by one unit, and depths by one microbatch, while the full estimator finds the step shorter."""
-    seconds, replica = start
-    for _ in range(MOST_MOVES):
-        better = next(
-            ((took, other) for other in _neighbours(replica)
-             if (took := step(other, task.costs).seconds) < 0.9999 * seconds and task.fits(other)), None,
-        )  # fmt: skip
-        if better is None:
-            break
-        seconds, replica = better
-    return replica
-
-
-def _neighbours(replica: Replica) -> Iterator[Replica]:
-    for i in range(len(replica.stages) - 1):
-        first, second = replica.stages[i], replica.stages[i + 1]
-        for cut in (first.units[1] - 1, first.units[1] + 1):
-            if first.units[0] < cut < second.units[1]:
-                stages = list(replica.stages)
-                stages[i] = msgspec.structs.replace(first, units=(first.units[0], cut))
-                stages[i + 1] = msgspec.structs.replace(second, units=(cut, second.units[1]))
-                yield msgspec.structs.replace(replica, stages=tuple(stages))
-    for i, depth in enumerate(replica.in_flight):
-        if depth < replica.microbatches:
-            deeper = (*replica.in_flight[:i], depth + 1, *replica.in_flight[i + 1 :])
-            yield msgspec.structs.replace(replica, in_flight=deeper)

@@ -42,18 +42,17 @@ def enumerate_all(asked, tables: Tables, search: StageSearch) -> tuple[float, in
     known: dict = {}
 
     def stage(run, units, to_come):
-        """Least seconds of a stage that memory lets be deep enough, and how many options there are."""
+        """Seconds of every option that memory lets be deep enough, and how many options there are."""
         key = (run, units)
         if key not in known:
             ranks = [search.order[i] for i in range(*run)]
             found = []
-            for option in tables._options(ranks):
-                seconds, fixed, each = tables._priced(ranks, option, units)
+            for option in tables.options(ranks):
+                seconds, cycle, fixed, each = tables._priced(ranks, option, units)
                 deep = 0 if fixed > 0 else min(tables.microbatches, int(-fixed // max(each, 1.0)))
-                found.append((seconds, deep))
+                found.append((seconds, cycle, deep))
             known[key] = found
-        fitting = [seconds for seconds, depth in known[key] if depth >= min(tables.microbatches, to_come)]
-        return min(fitting, default=math.inf), len(known[key])
+        return [(s, c) for s, c, depth in known[key] if depth >= min(tables.microbatches, to_come)], len(known[key])
 
     best, size, units = math.inf, 0, asked.graph.units
     for runs in device_cuts(search):
@@ -62,9 +61,10 @@ def enumerate_all(asked, tables: Tables, search: StageSearch) -> tuple[float, in
             priced = [stage(run, cut, len(runs) - i) for i, (run, cut) in enumerate(zip(runs, bounds, strict=True))]
             size += math.prod(count for _, count in priced)
             wires = [search.wire(b.start, min(search.hosts[a], search.hosts[b])) for a, b in itertools.pairwise(runs)]
-            total = sum(seconds for seconds, _ in priced) + sum(wire.way for wire in wires)
-            slowest = max(*(seconds for seconds, _ in priced), *(wire.busy for wire in wires), 0.0)
-            best = min(best, total + (tables.microbatches - 1) * slowest)
+            way, busy = sum(wire.way for wire in wires), max((wire.busy for wire in wires), default=0.0)
+            for picks in itertools.product(*(options for options, _ in priced)):
+                slowest = max(*(cycle for _, cycle in picks), (tables.microbatches - 1) * busy)
+                best = min(best, sum(seconds for seconds, _ in picks) + way + slowest)
     return best, size
 
 
@@ -92,9 +92,11 @@ def test_every_solution_of_the_search_is_a_plan_that_the_estimator_prices_as_its
             stage = stage_of(cut.ranks, cut.option, cut.units, parts)
             time = asked.costs.time(stage, cut.option.rows, parts)
             run = next(run for run in search.slices if [search.order[i] for i in range(*run)] == list(cut.ranks))
-            seconds = search.times[run][0][:, cut.units[0], cut.units[1]]
-            expected = time.passes.forward + time.passes.backward + (time.exposed + time.update) / parts
-            assert any(value == pytest.approx(expected, rel=1e-3) for value in seconds)
+            seconds = time.passes.forward + time.passes.backward
+            expected = seconds, (parts - 1) * seconds + time.exposed + time.update
+            told = [(lane.seconds[:, *cut.units], lane.cycle[:, *cut.units]) for lane in search.lanes[run]]
+            pairs = [pair for s, c in told for pair in zip(s, c, strict=True)]
+            assert any(pair == pytest.approx(expected, rel=1e-3) for pair in pairs)
 
 
 @pytest.mark.parametrize("seed", range(200, 200 + CASES))

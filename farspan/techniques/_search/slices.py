@@ -1,8 +1,8 @@
 """What a run of neighbouring devices can be as a pipeline stage: its meshes, and tables of what they take.
 
-A table holds, for every pair of cuts (first, last unit), the seconds of a microbatch (both passes, and a microbatch's
-part of what comes once a step) and how many microbatches memory lets be in flight. Blocks are alike, so a few priced
-stages give the whole table: almost everything is affine in the number of blocks.
+A table holds, for every pair of cuts (first, last unit), what a microbatch takes, what the rest of a step takes, and
+how many microbatches memory lets be in flight. Blocks are alike, so a few priced stages give the whole table: almost
+everything is affine in the number of blocks.
 """
 
 from __future__ import annotations
@@ -48,10 +48,12 @@ class Option(NamedTuple):
 
 
 class Table(NamedTuple):
-    """By cuts [first, last]: seconds a microbatch, and microbatches in flight that fit (0: does not fit)."""
+    """By cuts [first, last]: seconds a microbatch (both passes), seconds of the other microbatches and of what comes
+    once a step, and microbatches in flight that fit (0: does not fit)."""
 
     option: Option
     seconds: NDArray[np.float64]
+    cycle: NDArray[np.float64]
     depth: NDArray[np.int64]
 
 
@@ -100,7 +102,7 @@ class Tables:
         """A table for every option that can be best: computing again is of use only where memory is short without."""
         found: list[Table] = []
         full = None
-        for option in self._options(ranks):
+        for option in self.options(ranks):
             if option.recompute and not self.task.train.recompute and full is not None and full.all():
                 continue
             table = self._table(ranks, option)
@@ -108,7 +110,8 @@ class Tables:
             found += [table] if table is not None else []
         return found
 
-    def _options(self, ranks: Sequence[int]) -> list[Option]:
+    def options(self, ranks: Sequence[int]) -> list[Option]:
+        """Every way to run a stage on a slice."""
         found = []
         for ways in tensor_widths(self.task, ranks):
             coordinates = len(ranks) // ways
@@ -142,29 +145,27 @@ class Tables:
     def _table(self, ranks: Sequence[int], option: Option) -> Table | None:
         """Priced by the number of blocks, with and without the ends of the model."""
         units = self.task.graph.units
-        seconds = np.full((units + 1, units + 1), np.inf)
-        depth = np.zeros((units + 1, units + 1), dtype=np.int64)
+        seconds, cycle = np.full((2, units + 1, units + 1), np.inf)
+        table = Table(option, seconds, cycle, np.zeros((units + 1, units + 1), dtype=np.int64))
         for has_embedding in (False, True):
             for has_head in (False, True):
-                self._fill(ranks, option, has_embedding, has_head, seconds, depth)
-        return Table(option, seconds, depth) if depth.any() else None
+                self._fill(ranks, table, has_embedding, has_head)
+        return table if table.depth.any() else None
 
-    def _fill(
-        self, ranks: Sequence[int], option: Option, embedding: bool, head: bool, seconds: NDArray[np.float64],
-        depth: NDArray[np.int64],
-    ) -> None:  # fmt: skip
+    def _fill(self, ranks: Sequence[int], table: Table, embedding: bool, head: bool) -> None:
         layers = self.task.graph.layers
         fewest = layers if embedding and head else 0 if embedding or head else 1
         knots = list(range(fewest, layers + 1)) if layers <= PRICED_LAYERS else sorted({fewest, layers})
-        priced = [self._priced(ranks, option, self._units(embedding, head, blocks)) for blocks in knots]
+        priced = [self._priced(ranks, table.option, self._units(embedding, head, blocks)) for blocks in knots]
         counts = np.arange(fewest, layers + 1)
-        time, fixed, each = (np.interp(counts, knots, values) for values in zip(*priced, strict=True))
+        time, cycle, fixed, each = (np.interp(counts, knots, values) for values in zip(*priced, strict=True))
         deep = np.where(fixed > 0, 0, np.minimum(self.microbatches, -fixed // np.maximum(each, 1.0))).astype(np.int64)
         for blocks in range(fewest, layers + 1):
             first, last = self._units(embedding, head, blocks)
             starts = np.arange(1, layers + 2 - blocks) if not embedding and not head else np.array([first])
-            seconds[starts, starts + last - first] = time[blocks - fewest]
-            depth[starts, starts + last - first] = deep[blocks - fewest]
+            cuts = starts, starts + last - first
+            table.seconds[cuts], table.cycle[cuts] = time[blocks - fewest], cycle[blocks - fewest]
+            table.depth[cuts] = deep[blocks - fewest]
 
     def _units(self, embedding: bool, head: bool, blocks: int) -> tuple[int, int]:
         """A stage of so many blocks and these ends."""
@@ -173,17 +174,19 @@ class Tables:
             return (0, units if head else blocks + 1)
         return (units - 1 - blocks, units) if head else (1, 1 + blocks)
 
-    def _priced(self, ranks: Sequence[int], option: Option, units: tuple[int, int]) -> tuple[float, float, float]:
-        """Seconds a microbatch, bytes of the fullest device that stay (less its capacity), bytes a microbatch adds."""
+    def _priced(self, ranks: Sequence[int], option: Option, units: tuple[int, int]) -> tuple[float, ...]:
+        """Seconds of a microbatch; of all others and what comes once a step; bytes of the fullest device that stay
+        (less its capacity); bytes that a microbatch adds."""
         task, parts = self.task, self.microbatches
         stage = stage_of(ranks, option, units, parts)
         time = task.costs.time(stage, option.rows, parts)
-        seconds = time.passes.forward + time.passes.backward + (time.exposed + time.update) / parts
+        seconds = time.passes.forward + time.passes.backward
+        cycle = (parts - 1) * seconds + time.exposed + time.update
         worst = (-math.inf, 0.0)
         for c in {task.costs.alike[group[0]]: c for c, group in enumerate(stage.mesh.batch)}.values():
             none, one = (task.costs.memory_of(stage, option.rows[c], depth, c).total for depth in (0, 1))
             worst = max(worst, (none - task.capacity(stage.mesh.batch[c][0]), float(one - none)))
-        return seconds, *worst
+        return seconds, cycle, *worst
 
 
 def cheapest_splits(task: Task, group: Sequence[int], rows: Sequence[int], concurrent: int) -> dict[str, str]:

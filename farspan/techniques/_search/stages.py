@@ -3,10 +3,11 @@
 Over a given order of devices, stages are runs of neighbours; what is minimised is Alpa's objective (arXiv 2201.12023,
 eq. 2) with the wires' time:
 
-    sum_s (t_s + wire_s) + (m - 1) max_s max(t_s, busy_s)
+    sum_s (t_s + wire_s) + max_s max((m - 1) t_s + once_s, (m - 1) busy_s)
 
-t_s being a microbatch's forward and backward pass, wire_s the way to the next stage and back, busy_s how long a message
-keeps the wire, which as many pairs of hosts share as the stage with fewer has. The state is (place in the order, hosts
+t_s being a microbatch's forward and backward pass, once_s what comes once a step (sums of gradients that nothing hides,
+the update), wire_s the way to the next stage and back, busy_s how long a message keeps the wire, which as many pairs of
+hosts share as the stage with fewer has. The state is (place in the order, hosts
 of the stage that starts there, stages still to come, first unit): the place says which devices are left, not only how
 many. The outer search lowers the bound on the slowest stage from one Pareto point to the next, so every optimum of the
 objective is met.
@@ -26,7 +27,7 @@ from farspan.techniques._task import Task
 
 #: Up to so many devices every Pareto point is met; beyond, the bound falls by this factor at least: what lies between
 #: is closer than the objective is to the full estimator.
-EXACT, STEP = 8, 0.95
+EXACT, STEP = 6, 0.95
 
 
 class Cut(NamedTuple):
@@ -45,6 +46,22 @@ class Wire(NamedTuple):
     busy: float
 
 
+class Lane(NamedTuple):
+    """Of one slice, by stages to come and cuts: seconds a microbatch, seconds of the rest of a step, and the table."""
+
+    seconds: NDArray[np.float64]
+    cycle: NDArray[np.float64]
+    picks: NDArray[np.int64]
+
+
+class Start(NamedTuple):
+    """The lanes that start at one place, with their seconds stacked."""
+
+    both: list[tuple[Slice, Lane]]
+    seconds: NDArray[np.float64]
+    cycle: NDArray[np.float64]
+
+
 class Solution(NamedTuple):
     objective: float
     cuts: tuple[Cut, ...]
@@ -60,32 +77,35 @@ class StageSearch:
         self.slices = slices(task, order)
         network = task.costs.network
         self.hosts = {run: len({network.hosts[order[i]] for i in range(*run)}) for run in self.slices}
-        self.times = {run: self._of(run) for run in self.slices}
-        #: For each place the slices that start there, by how many hosts they have, with their seconds.
-        self.starts: list[dict[int, tuple[list[Slice], NDArray[np.float64]]]] = []
+        self.lanes = {run: self._lanes(run) for run in self.slices}
+        #: For each place the slices that start there, by how many hosts they have, with the seconds of their lanes.
+        self.starts: list[dict[int, Start]] = []
         for place in range(n):
-            by_hosts: dict[int, list[Slice]] = {}
+            by_hosts: dict[int, list[tuple[Slice, Lane]]] = {}
             for run in self.slices:
                 if run.start == place:
-                    by_hosts.setdefault(self.hosts[run], []).append(run)
-            self.starts.append({h: (runs, np.stack([self.times[r][0] for r in runs])) for h, runs in by_hosts.items()})
+                    by_hosts.setdefault(self.hosts[run], []).extend((run, lane) for lane in self.lanes[run])
+            self.starts.append({
+                h: Start(both, np.stack([lane.seconds for _, lane in both]), np.stack([lane.cycle for _, lane in both]))
+                for h, both in by_hosts.items() if both
+            })  # fmt: skip
         self._wires: dict[tuple[int, int], Wire] = {}
 
-    def _of(self, run: Slice) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """By stages to come, this one included, and cuts: the least seconds of any option that is deep enough."""
+    def _lanes(self, run: Slice) -> list[Lane]:
+        """The options of a slice that are deep enough, by stages to come, this one included: each by itself, or, on
+        more than EXACT devices, the fastest whole step for each cut."""
         tables = self.tables.of([self.order[i] for i in range(*run)])
-        key = ("fastest", id(tables), self.most)
+        exact = len(self.order) <= EXACT
+        key = ("lanes", id(tables), self.most, exact)
         memo = self.task.memo
         if key not in memo:
-            shape = (self.most, self.units + 1, self.units + 1)
-            seconds, picks = np.full(shape, np.inf), np.zeros(shape, dtype=np.int64)
-            for number, table in enumerate(tables):
-                for to_come in range(self.most):
-                    better = (table.depth >= min(self.parts, to_come + 1)) & (table.seconds < seconds[to_come])
-                    seconds[to_come][better] = table.seconds[better]
-                    picks[to_come][better] = number
-            memo[key] = (seconds, picks)
-        found: tuple[NDArray[np.float64], NDArray[np.int64]] = memo[key]
+            need = np.minimum(self.parts, np.arange(1, self.most + 1))[:, None, None]
+            lanes = [
+                Lane(np.where(t.depth >= need, t.seconds, np.inf), np.where(t.depth >= need, t.cycle, np.inf),
+                     np.full((self.most, *t.depth.shape), number)) for number, t in enumerate(tables)
+            ]  # fmt: skip
+            memo[key] = lanes if exact or len(lanes) < 2 else [_fastest(lanes)]
+        found: list[Lane] = memo[key]
         return found
 
     def wire(self, place: int, hosts: int) -> Wire:
@@ -111,11 +131,11 @@ class StageSearch:
             if found is None:
                 return
             total, slowest, cuts = found
-            objective = total + (self.parts - 1) * slowest
+            objective = total + slowest
             yield Solution(objective, cuts)
             best = min(best, objective)
             # The sum only grows as the bound falls: below this nothing can win any more.
-            if total >= best or self.parts == 1:
+            if total >= best:
                 return
             bound = slowest * (1.0 if len(self.order) <= EXACT else STEP)
 
@@ -128,11 +148,12 @@ class StageSearch:
         value[n][1] = np.full(shape, np.inf)
         value[n][1][0, self.units] = 0.0
         for place in range(n - 1, -1, -1):
-            for hosts, (runs, seconds) in self.starts[place].items():
-                rests = [np.min([value[run.stop][h] + self._way(run, h, bound) for h in value[run.stop]], axis=0)
-                         for run in runs]  # fmt: skip
-                # (run, stages to come, first, last) + (run, stages to come, 1, last)
-                total = np.where(seconds < bound, seconds, np.inf) + np.stack(rests)[:, :-1, None, :]
+            for hosts, start in self.starts[place].items():
+                rests = {run: np.min([value[run.stop][h] + self._way(run, h, bound) for h in value[run.stop]], axis=0)
+                         for run, _ in start.both}  # fmt: skip
+                # (slice, stages to come, first, last) + (slice, stages to come, 1, last)
+                after = np.stack([rests[run] for run, _ in start.both])[:, :-1, None, :]
+                total = np.where(start.cycle < bound, start.seconds, np.inf) + after
                 flat = total.transpose(1, 2, 0, 3).reshape(self.most, self.units + 1, -1)
                 chosen[place][hosts] = flat.argmin(axis=2)
                 least = np.take_along_axis(flat, chosen[place][hosts][..., None], axis=2)[..., 0]
@@ -147,7 +168,7 @@ class StageSearch:
     def _way(self, run: Slice, hosts: int, bound: float) -> float:
         """Seconds from a slice to the next one, which has so many hosts, and back; infinite at the bound."""
         wire = self.wire(run.stop, min(self.hosts[run], hosts))
-        return wire.way if wire.busy < bound else math.inf
+        return wire.way if (self.parts - 1) * wire.busy < bound else math.inf
 
     def _read(
         self, value: list[dict[int, NDArray[np.float64]]], chosen: list[dict[int, NDArray[np.int64]]], hosts: int,
@@ -156,15 +177,21 @@ class StageSearch:
         place, first, slowest, cuts = 0, 0, 0.0, []
         for to_come in range(stages, 0, -1):
             number, last = divmod(int(chosen[place][hosts][to_come - 1, first]), self.units + 1)
-            run = self.starts[place][hosts][0][number]
-            seconds, picks = self.times[run]
+            run, lane = self.starts[place][hosts].both[number]
             ranks = tuple(self.order[i] for i in range(*run))
-            table = self.tables.of(ranks)[int(picks[to_come - 1, first, last])]
+            at = (to_come - 1, first, last)
+            table = self.tables.of(ranks)[int(lane.picks[at])]
             cuts.append(Cut(ranks, (first, last), table.option, int(table.depth[first, last])))
             after = value[run.stop]
             hosts = min(after, key=lambda h: float(after[h][to_come - 1, last]) + self._way(run, h, bound))
-            slowest = max(
-                slowest, float(seconds[to_come - 1, first, last]), self.wire(run.stop, min(self.hosts[run], hosts)).busy
-            )
+            busy = self.wire(run.stop, min(self.hosts[run], hosts)).busy
+            slowest = max(slowest, float(lane.cycle[at]), (self.parts - 1) * busy)
             place, first = run.stop, last
         return slowest, tuple(cuts)
+
+
+def _fastest(lanes: Sequence[Lane]) -> Lane:
+    """For each cut the lane whose whole step is the fastest."""
+    seconds, cycle, picks = (np.stack(parts) for parts in zip(*lanes, strict=True))
+    best = (seconds + cycle).argmin(axis=0)[None]
+    return Lane(*(np.take_along_axis(part, best, axis=0)[0] for part in (seconds, cycle, picks)))
