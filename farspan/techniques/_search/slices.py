@@ -204,7 +204,7 @@ def cheapest_splits(task: Task, group: Sequence[int], rows: Sequence[int], concu
 
 
 def tensor_widths(task: Task, ranks: Sequence[int]) -> list[int]:
-    """Tensor widths of a slice: 1, and what divides every run of like devices of one host in it."""
+    """Tensor widths of a slice: 1, and what divides every run of like devices of one host in it, and some operator."""
     network, costs, runs, previous = task.costs.network, task.costs, [], None
     for rank in ranks:
         key = (network.hosts[rank], costs.alike[rank])
@@ -213,7 +213,11 @@ def tensor_widths(task: Task, ranks: Sequence[int]) -> list[int]:
         else:
             runs.append(1)
         previous = key
-    return [ways for ways in range(1, min(runs) + 1) if all(run % ways == 0 for run in runs)]
+    sizes = [task.graph.sizes[dim] for op in task.graph.block for dim in op.divisible]
+    return [
+        ways for ways in range(1, min(runs) + 1)
+        if all(run % ways == 0 for run in runs) and any(size % ways == 0 for size in sizes)
+    ]  # fmt: skip
 
 
 def stage_of(ranks: Sequence[int], option: Option, units: tuple[int, int], microbatches: int) -> Stage:

@@ -149,8 +149,7 @@ class StageSearch:
         value[n][1][0, self.units] = 0.0
         for place in range(n - 1, -1, -1):
             for hosts, start in self.starts[place].items():
-                rests = {run: np.min([value[run.stop][h] + self._way(run, h, bound) for h in value[run.stop]], axis=0)
-                         for run, _ in start.both}  # fmt: skip
+                rests = {run: self._rest(value[run.stop], run, bound) for run, _ in start.both}
                 # (slice, stages to come, first, last) + (slice, stages to come, 1, last)
                 after = np.stack([rests[run] for run, _ in start.both])[:, :-1, None, :]
                 total = np.where(start.cycle < bound, start.seconds, np.inf) + after
@@ -158,12 +157,16 @@ class StageSearch:
                 chosen[place][hosts] = flat.argmin(axis=2)
                 least = np.take_along_axis(flat, chosen[place][hosts][..., None], axis=2)[..., 0]
                 value[place][hosts] = np.vstack((np.full((1, self.units + 1), np.inf), least))
-        total, hosts, stages = min(
-            (float(found[stages, 0]), hosts, stages) for hosts, found in value[0].items() for stages in range(shape[0])
-        )
-        if not math.isfinite(total):
+        sums = [(float(v[stages, 0]), hosts, stages) for hosts, v in value[0].items() for stages in range(shape[0])]
+        found, hosts, stages = min(sums, default=(math.inf, 0, 0))
+        if not math.isfinite(found):
             return None
-        return total, *self._read(value, chosen, hosts, stages, bound)
+        return found, *self._read(value, chosen, hosts, stages, bound)
+
+    def _rest(self, after: dict[int, NDArray[np.float64]], run: Slice, bound: float) -> NDArray[np.float64]:
+        """The least sum of what follows a slice, and the way there."""
+        found = [least + self._way(run, hosts, bound) for hosts, least in after.items()]
+        return np.min(found, axis=0) if found else np.full((self.most + 1, self.units + 1), np.inf)
 
     def _way(self, run: Slice, hosts: int, bound: float) -> float:
         """Seconds from a slice to the next one, which has so many hosts, and back; infinite at the bound."""
