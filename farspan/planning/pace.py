@@ -65,9 +65,7 @@ def predicted(
     return ProbeResult(rows=train.batch, seq_len=train.seq_len, speeds=speeds)
 
 
-def calibrated(
-    cluster: Cluster, model: ModelSpec, train: TrainSpec, engine: Engine, probe: ProbeResult
-) -> Cluster:
+def calibrated(cluster: Cluster, model: ModelSpec, train: TrainSpec, engine: Engine, probe: ProbeResult) -> Cluster:
     """The cluster whose devices of the first one's kind keep the pace and the memory that a trial measured there."""
     tried = msgspec.structs.replace(train, batch=probe.rows, seq_len=probe.seq_len)
     speed, found = probe.speeds[train.precision], on_one_device(model, tried, cluster, engine)

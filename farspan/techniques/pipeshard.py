@@ -71,11 +71,11 @@ def pipelines(task: Task) -> list[tuple[Plan, Estimate]]:
                     solutions.append((objective, next(count), solution, parts))
             solutions = heapq.nsmallest(most, solutions)
     found = [made for _, _, solution, parts in solutions if (made := at_best_depth(task, solution, parts))]
-    if EVERY_RUN < len(task.ranks) <= MOST_EVEN or not found:
+    few = len(task.ranks) <= ALL_MOVES
+    if ALL_MOVES < len(task.ranks) <= MOST_EVEN or not found:
         found += _best_even(task, min((seconds for seconds, _ in found), default=math.inf))
     if not found:
         return []
-    few = len(task.ranks) <= ALL_MOVES
     found.sort(key=lambda pair: pair[0])
     best = min((improved(task, *start) for start in found[: STARTS if few else 1]), key=lambda pair: pair[0])
     plan = task.plan("pipeshard", [best[1]])
