@@ -127,6 +127,8 @@ def watch(job: Job, actors: list[Any]) -> list[Ended | None]:
             for rank, actor in enumerate(actors):
                 if ended[rank] is None:
                     actor.signal.remote(signal.SIGKILL)
+                    # Ended by this driver: its end is not what the others failed of.
+                    ended[rank] = Ended()
         time.sleep(POLL_S)
     return ended
 
