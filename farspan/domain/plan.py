@@ -107,6 +107,10 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def __post_init__(self) -> None:
         if len(self.edges) != len(self.stages) - 1 or len(self.in_flight) != len(self.stages):
             raise ValueError(f"{len(self.stages)} stages, {len(self.edges)} edges, {len(self.in_flight)} depths")
+        if len({sum(stage.rows) for stage in self.stages}) > 1:
+            raise ValueError("stages of one pipeline read unlike numbers of sequences")
+        if len(self.stages) > 1 and any(rows % self.microbatches for stage in self.stages for rows in stage.rows):
+            raise ValueError(f"{self.microbatches} microbatches divide the rows of a stage unevenly")
 
     @property
     def batch(self) -> int:
@@ -115,6 +119,18 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def micro_rows(self, stage: int, coordinate: int) -> int:
         """Sequences of the largest microbatch of a batch coordinate."""
         return -(-self.stages[stage].rows[coordinate] // self.microbatches)
+
+    def part(self, stage: int, coordinate: int, microbatch: int) -> int:
+        """Sequences of one microbatch of a batch coordinate: its rows as evenly as they divide."""
+        rows, parts = self.stages[stage].rows[coordinate], self.microbatches
+        return (microbatch + 1) * rows // parts - microbatch * rows // parts
+
+    def span(self, stage: int, coordinate: int, microbatch: int) -> tuple[int, int]:
+        """The sequences [start, stop) of a step that a batch coordinate of a stage reads as one microbatch."""
+        coordinates = range(len(self.stages[stage].rows))
+        start = sum(self.part(stage, c, i) for i in range(microbatch) for c in coordinates)
+        start += sum(self.part(stage, c, microbatch) for c in range(coordinate))
+        return start, start + self.part(stage, coordinate, microbatch)
 
 
 class Sync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -130,9 +146,10 @@ class Sync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class PlannedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The device that a rank expects to find."""
+    """The device that a rank expects to find. Hosts of one site are near each other."""
 
     host: str
+    site: str = ""
     backend: str
     index: int
     threads: int

@@ -140,6 +140,24 @@ class Warned(_Event, frozen=True, kw_only=True, tag="warned"):
     message: str
 
 
+class Span(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a worker did from `start` to `end`, seconds since the epoch: forward, backward, receive, collective, or
+    update."""
+
+    kind: str
+    microbatch: int | None
+    start: float
+    end: float
+
+
+class Traced(_Event, frozen=True, kw_only=True, tag="traced"):
+    """All that one worker did in one step."""
+
+    step: int
+    rank: int
+    spans: tuple[Span, ...]
+
+
 class Finished(_Event, frozen=True, kw_only=True, tag="finished"):
     """The end of a worker group: `reason` is done, deadline, early-stop, interrupted or failed."""
 
@@ -149,7 +167,7 @@ class Finished(_Event, frozen=True, kw_only=True, tag="finished"):
     problem: Problem | None = None
 
 
-Event = Started | Step | Validated | Saved | Sampled | Warned | Finished
+Event = Started | Step | Validated | Saved | Sampled | Warned | Traced | Finished
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):

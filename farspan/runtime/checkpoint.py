@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -20,9 +20,10 @@ from safetensors.torch import load_file, save_file
 from farspan.domain.codec import load, save
 from farspan.domain.problems import Refusal
 from farspan.domain.units import format_bytes
-from farspan.runtime.state import TrainState
 
-_MODEL, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+MODEL, OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+#: A file's tensors, by name.
+Tensors = Mapping[str, torch.Tensor]
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,43 +70,31 @@ def check_disk(folder: Path, needed: int) -> None:
         )
 
 
-def write(folder: Path, state: TrainState, progress: Progress, keep: int) -> tuple[Path, int]:
+def write(folder: Path, files: Mapping[str, Tensors], progress: Progress, keep: int) -> tuple[Path, int]:
     """Write the checkpoint of `progress.step`, then delete all but the newest `keep`. Returns its path and bytes."""
     folder.mkdir(parents=True, exist_ok=True)
-    check_disk(folder, bytes_needed(len(state.master)))
+    check_disk(folder, sum(t.nbytes for tensors in files.values() for t in tensors.values()) + 2**20)
     path = folder / f"step-{progress.step:08d}"
-    files = {
-        _MODEL: _named(state, state.master),
-        _OPTIMIZER: {
-            f"{kind}.{name}": tensor
-            for kind, flat in (("exp_avg", state.exp_avg), ("exp_avg_sq", state.exp_avg_sq))
-            for name, tensor in _named(state, flat).items()
-        },
-    }
     size = _write_folder(path, files, progress)
     for old in sorted(folder.glob("step-*"), reverse=True)[keep:]:
         shutil.rmtree(old, ignore_errors=True)
     return path, size
 
 
-def write_best(path: Path, state: TrainState, progress: Progress) -> None:
+def write_best(path: Path, weights: Tensors, progress: Progress) -> None:
     """Keep the weights of the best validation loss; replaces the previous best in one rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    check_disk(path.parent, bytes_needed(len(state.master)) // 3)
-    _write_folder(path, {_MODEL: _named(state, state.master)}, progress)
+    check_disk(path.parent, sum(t.nbytes for t in weights.values()) + 2**20)
+    _write_folder(path, {MODEL: weights}, progress)
 
 
-def _named(state: TrainState, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {name: state.view(flat, i).detach().cpu() for i, name in enumerate(state.names)}
-
-
-def _write_folder(path: Path, files: dict[str, dict[str, torch.Tensor]], progress: Progress) -> int:
+def _write_folder(path: Path, files: Mapping[str, Tensors], progress: Progress) -> int:
     for unfinished in path.parent.glob(".*.tmp"):
         shutil.rmtree(unfinished)
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.mkdir(parents=True)
     for name, tensors in files.items():
-        save_file(tensors, temporary / name)
+        save_file(dict(tensors), temporary / name)
         _sync(temporary / name)
     save(Saved(progress=progress, sha256={name: _sha256(temporary / name) for name in files}), temporary / _STATE)
     size = sum(file.stat().st_size for file in temporary.iterdir())
@@ -139,24 +128,19 @@ def newest_first(folder: Path) -> Iterator[Path]:
     yield from sorted(folder.glob("step-*"), reverse=True)
 
 
-def read(path: Path, state: TrainState) -> Progress:
-    """Load a checkpoint into `state`. Raises Corrupt, `state` untouched, when a file is not what was written."""
-    progress = verify(path, (_MODEL, _OPTIMIZER))
-    model, optimizer = load_file(path / _MODEL), load_file(path / _OPTIMIZER)
-    for i, name in enumerate(state.names):
-        state.view(state.master, i).copy_(model[name])
-        state.view(state.exp_avg, i).copy_(optimizer[f"exp_avg.{name}"])
-        state.view(state.exp_avg_sq, i).copy_(optimizer[f"exp_avg_sq.{name}"])
-    state.grad.zero_()
-    state.publish()
-    return progress
+def read(path: Path, name: str) -> dict[str, torch.Tensor]:
+    """The tensors of one file of a verified checkpoint."""
+    try:
+        return load_file(path / name)
+    except SafetensorError as error:
+        raise Corrupt(str(error)) from None
 
 
-def verify(path: Path, files: tuple[str, ...]) -> Progress:
-    """Check a checkpoint's files against their checksums; returns its progress or raises Corrupt."""
+def verify(path: Path, files: Sequence[str] | None = None) -> Progress:
+    """Check a checkpoint's files, all unless named, against their checksums; returns its progress or raises Corrupt."""
     try:
         saved = load(path / _STATE, Saved)
-        for name in files:
+        for name in saved.sha256 if files is None else files:
             if _sha256(path / name) != saved.sha256[name]:
                 raise Corrupt(f"{name} does not match its checksum ({format_bytes((path / name).stat().st_size)})")
     except (OSError, KeyError, Refusal) as error:
@@ -167,13 +151,10 @@ def verify(path: Path, files: tuple[str, ...]) -> Progress:
 def progress_of(path: Path) -> tuple[Progress, str]:
     """The progress that a checkpoint's weights are from, and their SHA-256."""
     saved = load(path / _STATE, Saved)
-    return saved.progress, saved.sha256[_MODEL]
+    return saved.progress, saved.sha256[MODEL]
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
     """The fp32 weights of a checkpoint or of `best`, by parameter name."""
-    verify(path, (_MODEL,))
-    try:
-        return load_file(path / _MODEL)
-    except SafetensorError as error:
-        raise Corrupt(str(error)) from None
+    verify(path, (MODEL,))
+    return read(path, MODEL)

@@ -55,9 +55,9 @@ class Windows:
         return max(0, -(-(len(self.tokens) - 1) // self.seq_len))
 
     def valid(self, window: Indices) -> npt.NDArray[np.int64]:
-        """How many targets each window has: `seq_len`, fewer in the last."""
+        """How many targets each window has: `seq_len`, fewer in the last, none beyond it."""
         start = window.astype(np.int64) * self.seq_len
-        return np.minimum(self.seq_len, len(self.tokens) - 1 - start)
+        return np.clip(len(self.tokens) - 1 - start, 0, self.seq_len)
 
     def read(self, window: Indices) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Inputs and targets (rows, seq_len); targets that do not exist are -1, their inputs 0."""
@@ -84,9 +84,3 @@ class Order:
             here = epochs == epoch
             out[here] = permute((sample[here] % self.windows).astype(np.uint64), self.windows, self.seed, int(epoch))
         return out
-
-
-def samples_of(step: int, rows: tuple[int, ...], rank: int) -> npt.NDArray[np.int64]:
-    """The samples that data coordinate `rank` reads at `step`, when coordinate i reads `rows[i]` of each batch."""
-    start = step * sum(rows) + sum(rows[:rank])
-    return np.arange(start, start + rows[rank], dtype=np.int64)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from farspan.estimate.memory import CPU_SCORES_POSITIONS, LOGITS_CHUNK_BYTES
@@ -62,18 +63,31 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     )
 
 
+class Shard(NamedTuple):
+    """A rank's part of the vocabulary: V rows from `first` on; the other ranks of `group` have the rest."""
+
+    group: dist.ProcessGroup | None
+    first: int
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums and exponentials are computed in: fp32 at least."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 class HeadLoss(torch.autograd.Function):
     """Summed cross-entropy of a linear head, without ever holding all logits or their fp32 copy.
 
     x (N, D), weight (V, D), targets (N,) with -1 where no token is to be predicted -> scalar fp32, nats.
     The gradient, softmax - onehot, is formed chunk by chunk in the forward pass, while the logits are in cache.
+    Where the vocabulary is sharded the loss is whole on every rank, and x's gradient a summand.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Tensor:
+    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, shard: Shard | None) -> Tensor:
         N, V = x_ND.shape[0], weight_VD.shape[0]
         rows = max(1, min(N, LOGITS_CHUNK_BYTES // (V * x_ND.element_size())))
-        loss = torch.zeros((), dtype=torch.float32, device=x_ND.device)
+        loss = torch.zeros((), dtype=_wide(x_ND.dtype), device=x_ND.device)
         needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         dx_ND = torch.empty_like(x_ND) if needs_grad else x_ND
         dw_VD = weight_VD
@@ -81,31 +95,50 @@ class HeadLoss(torch.autograd.Function):
         for start in range(0, N, rows):
             x, target = x_ND[start : start + rows], targets_N[start : start + rows]
             chunk = torch.mm(x, weight_VD.t(), out=logits[: x.shape[0]])
-            loss += _loss_and_gradient_(chunk, target)
+            loss += _loss_and_gradient_(chunk, target, shard)
             if needs_grad:
                 torch.mm(chunk, weight_VD, out=dx_ND[start : start + rows])
                 part = torch.mm(chunk.t(), x)
-                dw_VD = part if rows >= N else part.float() if start == 0 else dw_VD.add_(part)
+                dw_VD = part if rows >= N else part.to(loss.dtype) if start == 0 else dw_VD.add_(part)
         if needs_grad:
             ctx.save_for_backward(dx_ND, dw_VD.to(weight_VD.dtype))
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         dx_ND, dw_VD = ctx.saved_tensors
         scale = gradients[0]
-        return dx_ND * scale.to(dx_ND.dtype), dw_VD * scale.to(dw_VD.dtype), None
+        return dx_ND * scale.to(dx_ND.dtype), dw_VD * scale.to(dw_VD.dtype), None, None
 
 
-def _loss_and_gradient_(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+class LogitsLoss(torch.autograd.Function):
+    """Summed cross-entropy of logits (N, V) that another rank's head may have computed; targets as in HeadLoss."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, shard: Shard | None) -> Tensor:
+        gradient_NV = logits_NV.clone()
+        loss = _loss_and_gradient_(gradient_NV, targets_N, shard)
+        ctx.save_for_backward(gradient_NV)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient_NV,) = ctx.saved_tensors
+        return gradient_NV * gradients[0].to(gradient_NV.dtype), None, None
+
+
+def _loss_and_gradient_(logits_NV: Tensor, targets_N: Tensor, shard: Shard | None) -> Tensor:
     """Summed loss of one chunk; the logits are overwritten by their gradient."""
-    loss = torch.zeros((), dtype=torch.float32, device=logits_NV.device)
+    # A CPU works through so many rows at a time that their fp32 copy stays in cache.
     step = max(1, 2**20 // logits_NV.shape[1]) if logits_NV.device.type == "cpu" else logits_NV.shape[0]
+    if shard is not None:
+        return _sharded_loss_and_gradient_(logits_NV, targets_N, shard, step)
+    loss = torch.zeros((), dtype=_wide(logits_NV.dtype), device=logits_NV.device)
     for start in range(0, logits_NV.shape[0], step):
         part, target = logits_NV[start : start + step], targets_N[start : start + step]
         valid = target >= 0
         index = target.clamp(min=0).unsqueeze(1)
-        log_p = torch.log_softmax(part, dim=-1, dtype=torch.float32)
+        log_p = torch.log_softmax(part, dim=-1, dtype=loss.dtype)
         loss -= (log_p.gather(1, index).squeeze(1) * valid).sum()
         p = log_p.exp_()
         p.scatter_add_(1, index, torch.full_like(index, -1, dtype=p.dtype))
@@ -113,6 +146,33 @@ def _loss_and_gradient_(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
     return loss
 
 
-def head_loss(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Tensor:
+def _sharded_loss_and_gradient_(logits_NV: Tensor, targets_N: Tensor, shard: Shard, step: int) -> Tensor:
+    """As `_loss_and_gradient_`: the ranks exchange each token's greatest log-sum, sum and target's logit only
+    (Megatron-LM, arXiv 1909.08053, section 3)."""
+    wide, V = _wide(logits_NV.dtype), logits_NV.shape[1]
+    index_N1 = (targets_N - shard.first).unsqueeze(1)
+    here_N1 = (index_N1 >= 0) & (index_N1 < V) & (targets_N >= 0).unsqueeze(1)
+    index_N1 = index_N1.clamp(0, V - 1)
+    own_N = torch.cat([part.to(wide).logsumexp(dim=1) for part in logits_NV.split(step)])
+    most_N = own_N.clone()
+    dist.all_reduce(most_N, dist.ReduceOp.MAX, shard.group)
+    target_N = (logits_NV.gather(1, index_N1).to(wide) * here_N1).squeeze(1)
+    both_2N = torch.stack(((own_N - most_N).exp_(), target_N))
+    dist.all_reduce(both_2N, group=shard.group)
+    log_sum_N, valid_N = most_N + both_2N[0].log(), targets_N >= 0
+    for start in range(0, logits_NV.shape[0], step):
+        rows = slice(start, start + step)
+        p = (logits_NV[rows].to(wide) - log_sum_N[rows].unsqueeze(1)).exp_()
+        p.scatter_add_(1, index_N1[rows], -here_N1[rows].to(wide))
+        logits_NV[rows] = p.mul_(valid_N[rows].unsqueeze(1))
+    return ((log_sum_N - both_2N[1]) * valid_N).sum()
+
+
+def head_loss(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, shard: Shard | None = None) -> Tensor:
     """Summed cross-entropy in nats (fp32 scalar) of `x @ weight.T` against targets; -1 marks targets to skip."""
-    return HeadLoss.apply(x_ND, weight_VD, targets_N)
+    return HeadLoss.apply(x_ND, weight_VD, targets_N, shard)
+
+
+def logits_loss(logits_NV: Tensor, targets_N: Tensor, shard: Shard | None = None) -> Tensor:
+    """As `head_loss`, of logits that are there."""
+    return LogitsLoss.apply(logits_NV, targets_N, shard)

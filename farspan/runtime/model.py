@@ -1,6 +1,7 @@
 """The decoder: GPT-2 and Llama families in one module, driven by ModelSpec.
 
 Shapes: B rows (sequences), S positions, D d_model, H heads, K kv heads, E head size, F d_ff, V vocabulary.
+Over a tensor axis B, H, K, F and V are a rank's share wherever its operator is divided over them.
 Parameter names are farspan's own; `models/` maps them to and from Hugging Face's.
 """
 
@@ -15,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farspan.domain.model import ModelSpec
-from farspan.runtime.kernels import causal_attention, head_loss
+from farspan.estimate.sharding import RESIDUAL
+from farspan.runtime.kernels import causal_attention, head_loss, logits_loss
+from farspan.runtime.tensor_axis import TABLE, TOKENS, TOTAL, Layouts, TensorAxis
 
 
 class LayerNorm(nn.Module):
@@ -43,26 +46,48 @@ def _norm(spec: ModelSpec) -> nn.Module:
     return (LayerNorm if spec.norm == "layernorm" else RMSNorm)(spec.d_model, spec.norm_eps)
 
 
+class Summand(nn.Linear):
+    """The product with some of a matrix's columns, which the axis sums: the bias is added once."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, layouts: Layouts) -> None:
+        super().__init__(inputs, outputs, bias=bias)
+        self.layouts = layouts
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.bias
+        return F.linear(x, self.weight, bias if bias is None else self.layouts.once(bias))
+
+
+def _contracting(name: str, inputs: int, spec: ModelSpec, layouts: Layouts) -> nn.Linear:
+    """The matrix that writes the residual stream (D) from `inputs`, over which the axis may divide it."""
+    ways = layouts.ways(name)
+    if ways > 1:
+        return Summand(inputs // ways, spec.d_model, spec.bias, layouts)
+    return nn.Linear(inputs, spec.d_model, bias=spec.bias)
+
+
 class Attention(nn.Module):
     """Causal self-attention. `qkv` holds the rows of q (H E), k (K E) and v (K E), in this order."""
 
-    def __init__(self, spec: ModelSpec, vanilla: bool) -> None:
+    def __init__(self, spec: ModelSpec, vanilla: bool, layouts: Layouts) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = spec.heads, spec.kv_heads, spec.head_dim
+        ways = layouts.ways("attn")
+        self.heads, self.kv_heads, self.head_dim = spec.heads // ways, spec.kv_heads // ways, spec.head_dim
         rows = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
-        self.qkv = nn.Linear(spec.d_model, rows, bias=spec.bias)
-        self.out = nn.Linear(spec.d_model, spec.d_model, bias=spec.bias)
-        self.vanilla = vanilla
+        self.qkv = nn.Linear(spec.d_model, rows // layouts.ways("attn.qkv"), bias=spec.bias)
+        self.out = _contracting("attn.out", spec.d_model, spec, layouts)
+        self.vanilla, self.layouts = vanilla, layouts
 
     def forward(self, x_BSD: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
-        B, S, _ = x_BSD.shape
+        projected = self.layouts.between(self.qkv(x_BSD), "attn.qkv", "attn")
+        B, S, _ = projected.shape
         split = [self.heads, self.kv_heads, self.kv_heads]
-        q, k, v = self.qkv(x_BSD).view(B, S, -1, self.head_dim).transpose(1, 2).split(split, dim=1)
+        q, k, v = projected.view(B, S, -1, self.head_dim).transpose(1, 2).split(split, dim=1)
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
         attend = vanilla_attention if self.vanilla else causal_attention
         y_BHSE = attend(q, k, v)
-        return self.out(y_BHSE.transpose(1, 2).reshape(B, S, -1))
+        return self.out(self.layouts.between(y_BHSE.transpose(1, 2).reshape(B, S, -1), "attn", "attn.out"))
 
 
 def vanilla_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -90,62 +115,86 @@ def rotate(x_BHSE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
 class MLP(nn.Module):
     """Two matrices and an activation. For SwiGLU `up` holds the gate's rows, then the value's."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, layouts: Layouts) -> None:
         super().__init__()
-        self.activation = spec.activation
-        self.up = nn.Linear(spec.d_model, spec.d_ff * (2 if spec.activation == "swiglu" else 1), bias=spec.bias)
-        self.down = nn.Linear(spec.d_ff, spec.d_model, bias=spec.bias)
+        self.activation, self.layouts = spec.activation, layouts
+        rows = spec.d_ff * (2 if spec.activation == "swiglu" else 1)
+        self.up = nn.Linear(spec.d_model, rows // layouts.ways("mlp.up"), bias=spec.bias)
+        self.down = _contracting("mlp.down", spec.d_ff, spec, layouts)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        h_BSF = self.up(x_BSD)
+        h_BSF = self._activate(self.layouts.between(self.up(x_BSD), "mlp.up", "mlp.act"))
+        return self.down(self.layouts.between(h_BSF, "mlp.act", "mlp.down"))
+
+    def _activate(self, h_BSF: Tensor) -> Tensor:
         if self.activation == "swiglu":
             gate_BSF, value_BSF = h_BSF.chunk(2, dim=-1)
-            return self.down(F.silu(gate_BSF) * value_BSF)
+            return F.silu(gate_BSF) * value_BSF
         if self.activation == "relu":
-            return self.down(F.relu(h_BSF))
-        return self.down(F.gelu(h_BSF, approximate="tanh"))
+            return F.relu(h_BSF)
+        return F.gelu(h_BSF, approximate="tanh")
 
 
 class Block(nn.Module):
-    def __init__(self, spec: ModelSpec, vanilla: bool) -> None:
+    def __init__(self, spec: ModelSpec, vanilla: bool, layouts: Layouts) -> None:
         super().__init__()
-        self.attn_norm, self.attn = _norm(spec), Attention(spec, vanilla)
-        self.mlp_norm, self.mlp = _norm(spec), MLP(spec)
+        self.attn_norm, self.attn = _norm(spec), Attention(spec, vanilla, layouts)
+        self.mlp_norm, self.mlp = _norm(spec), MLP(spec, layouts)
+        self.between = layouts.between
 
     def forward(self, x_BSD: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
-        x_BSD = x_BSD + self.attn(self.attn_norm(x_BSD), rotation)
-        return x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        """The residual stream, in its own layout, before the block and after it."""
+        h_BSD = self.attn_norm(self.between(x_BSD, RESIDUAL, "attn_norm"))
+        h_BSD = self.attn(self.between(h_BSD, "attn_norm", "attn.qkv"), rotation)
+        x_BSD = x_BSD + self.between(h_BSD, "attn.out", RESIDUAL)
+        h_BSD = self.mlp_norm(self.between(x_BSD, RESIDUAL, "mlp_norm"))
+        h_BSD = self.mlp(self.between(h_BSD, "mlp_norm", "mlp.up"))
+        return x_BSD + self.between(h_BSD, "mlp.down", RESIDUAL)
 
 
 class Decoder(nn.Module):
-    """Tokens (B, S) to hidden states (B, S, D) with `hidden`, to logits (B, S, V) with `forward`."""
+    """Tokens (B, S) to hidden states (B, S, D) with `hidden`, to logits (B, S, V) with `forward`.
 
-    def __init__(self, spec: ModelSpec, *, attention: str = "sdpa", recompute: bool = False) -> None:
+    Of units [first, last) it has a pipeline stage's part, 0 being the embedding, then the blocks, then norm and head;
+    of an axis a rank's part of these. Parameters keep the names that they have in the whole model.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, *, attention: str = "sdpa", recompute: bool = False,
+        units: tuple[int, int] | None = None, axis: TensorAxis | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.spec, self.recompute = spec, recompute
-        self.tok = nn.Embedding(spec.vocab_size, spec.d_model)
-        if spec.positions == "learned":
+        self.units = first, last = (0, spec.layers + 2) if units is None else units
+        self.layouts = layouts = Layouts(spec, self.units, axis)
+        #: The parts of parameters that are here; and the parameters whose gradients the axis must sum once a step.
+        self.slices, self.partial = layouts.slices, layouts.partial
+        ends = last == spec.layers + 2
+        if first == 0 or (ends and spec.tied):
+            self.tok = nn.Embedding(spec.vocab_size // layouts.shards(TABLE), spec.d_model)
+        if first == 0 and spec.positions == "learned":
             self.pos = nn.Embedding(spec.context + spec.extra_positions, spec.d_model)
-        self.blocks = nn.ModuleList(Block(spec, attention == "vanilla") for _ in range(spec.layers))
-        self.norm = _norm(spec)
-        if not spec.tied:
-            self.head = nn.Linear(spec.d_model, spec.vocab_size, bias=False)
+        # Filled by name: a stage's blocks have their place in the model as theirs.
+        self.blocks = nn.ModuleList()
+        for unit in range(max(first, 1), min(last, spec.layers + 1)):
+            self.blocks.add_module(str(unit - 1), Block(spec, attention == "vanilla", layouts))
+        if ends:
+            self.norm = _norm(spec)
+            if not spec.tied:
+                self.head = nn.Linear(spec.d_model, spec.vocab_size // layouts.shards("head.weight"), bias=False)
 
     @property
     def head_VD(self) -> Tensor:
-        return self.tok.weight if self.spec.tied else self.head.weight
+        return self.layouts.table(self.tok.weight if self.spec.tied else self.head.weight, "head")
 
-    def streams(self, tokens_BS: Tensor) -> Iterator[Tensor]:
-        """The residual stream (B, S, D) before the first block and after each. Raises ValueError past the context."""
-        S = tokens_BS.shape[1]
+    def streams(self, x: Tensor) -> Iterator[Tensor]:
+        """The residual stream (B, S, D) before the first block and after each, from tokens (B, S), or from the stream
+        that the stage before this one left. Raises ValueError past the context."""
+        S = x.shape[1]
         if S > self.spec.context:
             raise ValueError(f"{S} positions given, the model's context is {self.spec.context}")
-        x_BSD = self.tok(tokens_BS)
-        rotation = None
-        if self.spec.positions == "learned":
-            x_BSD = x_BSD + self.pos.weight[self.spec.extra_positions : self.spec.extra_positions + S]
-        else:
-            rotation = rotary_table(self.spec, S, tokens_BS.device)
+        x_BSD = self._embed(x) if self.units[0] == 0 else x
+        rotation = None if self.spec.positions == "learned" else rotary_table(self.spec, S, x.device)
         yield x_BSD
         for block in self.blocks:
             if self.recompute and self.training:
@@ -154,35 +203,86 @@ class Decoder(nn.Module):
                 x_BSD = block(x_BSD, rotation)
             yield x_BSD
 
+    def _embed(self, tokens_BS: Tensor) -> Tensor:
+        """The residual stream (B, S, D) that tokens begin with."""
+        layouts, table_VD = self.layouts, self.layouts.table(self.tok.weight, "tok")
+        tokens_BS, shard = layouts.between(tokens_BS, TOKENS, "tok"), layouts.shard("tok")
+        if shard is None:
+            x_BSD = F.embedding(tokens_BS, table_VD)
+        else:
+            tokens_BS = tokens_BS - shard.first
+            absent_BS = (tokens_BS < 0) | (tokens_BS >= len(table_VD))
+            x_BSD = F.embedding(tokens_BS.masked_fill(absent_BS, 0), table_VD)
+            x_BSD = x_BSD.masked_fill(absent_BS.unsqueeze(-1), 0.0)
+        if self.spec.positions == "learned":
+            first = self.spec.extra_positions
+            positions_SD = self.pos.weight[first : first + tokens_BS.shape[1]]
+            x_BSD = x_BSD + (positions_SD if shard is None else layouts.once(positions_SD))
+        return layouts.between(x_BSD, "tok", RESIDUAL)
+
+    def advance(self, x: Tensor) -> Tensor:
+        """The residual stream (B, S, D) after this stage, in its layout over the axis; from x as in `streams`."""
+        (x_BSD,) = deque(self.streams(x), maxlen=1)
+        return x_BSD
+
+    def _normed(self, x_BSD: Tensor) -> Tensor:
+        """The residual stream (B, S, D) to states (B, S, D) after the final norm, as the head reads them."""
+        states_BSD = self.norm(self.layouts.between(x_BSD, RESIDUAL, "norm"))
+        return self.layouts.between(states_BSD, "norm", "head")
+
     def hidden(self, tokens_BS: Tensor) -> Tensor:
-        """States (B, S, D) after the final norm."""
-        (x_BSD,) = deque(self.streams(tokens_BS), maxlen=1)
-        return self.norm(x_BSD)
+        """States (B, S, D) after the final norm, of a model that is all here."""
+        return self._normed(self.advance(tokens_BS))
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         return F.linear(self.hidden(tokens_BS), self.head_VD)
 
+    def finish(self, x_BSD: Tensor, targets_BS: Tensor) -> Tensor:
+        """From the last block's residual stream (B, S, D) in its layout and all targets (B, S), -1 where there is none,
+        the cross-entropy in nats summed over valid targets: an fp32 scalar, the same on every rank of an axis."""
+        layouts, x_BSD = self.layouts, self._normed(x_BSD)
+        targets_N, shard = layouts.between(targets_BS, TOKENS, "loss").flatten(), layouts.shard("loss")
+        if layouts.split("head") == layouts.split("loss"):
+            loss = head_loss(x_BSD.flatten(0, 1), self.head_VD, targets_N, shard)
+        else:
+            logits_BSV = layouts.between(F.linear(x_BSD, self.head_VD), "head", "loss")
+            loss = logits_loss(logits_BSV.flatten(0, 1), targets_N, shard)
+        return layouts.between(loss, "loss", TOTAL)
+
     def loss(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """Cross-entropy in nats summed over valid targets (-1 is none), fp32."""
-        x_ND = self.hidden(tokens_BS).flatten(0, 1)
-        return head_loss(x_ND, self.head_VD, targets_BS.flatten())
+        """`finish` of a model that has all units."""
+        return self.finish(self.advance(tokens_BS), targets_BS)
 
 
-@torch.no_grad()
+def load_whole(model: Decoder, name: str, whole: Tensor) -> None:
+    """Copy a whole tensor, or the slice that is held of it, into a parameter."""
+    with torch.no_grad():
+        part = model.slices[name].of(whole) if name in model.slices else whole
+        model.get_parameter(name).copy_(part)
+
+
 def initialise(model: Decoder, seed: int) -> None:
-    """GPT-2's initialisation: N(0, 0.02), residual projections divided by sqrt(2 layers), biases zero.
+    """Give every parameter, or the slice that is held of it, its first value, as `drawn` says."""
+    here = {name for name, _ in model.named_parameters()}
+    for name, whole in drawn(model.spec, seed):
+        if name in here:
+            load_whole(model, name, whole)
 
-    Drawn on the CPU parameter by parameter in name order, so that any device and any split of the model sees the
-    same values.
+
+def drawn(spec: ModelSpec, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """The first values of all parameters, GPT-2's: N(0, 0.02), residual projections divided by sqrt(2 layers), biases
+    zero.
+
+    Drawn whole on the CPU in name order, one by one, so that any device and any part of the model sees the same.
     """
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in sorted(model.named_parameters()):
-        if "norm" in name:
-            parameter.fill_(1.0 if name.endswith("weight") else 0.0)
-        elif name.endswith("bias"):
-            parameter.zero_()
-        else:
-            std = 0.02
-            if name.endswith(("attn.out.weight", "mlp.down.weight")):
-                std /= math.sqrt(2 * model.spec.layers)
-            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+    with torch.device("meta"):
+        shapes = {name: parameter.shape for name, parameter in Decoder(spec).named_parameters()}
+    for name, shape in sorted(shapes.items()):
+        if "norm" in name or name.endswith("bias"):
+            yield name, torch.full(shape, 1.0 if "norm" in name and name.endswith("weight") else 0.0)
+            continue
+        std = 0.02
+        if name.endswith(("attn.out.weight", "mlp.down.weight")):
+            std /= math.sqrt(2 * spec.layers)
+        yield name, torch.empty(shape).normal_(0.0, std, generator=generator)

@@ -7,6 +7,7 @@ what one real training step takes in time and memory.
 from __future__ import annotations
 
 import gc
+import math
 import os
 import statistics
 import sys
@@ -129,7 +130,7 @@ def _step_times(request: Measure, precision: Precision, device: torch.device) ->
     def step() -> None:
         model.loss(tokens[:, :-1], tokens[:, 1:]).div(request.train.batch * train.seq_len).backward()
         lr = learning_rate(train.schedule, train.optimizer.lr, 0, train.steps)
-        state.update(train.optimizer, lr, 1, max(1.0, state.grad_norm()))
+        state.update(train.optimizer, lr, 1, max(1.0, math.sqrt(state.square_sum())))
 
     times: list[float] = []
     began = time.monotonic()

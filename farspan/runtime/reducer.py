@@ -1,51 +1,217 @@
-"""Summing gradients over the data axis, in buckets that leave as soon as the backward pass has filled them."""
+"""Summing gradients over the batch axes, bucket by bucket, while the backward pass is still running.
+
+Each bucket goes through the same phases: over the tensor axis (where its gradients are summands there), inside the site
+or over all, between sites, and back inside the site. A phase of a bucket begins after the same phase of the bucket
+before it, so that every worker starts its collectives in one order. Phases advance whenever a gradient arrives.
+"""
 
 from __future__ import annotations
 
-import torch.distributed as dist
+import itertools
+import time
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from farspan.runtime.compress import Codec, ErrorFeedback
+from farspan.runtime.place import Groups, Place
 from farspan.runtime.state import TrainState
+from farspan.runtime.wire import Posted, Sent, Wire, tag
+
+#: Channels of messages (`wire.tag`).
+SCATTER, ACROSS = 1, 2
+#: Between two looks at what has arrived.
+POLL_S = 1e-4
+Waits = Sequence["dist.Work | Future[Tensor]"]
+Phases = Generator[Waits]
 
 
 class Reducer:
-    """All-reduces the flat gradient of every rank of `group` while the backward pass is still running.
+    """The sums of one worker's gradients. `arm(last)` before every backward pass; `finish()` at the end of the step.
 
-    Buckets are contiguous parts of the flat gradient of about `bucket_bytes`. `arm()` before the last backward pass of
-    a step; `finish()` after it, when every bucket has left, waits for them.
+    `passed` is called with a bucket's number when a backward pass has written all of it, `done` when its sum is complete.
     """
 
-    def __init__(self, state: TrainState, bucket_bytes: int, group: dist.ProcessGroup | None = None) -> None:
-        self._state, self._group = state, group
-        self._bucket_of: list[int] = []
-        self._ends: list[int] = [0]
-        for i in range(len(state.parameters)):
-            if (state.offsets[i + 1] - self._ends[-1]) * 4 > bucket_bytes and state.offsets[i] > self._ends[-1]:
-                self._ends.append(state.offsets[i])
-            self._bucket_of.append(len(self._ends) - 1)
-        self._ends.append(state.offsets[-1])
+    def __init__(self, place: Place, state: TrainState, groups: Groups, wire: Wire) -> None:
+        self._place, self._state, self._wire = place, state, wire
+        self._sync = place.stage.grad_sync
+        self._tensor = groups.of(place.group("tensor"), "partial")
+        self._data, self._batch = place.group("data"), place.peers
+        self._scatter = groups.of(self._data, "scatter")
+        self._sites = [tuple(ranks) for ranks in place.sites(self._batch).values()]
+        self._home = next(ranks for ranks in self._sites if place.rank in ranks)
+        self._all = groups.of(self._batch, "sum")
+        self._inside, self._back = (groups.of(self._home, name) for name in ("inside", "back"))
+        self._feedback = ErrorFeedback(Codec(self._sync.bits))
+        # Gloo does not say whether a message has come but to who waits for it; those of a phase come in order.
+        self._waiters = {channel: ThreadPoolExecutor(1) for channel in (SCATTER, ACROSS)}
         self._missing: list[int] = []
-        self._works: list[dist.Work] = []
+        self._last, self._rounds = True, itertools.count()
+        self._round = 0
+        self._active: list[_Running] = []
+        #: Sends of parts of gradients, which must not become zero before they have left.
+        self._scattering: list[Sent] = []
+        self.passed: Callable[[int], None] = lambda bucket: None
+        self.done: Callable[[int], None] = lambda bucket: None
         state.on_grad = self._arrived
 
-    def arm(self) -> None:
-        """The next backward pass is the step's last: gradients that it adds are final."""
-        self._missing = [self._bucket_of.count(bucket) for bucket in range(len(self._ends) - 1)]
+    def arm(self, last: bool) -> None:
+        """The next backward pass is coming; the step's last one if `last`."""
+        divided = self._state.division.zero >= 2
+        if not last and not divided:
+            self._missing = []
+            return
+        self._last, self._round = last, next(self._rounds)
+        self._missing = [len(bucket.members) if last or bucket.ways > 1 else -1 for bucket in self._state.buckets]
 
     def _arrived(self, index: int) -> None:
-        if not self._missing:
-            return
-        bucket = self._bucket_of[index]
-        self._missing[bucket] -= 1
-        if self._missing[bucket] == 0:
-            part = self._state.grad[self._ends[bucket] : self._ends[bucket + 1]]
-            work = dist.all_reduce(part, group=self._group, async_op=True)
-            assert work is not None
-            self._works.append(work)
+        if self._missing:
+            bucket = self._state.home[index][0]
+            self._missing[bucket] -= 1
+            if self._missing[bucket] == 0:
+                self.passed(bucket)
+                self._active.append(_Running(bucket, self._phases(bucket, self._last, self._round)))
+        self.progress()
+
+    def progress(self) -> None:
+        """Let every bucket go as far as what it waits for has come."""
+        before: _Running | None = None
+        for running in self._active:
+            while not running.ended and (before is None or before.ended or running.phase < before.phase):
+                if not running.ready():
+                    break
+                running.advance()
+                if running.ended:
+                    self.done(running.bucket)
+            before = running
+        while self._active and self._active[0].ended:
+            self._active.pop(0)
 
     def finish(self) -> None:
-        """Wait until every bucket is the sum over all ranks."""
-        if any(self._missing):
+        """Wait until the sums of all buckets are complete."""
+        if any(count > 0 for count in self._missing):
             raise RuntimeError("a parameter got no gradient: its bucket was never sent")
-        for work in self._works:
+        while self._active:
+            self.progress()
+            time.sleep(POLL_S)
+        for work in self._scattering:
             work.wait()
-        self._works, self._missing = [], []
+        self._missing, self._scattering = [], []
+
+    # -- the phases of one bucket: each yields what the next one waits for ---------------------------------------------
+
+    def _phases(self, b: int, last: bool, count: int) -> Phases:
+        state, bucket = self._state, self._state.buckets[b]
+        full = state.collected[b]
+        assert full is not None
+        if bucket.ways > 1 and state.division.zero >= 2:
+            state.collected[b] = None  # The next microbatch begins a gradient of its own.
+        yield [_all_reduce(full, self._tensor)] if bucket.partial and self._tensor else []
+        if bucket.ways > 1:
+            yield from self._divided(b, full, last, count)
+        elif self._sync.topology == "hierarchical" and len(self._sites) > 1:
+            yield from self._hierarchical(b, full, count)
+        elif self._sync.bits < 32:
+            yield []
+            yield from self._across(b, full, [rank for rank in self._batch if rank != self._place.rank], count)
+            yield []
+        else:
+            yield [_all_reduce(full, self._all)] if self._all else []
+            yield []
+            yield []
+
+    def _divided(self, b: int, full: Tensor, last: bool, count: int) -> Phases:
+        """This worker's part of the sum over the data axis, added to what earlier microbatches gave; then over sites."""
+        state, own = self._state, self._state.buckets[b].own
+        if full.device.type == "cuda":
+            part = torch.empty(own.stop - own.start, device=full.device)
+            yield [_work(dist.reduce_scatter_tensor(part, full, group=self._scatter, async_op=True))]
+        else:
+            part = yield from self._scattered(b, full, count)
+        if state.division.zero >= 2:
+            state.grad[b].add_(part)
+        else:
+            state.grad[b].copy_(part)
+        others = [rank for rank in self._place.group("site") if rank != self._place.rank]
+        if last and others:
+            yield from self._across(b, state.grad[b], others, count)
+        else:
+            yield []
+        yield []
+
+    def _scattered(self, b: int, full: Tensor, count: int) -> Generator[Waits, None, Tensor]:
+        """A sum of parts sent straight to their owner, in the order of ranks: gloo's own scatters the sum of all."""
+        size, number = full.numel() // len(self._data), tag(SCATTER, count * len(self._state.buckets) + b)
+        posted: dict[int, Posted] = {}
+        for k, rank in enumerate(self._data):
+            if rank != self._place.rank:
+                posted[k] = self._wire.post(size, full.dtype, rank, number)
+                self._scattering += self._wire.send(full[k * size : (k + 1) * size], rank, number)
+        yield [self._waiters[SCATTER].submit(one.wait) for one in posted.values()]
+        mine = self._data.index(self._place.rank)
+        parts = [full[k * size : (k + 1) * size] if k == mine else posted[k].buffer for k in range(len(self._data))]
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        return total
+
+    def _hierarchical(self, b: int, full: Tensor, count: int) -> Phases:
+        """Summed by one worker of each site, another one for each bucket; between these; and spread inside the site."""
+        leaders = [ranks[b % len(ranks)] for ranks in self._sites]
+        leader = self._home[b % len(self._home)]
+        yield [_work(dist.reduce(full, leader, group=self._inside, async_op=True))] if self._inside else []
+        if leader == self._place.rank:
+            yield from self._across(b, full, [rank for rank in leaders if rank != leader], count)
+        else:
+            yield []
+        yield [_work(dist.broadcast(full, leader, group=self._back, async_op=True))] if self._back else []
+
+    def _across(self, b: int, full: Tensor, others: list[int], count: int) -> Phases:
+        """Sum `full` with the same of `others`, straight, each byte over the line once a pair. Everyone adds the same
+        numbers in the order of ranks, so all end with the same bits."""
+        number = tag(ACROSS, count * len(self._state.buckets) + b)
+        mine, n = full.reshape(-1), full.numel()
+        sent = self._feedback.encode(b, mine)
+        posted = {rank: self._wire.post(len(sent), sent.dtype, rank, number) for rank in others}
+        for rank in others:
+            self._wire.send(sent, rank, number)
+        yield [self._waiters[ACROSS].submit(one.wait) for one in posted.values()]
+        contents = {rank: one.buffer.to(full.device) for rank, one in posted.items()} | {self._place.rank: sent}
+        ordered = [contents[rank] for rank in sorted(contents)]
+        total = self._feedback.codec.decode(ordered[0], n)
+        for one in ordered[1:]:
+            total += self._feedback.codec.decode(one, n)
+        mine.copy_(total)
+
+
+class _Running:
+    """A bucket under way."""
+
+    def __init__(self, bucket: int, phases: Phases) -> None:
+        self.bucket, self.phase, self.ended = bucket, 0, False
+        self._phases = phases
+        self._waits: Waits = next(phases)
+
+    def ready(self) -> bool:
+        return all(one.done() if isinstance(one, Future) else one.is_completed() for one in self._waits)
+
+    def advance(self) -> None:
+        for one in self._waits:
+            one.result() if isinstance(one, Future) else one.wait()
+        self.phase += 1
+        try:
+            self._waits = next(self._phases)
+        except StopIteration:
+            self.ended, self._waits = True, ()
+
+
+def _all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+    return _work(dist.all_reduce(tensor, group=group, async_op=True))
+
+
+def _work(work: dist.Work | None) -> dist.Work:
+    assert work is not None
+    return work

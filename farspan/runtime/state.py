@@ -1,13 +1,15 @@
-"""Parameters, gradients and AdamW moments of one worker as flat buffers.
+"""Parameters, gradients and AdamW moments of one worker, in flat buckets that are summed, divided and updated whole.
 
-The model computes in the working dtype (fp32, bf16 or fp16); the optimizer keeps fp32 masters. Flat buffers make
-gradient summation, norms, clipping, the update and checkpoints a few long passes instead of hundreds of short ones.
+The model computes in the working dtype (fp32, bf16 or fp16); the optimizer keeps fp32 masters. What ZeRO (arXiv
+1910.02054) divides over the data axis is divided bucket by bucket: of n workers the k-th owns the k-th part of each.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,83 +19,245 @@ from farspan.domain.train import Optimizer, Precision, Schedule
 WORKING_DTYPES: dict[Precision, torch.dtype] = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 }  # fmt: skip
+#: Without a size of buckets: all that small models have in one.
+ONE_BUCKET = 2**62
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a worker's state is divided: over `ways` workers, of which it is number `index`, by ZeRO's level."""
+
+    zero: int = 0
+    ways: int = 1
+    index: int = 0
+    bucket_bytes: int | None = ONE_BUCKET
+    #: Parameters whose gradients are summands over the tensor axis, those of which it has a slice each, and the table
+    #: that two stages share.
+    partial: frozenset[str] = frozenset()
+    sliced: frozenset[str] = frozenset()
+    tied: str | None = None
+
+
+class Bucket(NamedTuple):
+    """A flat range of parameters: `size` elements, padded to a whole number for each of `ways` owners, of which the
+    first `decayed` shrink by weight decay. `own` is this worker's part."""
+
+    members: tuple[int, ...]
+    starts: tuple[int, ...]
+    size: int
+    decayed: int
+    ways: int
+    own: slice
+    partial: bool
+    sliced: bool
+    tied: bool
 
 
 class TrainState:
-    """Flat fp32 masters, moments and gradients; the model's parameters become views of a flat working buffer.
+    """Flat buckets of parameters in the model's order; the model's parameters become views of them.
 
-    Parameters with two or more dims come first: they are the ones that weight decay shrinks. Gradients of every
-    backward pass are added to the flat fp32 gradient as soon as they exist, so that accumulation loses no precision.
+    In each bucket parameters with two or more dims come first: weight decay shrinks those. Gradients of every backward
+    pass are added in fp32 as soon as they exist, so that accumulation loses no precision.
     """
 
-    def __init__(self, model: nn.Module, precision: Precision) -> None:
-        named = sorted(model.named_parameters(), key=lambda item: item[1].dim() < 2)
+    def __init__(
+        self, model: nn.Module, precision: Precision, device: torch.device | None = None,
+        division: Division | None = None,
+    ) -> None:  # fmt: skip
+        self.division = division = division or Division()
+        named = list(model.named_parameters())
         self.names = [name for name, _ in named]
-        self.parameters = [parameter for _, parameter in named]
-        sizes = [parameter.numel() for parameter in self.parameters]
-        self.decayed = sum(p.numel() for p in self.parameters if p.dim() >= 2)
-        total, device = sum(sizes), self.parameters[0].device
-        self.master = torch.empty(total, device=device)
-        self.grad = torch.zeros(total, device=device)
-        self.exp_avg = torch.zeros(total, device=device)
-        self.exp_avg_sq = torch.zeros(total, device=device)
-        dtype = WORKING_DTYPES[precision]
-        self.working = self.master if dtype == torch.float32 else torch.empty(total, dtype=dtype, device=device)
-        self.offsets = [0]
-        for size in sizes:
-            self.offsets.append(self.offsets[-1] + size)
+        self.shapes = [parameter.shape for _, parameter in named]
+        self.buckets = divide(self.names, self.shapes, division)
+        self.dtype = WORKING_DTYPES[precision]
+        self.device = named[0][1].device if device is None else device
+        self.home = {member: (b, start) for b, bucket in enumerate(self.buckets)
+                     for member, start in zip(bucket.members, bucket.starts, strict=True)}  # fmt: skip
+        self._allocate()
         #: Called with a parameter's index each time a backward pass has added to its gradient.
         self.on_grad: Callable[[int], None] | None = None
-        self._adopt()
+        self.parameters = self._replace(model, [parameter for _, parameter in named])
+        values = [(name, parameter) for name, parameter in named if parameter.device.type != "meta"]
+        if values:
+            self.load(values)
 
-    def _adopt(self) -> None:
-        """Move the parameters' values into the masters, make them views, and collect their gradients."""
-        for i, parameter in enumerate(self.parameters):
-            self.view(self.master, i).copy_(parameter.data)
-        self.publish()
-        for i, parameter in enumerate(self.parameters):
-            parameter.data = self.view(self.working, i)
+    def _allocate(self) -> None:
+        whole, own = (sum(getattr(b, name) if name == "size" else length(b) for b in self.buckets)
+                      for name in ("size", "own"))  # fmt: skip
+        new = lambda size, dtype=torch.float32: torch.zeros(size, dtype=dtype, device=self.device)  # noqa: E731
+        sizes, owns = [bucket.size for bucket in self.buckets], [length(bucket) for bucket in self.buckets]
+        if self.division.zero == 3:
+            # Apart, so that each can be given back to the allocator by itself.
+            self.working = [new(size, self.dtype) for size in sizes]
+            shards = new(own, self.dtype).split(owns)
+            self.shards = [
+                working if bucket.ways == 1 else shard
+                for working, shard, bucket in zip(self.working, shards, self.buckets, strict=True)
+            ]
+        else:
+            self.working = list(new(whole, self.dtype).split(sizes))
+            self.shards = [part[bucket.own] for part, bucket in zip(self.working, self.buckets, strict=True)]
+        same = self.dtype == torch.float32
+        self.master = self.shards if same else list(new(own).split(owns))
+        self.exp_avg, self.exp_avg_sq = list(new(own).split(owns)), list(new(own).split(owns))
+        #: The fp32 gradient of a whole bucket where the backward pass writes it; None while it is not there.
+        self.collected: list[Tensor | None]
+        if self.division.zero < 2:
+            self.collected = list(new(whole).split(sizes))
+            self.grad = [
+                full[bucket.own] for full, bucket in zip(self.collected, self.buckets, strict=True) if full is not None
+            ]
+        else:
+            self.collected = [None] * len(self.buckets)
+            self.grad = list(new(own).split(owns))
+            for b, bucket in enumerate(self.buckets):
+                if bucket.ways == 1:
+                    self.collected[b] = self.grad[b]
+
+    def _replace(self, model: nn.Module, old: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Put views of the buckets into the model, and collect their gradients."""
+        new: dict[int, nn.Parameter] = {}
+        for i, parameter in enumerate(old):
+            new[id(parameter)] = nn.Parameter(self.view(self.working, i), requires_grad=parameter.requires_grad)
+        for module in model.modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None:
+                    module._parameters[name] = new[id(parameter)]
+        made = [new[id(parameter)] for parameter in old]
+        for i, parameter in enumerate(made):
             parameter.register_post_accumulate_grad_hook(self._collector(i))
+        return made
 
     def _collector(self, index: int) -> Callable[[Tensor], None]:
-        target = self.view(self.grad, index)
+        b, start = self.home[index]
+        shape, size = self.shapes[index], self.buckets[b].size
 
         def collect(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            target.add_(parameter.grad)
+            flat = self.collected[b]
+            if flat is None:
+                flat = self.collected[b] = torch.zeros(size, device=self.device)
+            flat[start : start + shape.numel()].view(shape).add_(parameter.grad)
             parameter.grad = None
             if self.on_grad is not None:
                 self.on_grad(index)
 
         return collect
 
-    def view(self, flat: Tensor, index: int) -> Tensor:
-        """Parameter `index` inside a flat buffer, in its own shape."""
-        return flat[self.offsets[index] : self.offsets[index + 1]].view(self.parameters[index].shape)
+    def view(self, flats: Sequence[Tensor], index: int) -> Tensor:
+        """Parameter `index` inside whole buckets, in its own shape."""
+        b, start = self.home[index]
+        return flats[b][start : start + self.shapes[index].numel()].view(self.shapes[index])
+
+    def owned(self, index: int) -> tuple[int, int, slice]:
+        """What of parameter `index`, flattened, this worker owns: [start, stop), and where in its bucket's own part."""
+        b, start = self.home[index]
+        bucket, size = self.buckets[b], self.shapes[index].numel()
+        low, high = max(start, bucket.own.start), min(start + size, bucket.own.stop)
+        if high <= low:
+            return 0, 0, slice(0, 0)
+        return low - start, high - start, slice(low - bucket.own.start, high - bucket.own.start)
+
+    def load(self, values: Iterable[tuple[str, Tensor]]) -> None:
+        """Take parameters' values, each in this worker's shape; call `publish` afterwards where state is divided."""
+        index = {name: i for i, name in enumerate(self.names)}
+        with torch.no_grad():
+            for name, value in values:
+                start, stop, where = self.owned(index[name])
+                self.master[self.home[index[name]][0]][where].copy_(value.detach().reshape(-1)[start:stop])
+        self.publish()
 
     def publish(self) -> None:
-        """Round the masters into the working buffer."""
-        if self.working is not self.master:
-            self.working.copy_(self.master)
+        """Round the masters into the working dtype. Where state is divided the working buckets are gathered next."""
+        if self.master is not self.shards:
+            for shard, master in zip(self.shards, self.master, strict=True):
+                shard.copy_(master)
 
-    def grad_norm(self) -> float:
-        return float(torch.linalg.vector_norm(self.grad))
+    def square_sum(self, counted: Callable[[Bucket], bool] | None = None) -> float:
+        """Sum of the squares of the owned gradient, of all buckets or of those that count."""
+        parts = [
+            part for bucket, part in zip(self.buckets, self.grad, strict=True) if counted is None or counted(bucket)
+        ]
+        return float(sum(torch.linalg.vector_norm(part).double() ** 2 for part in parts))
+
+    def clear(self) -> None:
+        """Gradients become zero."""
+        for b, part in enumerate(self.collected):
+            if part is not None:
+                part.zero_()
+            self.grad[b].zero_()
 
     def update(self, optimizer: Optimizer, lr: float, step: int, grad_divisor: float) -> None:
         """One AdamW step (arXiv 1711.05101) on gradients divided by `grad_divisor`; gradients become zero.
 
         `step` counts updates from 1.
         """
-        divisor = torch.tensor(grad_divisor, dtype=torch.float32, device=self.grad.device)
-        counted = torch.tensor(float(step), device=self.grad.device)
-        for decay, part in ((optimizer.weight_decay, slice(0, self.decayed)), (0.0, slice(self.decayed, None))):
+        divisor = torch.tensor(grad_divisor, dtype=torch.float32, device=self.device)
+        counted = torch.tensor(float(step), device=self.device)
+        for decay, first in ((optimizer.weight_decay, True), (0.0, False)):
+            pieces = [(b, piece) for b, bucket in enumerate(self.buckets) if (piece := segment(bucket, first))]
+            if not pieces:
+                continue
+            tensors = [[flats[b][piece] for b, piece in pieces]
+                       for flats in (self.master, self.grad, self.exp_avg, self.exp_avg_sq)]  # fmt: skip
             torch._fused_adamw_(
-                [self.master[part]], [self.grad[part]], [self.exp_avg[part]], [self.exp_avg_sq[part]], [], [counted],
+                *tensors, [], [counted] * len(pieces),
                 amsgrad=False, lr=lr, beta1=optimizer.beta1, beta2=optimizer.beta2, weight_decay=decay,
                 eps=optimizer.eps, maximize=False, grad_scale=divisor, found_inf=None,
             )  # fmt: skip
-        self.grad.zero_()
+        self.clear()
         self.publish()
+
+
+def divide(names: Sequence[str], shapes: Sequence[torch.Size], division: Division) -> list[Bucket]:
+    """Buckets of about `bucket_bytes` of fp32 gradient in the parameters' order; of a unit of the model each where the
+    parameters themselves are divided. What is summed differently lies apart."""
+    members: list[list[int]] = []
+    last: object = None
+    for i, (name, shape) in enumerate(zip(names, shapes, strict=True)):
+        unit = name.split(".")[:2] if name.startswith("blocks.") else name.split(".")[:1]
+        key = (
+            name == division.tied,
+            name in division.partial,
+            name in division.sliced,
+            unit if division.zero == 3 else None,
+        )
+        size = 4 * (sum(shapes[j].numel() for j in members[-1]) + shape.numel()) if members else 0
+        full = division.bucket_bytes is None or (division.zero != 3 and size > division.bucket_bytes)
+        if not members or key != last or full:
+            members.append([])
+        members[-1].append(i)
+        last = key
+    return [_bucket(group, names, shapes, division) for group in members]
+
+
+def _bucket(group: list[int], names: Sequence[str], shapes: Sequence[torch.Size], division: Division) -> Bucket:
+    order = sorted(group, key=lambda i: len(shapes[i]) < 2)
+    starts, at = [], 0
+    for i in order:
+        starts.append(at)
+        at += shapes[i].numel()
+    name = names[group[0]]
+    ways = division.ways if division.zero and name != division.tied else 1
+    size = math.ceil(at / ways) * ways
+    own = slice(division.index * size // ways, (division.index + 1) * size // ways) if ways > 1 else slice(0, size)
+    return Bucket(
+        members=tuple(order), starts=tuple(starts), size=size, ways=ways, own=own,
+        decayed=sum(shapes[i].numel() for i in group if len(shapes[i]) >= 2), partial=name in division.partial,
+        sliced=name in division.sliced, tied=name == division.tied,
+    )  # fmt: skip
+
+
+def length(bucket: Bucket) -> int:
+    """Elements that a worker owns of a bucket."""
+    return int(bucket.own.stop - bucket.own.start)
+
+
+def segment(bucket: Bucket, decayed: bool) -> slice | None:
+    """The part of a bucket's owned elements that weight decay shrinks, or that it does not."""
+    middle = min(max(bucket.decayed, bucket.own.start), bucket.own.stop) - bucket.own.start
+    found = slice(0, middle) if decayed else slice(middle, length(bucket))
+    return found if found.stop > found.start else None
 
 
 def learning_rate(schedule: Schedule, peak: float, step: int, steps: int) -> float:

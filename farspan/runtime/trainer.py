@@ -1,10 +1,10 @@
-"""The training loop of one worker: batches in plan order, gradients summed over the data axis, one update a step."""
+"""The training loop of one worker: batches in plan order, one update a step, and what is decided between steps."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -13,23 +13,27 @@ import torch
 from msgspec.structs import replace
 
 from farspan.domain.corpus import CorpusManifest
-from farspan.domain.plan import Plan, Stage
+from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
-from farspan.domain.results import Event, Saved, Step, Validated, Warned
+from farspan.domain.results import Event, Saved, Step, Traced, Validated, Warned
 from farspan.domain.run import RunFolder
 from farspan.runtime import checkpoint
 from farspan.runtime.budget import TimeBudget
 from farspan.runtime.checkpoint import Progress
 from farspan.runtime.collective import Group
-from farspan.runtime.data import Order, Windows, samples_of
+from farspan.runtime.data import Order, Windows
 from farspan.runtime.device import peak_memory
+from farspan.runtime.executor import Executor, Outcome
 from farspan.runtime.model import Decoder
-from farspan.runtime.reducer import Reducer
+from farspan.runtime.pipeline import Batch
+from farspan.runtime.saves import Saves
 from farspan.runtime.state import TrainState, learning_rate
 
 #: Loss scaling for fp16 as in arXiv 1710.03740, section 4.2: start high, halve on overflow, double after a quiet while.
 FIRST_LOSS_SCALE = 2.0**16
 QUIET_STEPS = 2000
+#: Steps whose spans are recorded: the second and third of a start, and one of so many later.
+TRACED_FIRST, TRACED_EVERY = (1, 2), 200
 
 
 @dataclass
@@ -39,8 +43,7 @@ class Worker:
     plan: Plan
     run: RunFolder
     group: Group
-    model: Decoder
-    state: TrainState
+    executor: Executor
     manifest: CorpusManifest
     train: Windows
     val: Windows
@@ -50,13 +53,12 @@ class Worker:
     stop: Callable[[], bool] = lambda: False
 
     @property
-    def stage(self) -> Stage:
-        return self.plan.replicas[0].stages[0]
+    def model(self) -> Decoder:
+        return self.executor.model
 
     @property
-    def micro_rows(self) -> int:
-        """Sequences that this worker reads at a time."""
-        return self.plan.replicas[0].micro_rows(0, self.group.rank)
+    def state(self) -> TrainState:
+        return self.executor.state
 
 
 class Trainer:
@@ -65,8 +67,7 @@ class Trainer:
     def __init__(self, worker: Worker, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.w, self.monotonic = worker, monotonic
         self.order = Order(worker.train.count, worker.plan.train.seed)
-        bucket = worker.stage.grad_sync.bucket_bytes or worker.state.grad.nbytes
-        self.reducer = Reducer(worker.state, bucket) if worker.group.world > 1 else None
+        self.saves = Saves(worker.executor, worker.run.checkpoints, worker.plan.train.keep)
         self.progress = Progress(step=0, plan=worker.plan.hash, elapsed_s=0.0)
         deadline_s, planned = worker.plan.train.deadline_s, worker.plan.train.steps
         self.budget = TimeBudget(deadline_s, planned) if deadline_s is not None else None
@@ -75,6 +76,7 @@ class Trainer:
         self.loss_scale = FIRST_LOSS_SCALE if worker.plan.train.precision == "fp16" else 1.0
         self.quiet = 0
         self._started = self._saved_at = monotonic()
+        self._first_step = 0
         self._saved_step = self._validated_step = -1
 
     @property
@@ -85,104 +87,143 @@ class Trainer:
 
     def run(self) -> str:
         """Train to the end, the deadline, an early stop or a signal; returns which. The last state is saved."""
-        train, reason = self.w.plan.train, self._ended()
+        train, reason, self._first_step = self.w.plan.train, self._ended(), self.step
         while not reason:
-            began, steps = time.perf_counter(), self.steps
+            began, steps, spans = time.perf_counter(), self.steps, self.w.executor.spans
+            spans.on = self.step - self._first_step in TRACED_FIRST or self.step % TRACED_EVERY == TRACED_EVERY - 1
             loss, norm, tokens, lr = self._step(self.step)
             self.step += 1
             self.w.emit(Step(
                 at=self.w.clock(), step=self.step, loss=loss, lr=lr, grad_norm=norm, tokens=tokens,
                 step_s=time.perf_counter() - began, memory_bytes=peak_memory(self.w.group.device),
             ))  # fmt: skip
-            if self.step % train.validate_every == 0 or self.step == self.steps:
+            if spans.on:
+                self.w.emit(Traced(at=self.w.clock(), step=self.step, rank=self.w.group.rank, spans=spans.take()))
+            if not self._together():
+                continue
+            if self._due(train.validate_every) or self.step == self.steps:
                 self._validate()
-            reason = self._reason_to_stop()
+            reason, save = self._decide()
             if reason == "deadline" and self._validated_step != self.step:
                 self._validate()
             # A new number of steps changes all that follows: saved at once, no resumption can miss it.
-            if not reason and (self.steps != steps or self.monotonic() - self._saved_at >= train.checkpoint_every_s):
+            if not reason and (self.steps != steps or save):
                 self.save()
         self.save()
         return reason
+
+    def _together(self) -> bool:
+        """Whether all replicas are at one place: always where there is one, else after they have met."""
+        outer, sync = self.w.executor.outer, self.w.plan.sync
+        if outer is None or sync is None:
+            return True
+        last = self.step >= self.steps
+        if self.step % sync.every and not last:
+            return False
+        outer.meet(last)
+        self.w.executor.gatherer.publish()
+        return True
+
+    def _due(self, every: int) -> bool:
+        """Whether a multiple of `every` steps was reached since all were last together."""
+        apart = self.w.plan.sync.every if self.w.plan.sync is not None else 1
+        return self.step % every < min(apart, every)
 
     def _ended(self) -> str:
         if self.step >= self.w.plan.train.steps:
             return "done"
         return "deadline" if self.step >= self.steps else ""
 
-    def _reason_to_stop(self) -> str:
-        """Agreed by all workers: a signal anywhere stops all; rank 0's clock and validations decide the rest."""
-        steps, stale, patience = 0, False, self.w.plan.train.patience
-        if self.w.group.rank == 0:
+    def _decide(self) -> tuple[str, bool]:
+        """Why to stop, if at all, and whether to save: agreed by all workers. A signal anywhere stops all; rank 0's clock
+        decides the rest; validations gave everyone the same. Workers of one replica hear of it a step later, without
+        waiting for each other."""
+        group, train, steps, save = self.w.group, self.w.plan.train, 0, False
+        if group.rank == 0:
             steps = self.budget.steps(self.step, self.elapsed_s, self.steps) if self.budget else self.steps
-            stale = 0 < patience <= self.progress.stale
-        interrupted, any_stale, all_steps = self.w.group.sum(self.w.stop(), stale, steps)
-        self._replan(int(all_steps))
-        return "interrupted" if interrupted else self._ended() or ("early-stop" if any_stale else "")
+            save = self.monotonic() - self._saved_at >= train.checkpoint_every_s
+        mine, exchange = (float(self.w.stop()), float(steps), float(save)), self.w.executor.decisions
+        if len(self.w.plan.replicas) > 1:
+            stop, new, due = group.sum(*mine)
+        else:
+            exchange.say(mine)
+            if exchange.others and exchange.unheard < 2 and self.step < self.steps:
+                return "", False
+            stop, new, due = (sum(values) for values in zip(*exchange.hear().values(), strict=True))
+        self._replan(int(new))
+        stale = 0 < train.patience <= self.progress.stale
+        return "interrupted" if stop else self._ended() or ("early-stop" if stale else ""), bool(due)
 
     def _replan(self, steps: int) -> None:
+        # Decided a step ago, it may say to end where this step has already gone.
+        steps = max(steps, self.step)
         if self.step < steps != self.steps and self.w.group.rank == 0:
             message = f"at the pace so far {steps} steps fit the time budget, not {self.steps}"
             self.w.emit(Warned(at=self.w.clock(), message=f"{message}; the learning rate follows"))
         self.steps = steps
 
     def _step(self, step: int) -> tuple[float, float, int, float]:
-        """One update. Returns the mean loss, the gradient norm before clipping, valid tokens, and the learning rate."""
-        train, stage, group, micro_rows = self.w.plan.train, self.w.stage, self.w.group, self.w.micro_rows
-        batch = self.order.window(np.arange(step * train.batch, (step + 1) * train.batch, dtype=np.int64))
-        valid_tokens = int(self.w.train.valid(batch).sum())
-        mine = self.order.window(samples_of(step, stage.rows, group.rank))
-        total = torch.zeros((), device=group.device)
-        starts = list(range(0, len(mine), micro_rows))
-        for start in starts:
-            if self.reducer and start == starts[-1]:
-                self.reducer.arm()
-            inputs, targets = self._to_device(self.w.train.read(mine[start : start + micro_rows]))
-            loss = self.w.model.loss(inputs, targets)
-            (loss * (self.loss_scale / valid_tokens)).backward()
-            total += loss.detach()
-        if self.reducer:
-            self.reducer.finish()
-        norm = self.w.state.grad_norm() / self.loss_scale
-        local = float(total) / valid_tokens
-        loss_mean = group.sum(local)[0]
+        """One update. Returns the mean loss, the gradient norm before clipping, valid tokens, and the learning rate; of
+        this worker's replica."""
+        train, executor = self.w.plan.train, self.w.executor
+        valid_tokens, outcome = self.gradients(step)
+        norm, loss = outcome.norm / self.loss_scale, outcome.loss / valid_tokens
         lr = learning_rate(train.schedule, train.optimizer.lr, step, self.steps)
-        if self._finite(step, local, loss_mean, norm):
+        if self._finite(step, loss, norm, outcome):
             clip = train.optimizer.clip
             excess = max(1.0, norm / clip) if clip else 1.0
-            self.w.state.update(train.optimizer, lr, step + 1, self.loss_scale * excess)
-        return loss_mean, norm, valid_tokens, lr
+            executor.update(train.optimizer, lr, step + 1, self.loss_scale * excess)
+        return loss, norm, valid_tokens, lr
 
-    def _to_device(self, arrays: tuple[np.ndarray, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
+    def gradients(self, step: int) -> tuple[int, Outcome]:
+        """The gradients of one step, in the state: of the mean loss times the loss scale. Returns the valid tokens."""
+        place, windows = self.w.executor.place, self.w.train
+        batch = self.order.window(place.replica_samples(step))
+        valid_tokens = int(windows.valid(batch).sum())
+        mine = [self.order.window(samples) for samples in place.samples(step)]
+        tokens = windows.read(batch)[0] if self.w.executor.tied is not None else np.empty(0, dtype=np.int64)
+        outcome = self.w.executor.gradients(
+            tokens, lambda i: self._to_device(windows.read(mine[i])), self.loss_scale / valid_tokens
+        )
+        return valid_tokens, outcome
+
+    def _to_device(self, arrays: tuple[np.ndarray, np.ndarray]) -> Batch:
+        """Tokens and targets on the device; a worker without any reads one row that counts for nothing."""
+        inputs, targets = arrays
+        if len(inputs) == 0:
+            inputs, targets = np.zeros((1, inputs.shape[1]), np.int64), np.full((1, inputs.shape[1]), -1, np.int64)
         device = self.w.group.device
-        inputs, targets = (torch.from_numpy(a).to(device, non_blocking=True) for a in arrays)
-        return inputs, targets
+        return torch.from_numpy(inputs).to(device, non_blocking=True), torch.from_numpy(targets).to(
+            device, non_blocking=True
+        )
 
     # -- what can go wrong -----------------------------------------------------------------------------------------
 
-    def _finite(self, step: int, local: float, loss: float, norm: float) -> bool:
+    def _finite(self, step: int, loss: float, norm: float, outcome: Outcome) -> bool:
         """True to update. An fp16 overflow skips the update and halves the scale; anything else refuses to go on."""
         if math.isfinite(loss) and math.isfinite(norm):
             self.quiet += 1
             if self.loss_scale > 1.0 and self.quiet % QUIET_STEPS == 0:
                 self.loss_scale *= 2
             return True
+        self.w.executor.skip()
         if math.isfinite(loss) and self.loss_scale > 1.0:
             self.loss_scale /= 2
             self.quiet = 0
-            self.w.state.grad.zero_()
             return False
-        self.w.state.grad.zero_()
-        self.save()
-        bad = [rank for rank, value in enumerate(self.w.group.gather(local)) if not math.isfinite(value)]
-        samples = [samples_of(step, self.w.stage.rows, rank) for rank in bad or range(self.w.group.world)]
-        what = "loss" if bad else "gradient"
+        saved = "the state before the update is saved as step {step}"
+        if len(self.w.plan.replicas) > 1:
+            saved = "the state where the replicas last met is saved"
+        else:
+            self.save()
+        samples = self.w.executor.place.replica_samples(step)
         raise Refusal(
             "non-finite",
-            what=f"the {what} is not finite at step {step + 1}; the update was not made",
-            where=f"rank {', '.join(map(str, bad)) or 'any'}, samples {samples[0][0]} to {samples[-1][-1]}",
+            what=f"the {'gradient' if math.isfinite(loss) else 'loss'} is not finite at step {step + 1}; the update was "
+            "not made",
+            where=f"rank {', '.join(map(str, outcome.faulty)) or 'any'}, among samples {samples[0]} to {samples[-1]}",
             fact=f"loss {loss}, gradient norm {norm}, learning rate so far up to {self.w.plan.train.optimizer.lr:g}; "
-            f"the state before the update is saved as step {step}",
+            + saved.format(step=step),
             remedy="lower train.optimizer.lr in run.yaml, then: farspan train run.yaml --run FOLDER",
         )
 
@@ -202,27 +243,34 @@ class Trainer:
         self.w.emit(Validated(
             at=self.w.clock(), step=self.step, loss=loss, bits_per_byte=bits, tokens=tokens, seconds=seconds, best=best
         ))  # fmt: skip
-        if best and self.w.group.rank == 0:
-            with self.w.group.writing:
-                checkpoint.write_best(self.w.run.best, self.w.state, self._current())
+        if best:
+            weights = self.saves.weights()
+            if self.w.group.rank == 0:
+                with self.w.group.writing:
+                    checkpoint.write_best(self.w.run.best, weights, self._current())
 
-    @torch.no_grad()
     def validation_loss(self) -> tuple[float, int, float]:
         """Mean loss over (the first `validate_tokens` of) the validation split, tokens read, seconds."""
-        train, group, val, began = self.w.plan.train, self.w.group, self.w.val, time.perf_counter()
+        train, val, began = self.w.plan.train, self.w.val, time.perf_counter()
         limit = val.count if not train.validate_tokens else min(val.count, -(-train.validate_tokens // train.seq_len))
-        total, tokens = 0.0, 0
-        self.w.model.eval()
-        # The same for every worker, whose rows a step may differ: together they read each window once.
-        micro = min(self.w.plan.replicas[0].micro_rows(0, c) for c in range(len(self.w.stage.rows)))
-        for start in range(group.rank * micro, limit, group.world * micro):
-            windows = np.arange(start, min(start + micro, limit), dtype=np.uint64)
-            inputs, targets = self._to_device(val.read(windows))
-            total += float(self.w.model.loss(inputs, targets))
-            tokens += int(val.valid(windows).sum())
-        self.w.model.train()
-        total, counted = group.sum(total, tokens)
-        return total / max(1.0, counted), int(counted), time.perf_counter() - began
+        windows = list(self._validation_windows(limit))
+        loss = self.w.executor.evaluate(self._to_device(val.read(window)) for window in windows)
+        tokens = int(sum(val.valid(np.arange(limit, dtype=np.uint64))))
+        (total,) = self.w.group.sum(loss)
+        return total / max(1, tokens), tokens, time.perf_counter() - began
+
+    def _validation_windows(self, limit: int) -> Iterator[np.ndarray]:
+        """The windows of each microbatch that this worker reads: as many microbatches on every worker of a replica, all
+        replicas taking turns, each window once."""
+        place, replicas = self.w.executor.place, self.w.plan.replicas
+        sizes = [[max(1, r.part(s, c, 0)) for c in range(len(r.stages[s].rows))]
+                 for r, s in ((r, place.stage_index if r is place.replica else 0) for r in replicas)]  # fmt: skip
+        mine = sizes[place.replica_index]
+        total, before = sum(map(sum, sizes)), sum(map(sum, sizes[: place.replica_index]))
+        first = before + sum(mine[: place.batch])
+        for start in range(0, limit, total):
+            window = np.arange(start + first, start + first + mine[place.batch], dtype=np.uint64)
+            yield np.where(window < limit, window, np.uint64(self.w.val.count))
 
     def _current(self) -> Progress:
         return replace(
@@ -233,50 +281,30 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint of the state as it is, unless that was the last one written."""
         self._saved_at = self.monotonic()
-        if self.step == self._saved_step or self.w.group.rank != 0:
+        if self.step == self._saved_step:
             return
-        began = time.perf_counter()
+        began, self._saved_step = time.perf_counter(), self.step
         with self.w.group.writing:
-            path, size = checkpoint.write(self.w.run.checkpoints, self.w.state, self._current(), self.w.plan.train.keep)
-        self._saved_step = self.step
-        self.w.emit(Saved(
-            at=self.w.clock(), step=self.step, path=str(path), size_bytes=size, seconds=time.perf_counter() - began
-        ))  # fmt: skip
+            written = self.saves.write(self._current())
+        if written is not None:
+            path, size = written
+            self.w.emit(Saved(
+                at=self.w.clock(), step=self.step, path=str(path), size_bytes=size, seconds=time.perf_counter() - began
+            ))  # fmt: skip
 
     def restore(self) -> None:
-        """Go on from the newest whole checkpoint, if any. Rank 0 reads it; the others get its state from rank 0."""
+        """Go on from the newest whole checkpoint, if any. Rank 0 reads it and hands every worker its part."""
+        found = None
         if self.w.group.rank == 0:
-            self._read_newest()
-        progress = msgspec.json.decode(self.w.group.share(msgspec.json.encode(self._current())), type=Progress)
+            found = self.saves.find(self._adopt, lambda text: self.w.emit(Warned(at=self.w.clock(), message=text)))
+        packed = self.w.group.share(msgspec.json.encode((self._current(), found is not None)))
+        progress, there = msgspec.json.decode(packed, type=tuple[Progress, bool])
         if self.w.group.rank != 0:
             self._adopt(progress)
-        for tensor in (self.w.state.master, self.w.state.exp_avg, self.w.state.exp_avg_sq):
-            self.w.group.share_tensor(tensor)
-        self.w.state.publish()
-
-    def _read_newest(self) -> None:
-        """Load the newest whole checkpoint, if any; corrupt ones are named, and the one before them is used."""
-        corrupt: list[str] = []
-        newest: int | None = None
-        for path in checkpoint.newest_first(self.w.run.checkpoints):
-            newest = newest if newest is not None else int(path.name.removeprefix("step-"))
-            try:
-                self._adopt(checkpoint.read(path, self.w.state))
-            except checkpoint.Corrupt as error:
-                corrupt.append(f"{path}: {error}")
-                continue
-            if corrupt:
-                message = f"corrupt checkpoint {'; '.join(corrupt)}. Going on from step {self.step}"
-                self.w.emit(Warned(at=self.w.clock(), message=f"{message}: {newest - self.step} steps lost."))
-            return
-        if corrupt:
-            raise Refusal(
-                "checkpoint-corrupt",
-                what="no checkpoint of this run can be used",
-                where=self.w.run.checkpoints,
-                fact="; ".join(corrupt),
-                remedy="start again: farspan train run.yaml --run NEW_FOLDER",
-            )
+        if there:
+            self.saves.restore(found)
+        else:
+            self._saved_step = -1
 
     def _adopt(self, progress: Progress) -> None:
         if progress.plan != self.w.plan.hash:

@@ -26,6 +26,7 @@ from farspan.corpus.tokens import TokenFile
 from farspan.domain import catalog
 from farspan.domain.codec import load, save
 from farspan.domain.corpus import CorpusManifest
+from farspan.domain.model import parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.results import Estimate, Event, Finished, Sampled, Started
@@ -36,10 +37,12 @@ from farspan.runtime.collective import SILENCE_S, Group, meet
 from farspan.runtime.data import Windows
 from farspan.runtime.device import environment, open_device
 from farspan.runtime.events import EventLog
+from farspan.runtime.executor import Executor
 from farspan.runtime.generate import generate
-from farspan.runtime.model import Decoder, initialise
+from farspan.runtime.model import Decoder, drawn
+from farspan.runtime.place import Place
+from farspan.runtime.saves import Saves
 from farspan.runtime.ship import share
-from farspan.runtime.state import TrainState
 from farspan.runtime.trainer import Trainer, Worker
 
 #: Tokens of sample text that a finished run writes, and of the prompt before it.
@@ -48,11 +51,6 @@ SAMPLE_TOKENS, PROMPT_TOKENS = 80, 8
 
 def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None]) -> Worker:
     """The model on its device, its flat state, and the token files."""
-    if plan.unsupported:
-        raise Refusal(
-            "cannot-plan", what=f"this version cannot run {plan.unsupported}", where=run.plan,
-            fact="it runs plans of one stage over one data axis", remedy="set parallel.technique: data in run.yaml",
-        )  # fmt: skip
     manifest = load(run.corpus, CorpusManifest)
     if manifest.hash != plan.inputs.corpus:
         raise Refusal(
@@ -64,19 +62,19 @@ def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
     train, val = (
         Windows(TokenFile.open(folder, split, manifest).tokens, plan.train.seq_len) for split in ("train", "val")
     )
-    model = Decoder(plan.model, attention=plan.train.attention, recompute=plan.replicas[0].stages[0].recompute)
-    if record.initial is None:
-        initialise(model, plan.train.seed)
-    elif group.rank == 0:  # The others get the state from rank 0: `Trainer.restore`.
-        model.load_state_dict(huggingface.read(Path(record.initial))[1])
-    model.to(group.device)
-    state = TrainState(model, plan.train.precision)
-    if plan.train.compile:
-        compile_blocks(model, group.device)
-    return Worker(
-        plan=plan, run=run, group=group, model=model, state=state, manifest=manifest, train=train, val=val,
-        emit=emit, clock=time.time,
+    executor = Executor(Place(plan, group.rank), group.device)
+    worker = Worker(
+        plan=plan, run=run, group=group, executor=executor, manifest=manifest, train=train, val=val, emit=emit,
+        clock=time.time,
     )  # fmt: skip
+    if record.initial is None:
+        executor.load(drawn(plan.model, plan.train.seed))
+    else:
+        weights = huggingface.read(Path(record.initial))[1] if group.rank == 0 else None
+        Saves(executor, run.checkpoints, plan.train.keep).adopt(weights)
+    if plan.train.compile:
+        compile_blocks(executor.model, group.device)
+    return worker
 
 
 def compile_blocks(model: Decoder, device: torch.device) -> None:
@@ -118,7 +116,7 @@ def train(plan: Plan, run: RunFolder, rank: int, world: int, store: dist.Store |
             os._exit(problem.exit_code)
 
         group.watch(lost)
-        checkpoint.check_disk(run.path, (plan.train.keep + 2) * checkpoint.bytes_needed(len(worker.state.master)))
+        checkpoint.check_disk(run.path, (plan.train.keep + 2) * checkpoint.bytes_needed(parameters(plan.model)))
         trainer.restore()
         log.write(started(trainer, world))
         try:

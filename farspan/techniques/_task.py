@@ -48,8 +48,9 @@ class Task:
     @functools.cached_property
     def devices(self) -> tuple[PlannedDevice, ...]:
         everything = [
-            PlannedDevice(host=host.name, backend=device.backend, index=index, threads=device.threads)
-            for host in self.cluster.hosts
+            PlannedDevice(host=host.name, site=site.name, backend=device.backend, index=index, threads=device.threads)
+            for site in self.cluster.sites
+            for host in site.hosts
             for index, device in enumerate(host.devices)
         ]
         return tuple(everything if self.only is None else (everything[place] for place in self.only))

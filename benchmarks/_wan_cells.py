@@ -1,0 +1,232 @@
+"""One cell of `benchmarks/wan.py`: fresh processes in the lab's sites, watched, and never longer than its deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import numpy as np
+from _wan_plans import CORPUS, Work
+
+from farspan.corpus import tokenizer as tokenizers
+from farspan.domain.cluster import Cluster
+from farspan.domain.codec import save
+from farspan.domain.corpus import CorpusManifest, Split
+from farspan.domain.plan import Plan
+from farspan.domain.problems import Refusal
+from farspan.domain.results import Step
+from farspan.domain.run import RunFolder, RunRecord
+from farspan.lab import state
+from farspan.launch.hosts import command
+from farspan.launch.launchers import launch
+from farspan.launch.meeting import arrange
+from farspan.launch.workers import Workers, place, with_environment, worker_environment
+
+CHILD = Path(__file__).parent / "wan_contestants.py"
+#: How often processes and the relay are looked at.
+POLL_S, SAMPLE_S = 0.2, 1.0
+#: After one rank has failed the others' own words are not waited for longer.
+GRACE_S = 5.0
+
+
+class Failed(Exception):
+    """Why a cell has no figures."""
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    step_s: tuple[float, ...]
+    #: Seconds since the epoch.
+    began: float
+    ended: float
+    raw: tuple[dict[str, Any], ...]
+
+
+class Relay:
+    """What a lab's relay has used and carried, looked at all along."""
+
+    def __init__(self, lab: str) -> None:
+        self._lab, self._ended = lab, threading.Event()
+        self._seen: list[tuple[float, float, float]] = []
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> Relay:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        last = False
+        while not last:
+            last = self._ended.wait(SAMPLE_S)
+            status = state.status(self._lab)
+            self._seen.append((time.time(), status.relay_cpu_s, sum(link.bytes for link in status.traffic)))
+
+    def between(self, began: float, ended: float) -> tuple[float, float]:
+        """A core's share, and bytes, between two times."""
+        at, used, carried = zip(*self._seen, strict=True)
+        cpu, size = (float(np.diff(np.interp([began, ended], at, values))[0]) for values in (used, carried))
+        return cpu / (ended - began), size
+
+
+# -- stock PyTorch -----------------------------------------------------------------------------------------------------
+
+
+def stock(options: Sequence[str], work: Work, cluster: Cluster, warmup: int, steps: int, deadline_s: float) -> Measured:
+    """A rank a device, in the environment that farspan's launcher gives its workers. Raises Failed."""
+    size, meeting = work.size, arrange(cluster.hosts)
+    numbers = {
+        "layers": size.layers, "width": size.width, "vocab": size.vocab, "context": size.context,
+        "sequences": work.sequences, "seq-len": work.seq_len, "seed": work.seed, "warmup": warmup, "steps": steps,
+        "timeout": deadline_s,
+    }  # fmt: skip
+    words = [sys.executable, str(CHILD), *options, *(f"--{name}={value}" for name, value in numbers.items())]
+    words += [] if work.tied else ["--untied"]
+    places = [(host, device) for host in cluster.hosts for device in range(len(host.devices))]
+    processes: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        stack.callback(_kill, processes)
+        for rank, (host, device) in enumerate(places):
+            out, errors = (stack.enter_context(open(Path(folder, f"{rank}.{kind}"), "wb")) for kind in ("out", "err"))
+            values = {
+                **worker_environment(1), **place(host, meeting), "RANK": str(rank), "WORLD_SIZE": str(len(places))
+            }  # fmt: skip
+            processes.append(subprocess.Popen(
+                command(host, with_environment(values, words), device=device), stdin=subprocess.DEVNULL, stdout=out,
+                stderr=errors, start_new_session=True,
+            ))  # fmt: skip
+        _wait(processes, Path(folder), deadline_s)
+        raw = tuple(json.loads(Path(folder, f"{rank}.out").read_bytes()) for rank in range(len(places)))
+    return Measured(step_s=tuple(raw[0]["step_s"]), began=raw[0]["began"], ended=raw[0]["ended"], raw=raw)
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], folder: Path, deadline_s: float) -> None:
+    """Until all have ended well. Raises Failed with the first one's last words."""
+    until = time.monotonic() + deadline_s
+    while None in (codes := [one.poll() for one in processes]) and time.monotonic() < until:
+        if any(codes):
+            until = min(until, time.monotonic() + GRACE_S)
+        time.sleep(POLL_S)
+    bad = next((rank for rank, code in enumerate(codes) if code), None)
+    if bad is not None:
+        lines = Path(folder, f"{bad}.err").read_text(errors="replace").strip().splitlines() or ["no message"]
+        raise Failed(f"rank {bad} ended with exit code {codes[bad]}: {lines[-1][:300]}")
+    if None in codes:
+        raise Failed(f"not done after {deadline_s:g} s")
+
+
+def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for one in processes:
+        if one.poll() is None:
+            one.kill()
+        one.wait()
+
+
+# -- farspan -----------------------------------------------------------------------------------------------------------
+
+
+class Deadline:
+    """Kills the workers of a run when its time is over, or when the `with` is left while they run."""
+
+    def __init__(self, workers: Workers, seconds: float) -> None:
+        self._workers, self._until, self._ended = workers, time.monotonic() + seconds, threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self.passed = False
+
+    def __enter__(self) -> Deadline:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._kill()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(POLL_S):
+            if time.monotonic() > self._until:
+                self.passed = True
+                self._kill()
+
+    def _kill(self) -> None:
+        for process in self._workers.processes:
+            if process.poll() is None:
+                process.signal(signal.SIGKILL)
+
+
+def ours(plan: Plan, work: Work, cluster: Cluster, warmup: int, deadline_s: float) -> Measured:
+    """A plan run by the product's own workers. Raises Failed, or the Refusal of the worker that made one."""
+    events: list[Step] = []
+    with (
+        _run_folder(plan, work, cluster) as run,
+        launch("local", plan, run, cluster) as workers,
+        Deadline(workers, deadline_s) as deadline,
+    ):
+        try:
+            for event in workers:
+                if isinstance(event, Step):
+                    events.append(event)
+        except Refusal:
+            if not deadline.passed:
+                raise
+            raise Failed(f"not done after {deadline_s:g} s, {len(events)} steps made") from None
+    if len(events) < plan.train.steps:
+        raise Failed(f"{len(events)} of {plan.train.steps} steps made")
+    # Events are written at the end of each step: from the end of the last warm-up step on.
+    ends = [event.at for event in events][warmup - 1 :]
+    raw = tuple(msgspec.to_builtins(event) for event in events)
+    return Measured(step_s=tuple(np.diff(ends).tolist()), began=ends[0], ended=ends[-1], raw=raw)
+
+
+@contextlib.contextmanager
+def _run_folder(plan: Plan, work: Work, cluster: Cluster) -> Iterator[RunFolder]:
+    """A run directory as `farspan train` makes it; it goes with what the workers left on far hosts."""
+    with tempfile.TemporaryDirectory(prefix="farspan-wan-") as folder:
+        corpus, run = Path(folder, "corpus"), RunFolder(Path(folder, "run"))
+        run.logs.mkdir(parents=True)
+        _corpus(corpus, work)
+        save(plan, run.plan)
+        save(RunRecord(corpus=str(corpus), command=("farspan", "train"), created=time.strftime("%Y-%m-%d")), run.record)
+        for name in ("corpus.json", "tokenizer.json"):
+            (run.path / name).write_bytes((corpus / name).read_bytes())
+        try:
+            yield run
+        finally:
+            for host in cluster.hosts:
+                if host.folder is not None:
+                    shutil.rmtree(Path(host.folder, "runs"), ignore_errors=True)
+
+
+def _corpus(folder: Path, work: Work) -> None:
+    """Token files in which the next token mostly follows from the last."""
+    folder.mkdir()
+    rng, vocab, splits = np.random.default_rng(work.seed), work.size.vocab, {}
+    for name, count in (("train", 100 * work.size.tokens + 1), ("val", 4 * work.size.tokens + 1)):
+        jumps = np.where(rng.random(count) < 0.9, 7, rng.integers(0, vocab, count))
+        (np.cumsum(jumps) % vocab).astype("<u2").tofile(folder / f"{name}.bin")
+        np.array([0, count], "<i8").tofile(folder / f"{name}.idx")
+        splits[name] = Split(tokens=count, documents=1, text_bytes=3 * count)
+    nats = math.log(vocab)
+    save(
+        CorpusManifest(
+            hash=CORPUS, source="random", vocab_size=vocab, end_of_text=0, dtype="uint16", unigram_nats=nats,
+            bigram_nats=nats, exact_duplicates=0, near_duplicates=0, **splits,
+        ),
+        folder / "corpus.json",
+    )  # fmt: skip
+    tokenizers.train(["alpha beta gamma delta"] * 50, vocab).save(folder / "tokenizer.json")

@@ -1,0 +1,174 @@
+"""What `benchmarks/wan.py` measures: its models, the stock contestants' options, and farspan's plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from farspan import models, techniques
+from farspan.domain.cluster import Cluster
+from farspan.domain.codec import content_hash
+from farspan.domain.engine import engine
+from farspan.domain.model import ModelSpec, matmul_parameters
+from farspan.domain.plan import Axis, GradSync, Inputs, Mesh, Plan, Replica, Stage, Sync, Zero
+from farspan.domain.train import Schedule, TrainSpec
+from farspan.planning.rank import rank
+from farspan.techniques import Task
+
+ENGINE = "farspan"
+#: Two sites of two workers.
+RANKS, SITES = (0, 1, 2, 3), ((0, 1), (2, 3))
+BUCKETS_MB, MICROBATCHES = (1, 5, 25, 100), (4, 8, 16)
+BUCKET_BYTES = 25 * 2**20
+#: Steps between meetings of DiLoCo's replicas: a mean over whole periods holds as many meetings as the run does.
+EVERY = 10
+CORPUS = "wan"
+
+
+class Size(msgspec.Struct, frozen=True, kw_only=True):
+    layers: int
+    width: int
+    vocab: int
+    context: int
+    #: Tokens of a step.
+    tokens: int
+
+
+#: `paper` moves much for what it computes, as the published runs over such links do: gradients of 118 MB, 512 tokens.
+SIZES = {
+    "small": Size(layers=8, width=256, vocab=8192, context=256, tokens=2048),
+    "paper": Size(layers=8, width=512, vocab=8192, context=256, tokens=512),
+}
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """What every contestant computes. Results of different works are never put in one table."""
+
+    model: str
+    sequences: int
+    tied: bool
+    seed: int
+
+    @property
+    def size(self) -> Size:
+        return SIZES[self.model]
+
+    @property
+    def seq_len(self) -> int:
+        return self.size.tokens // self.sequences
+
+    @property
+    def spec(self) -> ModelSpec:
+        size = self.size
+        return models.family("gpt2").shape(
+            d_model=size.width, layers=size.layers, vocab_size=size.vocab, context=size.context, tied=self.tied
+        )
+
+    @property
+    def cut(self) -> int:
+        """Blocks of the first of two stages with equal work: the head counts as its matrix."""
+        spec = self.spec
+        head = spec.vocab_size * spec.d_model
+        blocks = matmul_parameters(spec) - head
+        return round((1 + head / blocks) * spec.layers / 2)
+
+    @property
+    def microbatches(self) -> tuple[int, ...]:
+        """Those of MICROBATCHES that the sequences of each rank of a stage can be divided into."""
+        rows = self.sequences // len(SITES[0])
+        return tuple(count for count in MICROBATCHES if rows % count == 0)
+
+    def train(self, steps: int) -> TrainSpec:
+        """Only steps: no validation or checkpoint before the end."""
+        return TrainSpec(
+            steps=steps, batch=self.sequences, seq_len=self.seq_len, precision="fp32", seed=self.seed,
+            schedule=Schedule(kind="constant"), validate_every=10**6, validate_tokens=self.seq_len,
+            checkpoint_every_s=1e6, keep=1,
+        )  # fmt: skip
+
+
+def stock(work: Work) -> dict[str, list[str]]:
+    """Options of `wan_contestants.py` by contestant."""
+    found = {f"torch/ddp-{size}": ["ddp", f"--bucket-mb={size}"] for size in BUCKETS_MB}
+    found |= {"torch/fsdp2": ["fsdp2"], "torch/fsdp2-kept": ["fsdp2", "--kept"], "torch/hsdp": ["hsdp"]}
+    for kind in ("gpipe", "1f1b"):
+        found |= {
+            f"torch/{kind}-{count}": [kind, f"--microbatches={count}", f"--cut={work.cut}"]
+            for count in work.microbatches
+        }
+    return found
+
+
+def ours(work: Work) -> tuple[str, ...]:
+    """Names of farspan's contestants, all of which `plan` can make."""
+    pipelines = (f"pipeshard-{count}" for count in work.microbatches)
+    names = ("data", "data-sites", "zero1", "zero2", "fsdp", "hsdp", "shard", *pipelines, "diloco", "planner")
+    return tuple(f"farspan/{name}" for name in names)
+
+
+def planned(task: Task, technique: str, replicas: Sequence[Replica], sync: Sync | None = None) -> Plan:
+    cluster = content_hash(msgspec.to_builtins(task.cluster, str_keys=True))
+    return Plan(
+        technique=technique, model=task.model, train=task.train, replicas=tuple(replicas), devices=task.devices,
+        inputs=Inputs(cluster=cluster, corpus=task.corpus), engine=task.engine.name, sync=sync,
+    )  # fmt: skip
+
+
+def question(work: Work, cluster: Cluster, steps: int) -> Task:
+    spec = work.spec
+    return Task(spec, models.graph(spec), cluster, work.train(steps), engine(ENGINE), CORPUS)
+
+
+def plan(name: str, work: Work, task: Task) -> Plan:
+    """The plan of one of `ours`, each technique's in its plainest form; ValueError where the planner has none."""
+    kind, _, count = name.removeprefix("farspan/").partition("-")
+    batch = task.train.batch
+    zero: dict[str, Zero] = {"zero1": 1, "zero2": 2, "fsdp": 3}
+    if kind == "planner":
+        return picked(task)
+    if kind == "diloco":
+        replicas = [Replica(stages=(stage(task, site, batch // 2),)) for site in SITES]
+        return planned(task, kind, replicas, Sync(every=EVERY))
+    if kind == "pipeshard":
+        # A stage a site, data parallelism inside it, all microbatches in flight.
+        cut, parts = 1 + work.cut, int(count)
+        units = ((0, cut), (cut, task.graph.units))
+        stages = [stage(task, site, batch, units=part) for site, part in zip(SITES, units, strict=True)]
+        return planned(task, kind, [task.replica(stages, parts, (parts, parts))])
+    if kind == "hsdp":
+        made = stage(task, RANKS, batch, ("site", "data"), zero=3)
+    elif kind == "shard":
+        made = stage(task, RANKS, batch, ("data", "tensor"))
+    else:
+        made = stage(task, RANKS, batch, zero=zero.get(kind, 0), topology="hierarchical" if count else "flat")
+    return planned(task, kind, [Replica(stages=(made,))])
+
+
+def picked(task: Task) -> Plan:
+    """What the planner chooses among techniques that compute the same: those whose step times can be compared."""
+    synchronous = [name for name in techniques.names() if name != "diloco"]
+    found = rank(task.model, task.cluster, task.train, task.engine, allow=synchronous, corpus=task.corpus)
+    best = None if found.chosen is None else found.candidates[found.chosen].plan
+    if best is None:
+        raise ValueError("the planner has no plan for this cluster")
+    return best
+
+
+def stage(
+    task: Task, ranks: tuple[int, ...], batch: int, axes: tuple[Axis, ...] = ("data",), *,
+    units: tuple[int, int] | None = None, zero: Zero = 0, topology: Literal["flat", "hierarchical"] = "flat",
+) -> Stage:  # fmt: skip
+    """`batch` sequences shared evenly over one axis of all ranks, or over two axes of which the last is of two ranks.
+
+    Over a tensor axis operators are divided as Megatron-LM divides them (arXiv 1909.08053): heads, d_ff, vocabulary.
+    """
+    shape = (len(ranks),) if len(axes) == 1 else (len(ranks) // 2, 2)
+    mesh = Mesh(ranks=ranks, shape=shape, axes=axes)
+    operators = (op for unit in (task.graph.embedding, task.graph.block, task.graph.head) for op in unit)
+    splits = {op.name: op.divisible for op in operators if op.divisible} if "tensor" in axes else {}
+    return Stage(
+        units=units or (0, task.graph.units), mesh=mesh, rows=(batch // len(mesh.batch),) * len(mesh.batch), zero=zero,
+        splits=splits, grad_sync=GradSync(bucket_bytes=BUCKET_BYTES, topology=topology),
+    )  # fmt: skip

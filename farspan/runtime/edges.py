@@ -1,0 +1,146 @@
+"""The messages between two neighbouring stages, which may lie on unlike meshes.
+
+Every worker of a stage has rows of a microbatch; `domain.layout.transfer` says who sends which to whom, each byte over
+a long line once. Of the messages that the sender may have under way, all have a receive that waits for them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from farspan.domain.layout import Part, Send, transfer
+from farspan.domain.plan import Replica
+from farspan.estimate.sharding import RESIDUAL
+from farspan.runtime.compress import Codec
+from farspan.runtime.place import Groups, Place
+from farspan.runtime.state import WORKING_DTYPES
+from farspan.runtime.wire import Posted, Wire, tag
+
+#: Channels of messages (`wire.tag`): activations down and gradients up, those of a validation, and, so much higher,
+#: what is handed on inside a site.
+DOWN, UP, EVALUATED, HANDED = 3, 4, 5, 3
+#: Microbatches of a validation that are under way between two stages.
+EVALUATED_AHEAD = 4
+
+
+class Edges:
+    """All messages of one stage's training steps; validations make theirs when they begin."""
+
+    def __init__(self, place: Place, groups: Groups, wire: Wire, depths: list[int]) -> None:
+        self._place, self._groups, self._wire = place, groups, wire
+        s = place.stage_index
+        # A stage is ahead of the next by what it has in flight, and has begun its next step when the first of that left.
+        if not place.first:
+            self.from_before = self._messages(s - 1, DOWN, depths[s - 1] + 1)
+            self.to_before = self._messages(s - 1, UP, depths[s - 1] + 1)
+            self.evaluated_before = self._messages(s - 1, EVALUATED, EVALUATED_AHEAD)
+        if not place.last:
+            self.to_next = self._messages(s, DOWN, depths[s] + 1)
+            self.from_next = self._messages(s, UP, depths[s] + 1)
+            self.evaluated_next = self._messages(s, EVALUATED, EVALUATED_AHEAD)
+
+    def _messages(self, edge: int, channel: int, ahead: int) -> Messages:
+        return Messages(self._place, edge, channel, ahead, self._groups, self._wire)
+
+
+class Messages:
+    """One direction of an edge at one worker: what it sends, or what it receives and hands on."""
+
+    def __init__(self, place: Place, edge: int, channel: int, ahead: int, groups: Groups, wire: Wire) -> None:
+        replica, plan = place.replica, place.plan
+        self._wire, self._channel, self._ahead = wire, channel, ahead
+        ends = (edge + 1, edge) if channel == UP else (edge, edge + 1)
+        held, wanted = (rows_held(replica, stage) for stage in ends)
+        first, second = transfer(held, wanted, place.site)
+        self._sends = [one for one in first if one.source == place.rank]
+        self._receives = [one for one in first if one.target == place.rank]
+        self._hands = [one for one in second if one.source == place.rank]
+        self._handed = [one for one in second if one.target == place.rank]
+        (mine,) = (part for part in (*held, *wanted) if part.rank == place.rank)
+        self._start, self._rows = mine.start, mine.stop - mine.start
+        self._row = (plan.train.seq_len, plan.model.d_model)
+        self._dtype, self._device = WORKING_DTYPES[plan.train.precision], torch.device(place.device)
+        self._codec, self._groups = _codec(replica.edges[edge].bits, self._dtype), streams(place, edge, groups)
+        self._sent = self._taken = 0
+        self._waiting: deque[list[tuple[Send, Posted]]] = deque()
+
+    def send(self, x: Tensor) -> None:
+        """Send this worker's rows (rows, S, D) of the next message."""
+        for one in self._sends:
+            part = self._part(x.detach().contiguous(), one)
+            content = part if self._codec is None else self._codec.encode(part)
+            self._wire.send(content, one.target, tag(self._channel, self._sent), self._groups)
+        self._sent += 1
+
+    def take(self) -> Tensor:
+        """This worker's rows (rows, S, D) of the next message; hands on what others of its site want of them."""
+        self.post()
+        x = torch.empty((self._rows, *self._row), dtype=self._dtype, device=self._device)
+        arrived = self._waiting.popleft()
+        for one, posted in arrived[: len(self._receives)]:
+            into = self._part(x, one)
+            content = posted.wait().to(self._device)
+            into.copy_(content if self._codec is None else self._codec.decode(content, into.numel()))
+        # Before waiting for what others hand on: they may wait for this.
+        for one in self._hands:
+            self._wire.send(self._part(x, one), one.target, tag(self._channel + HANDED, self._taken))
+        for one, posted in arrived[len(self._receives) :]:
+            self._part(x, one).copy_(posted.wait())
+        self._taken += 1
+        self.post()
+        return x
+
+    def post(self) -> None:
+        """Wait in advance for as many messages as may be under way."""
+        while len(self._waiting) < self._ahead:
+            number = self._taken + len(self._waiting)
+            posted = [(one, self._receive(one, number)) for one in self._receives]
+            posted += [(one, self._wire.post(self._elements(one), self._dtype, one.source,
+                                             tag(self._channel + HANDED, number))) for one in self._handed]  # fmt: skip
+            self._waiting.append(posted)
+
+    def _receive(self, one: Send, number: int) -> Posted:
+        size, dtype = self._elements(one), self._dtype
+        if self._codec is not None:
+            size, dtype = self._codec.encoded_size(size), torch.uint8
+        return self._wire.post(size, dtype, one.source, tag(self._channel, number), self._groups)
+
+    def _part(self, x: Tensor, one: Send) -> Tensor:
+        """The rows of one message, flattened."""
+        return x[one.start - self._start : one.stop - self._start].view(-1)
+
+    def _elements(self, one: Send) -> int:
+        return (one.stop - one.start) * self._row[0] * self._row[1]
+
+
+def rows_held(replica: Replica, stage: int) -> list[Part]:
+    """The rows of a microbatch that each worker of a stage has: those of its batch coordinate, or the tensor axis'
+    share of them where the residual stream is divided over it by rows."""
+    found: list[Part] = []
+    mesh, start = replica.stages[stage].mesh, 0
+    for c, ranks in enumerate(mesh.batch):
+        rows = replica.part(stage, c, 0)
+        ways = len(ranks) if replica.stages[stage].splits.get(RESIDUAL) == "b" else 1
+        for t, rank in enumerate(ranks):
+            low, high = (t * rows // ways, (t + 1) * rows // ways) if ways > 1 else (0, rows)
+            found.append(Part(rank, start + low, start + high))
+        start += rows
+    return found
+
+
+def streams(place: Place, edge: int, groups: Groups) -> list[dist.ProcessGroup | None]:
+    """The connections of an edge: the one that all messages share, or several of its own."""
+    count, stages = place.replica.edges[edge].streams, place.replica.stages[edge : edge + 2]
+    if count == 1:
+        return [None]
+    ranks = sorted(rank for stage in stages for rank in stage.mesh.ranks)
+    return [groups.of(ranks, f"edge {edge}, stream {k}") for k in range(count)]
+
+
+def _codec(bits: int, dtype: torch.dtype) -> Codec | None:
+    """None where numbers go as they are computed."""
+    return None if bits == 8 * dtype.itemsize else Codec(bits)

@@ -1,0 +1,176 @@
+"""One worker's part of a plan, put together: its stage of the model, its state, and its exchanges with the others.
+
+It reads what the plan says, never which technique made it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from farspan.domain.train import Optimizer
+from farspan.runtime.gather import Gatherer
+from farspan.runtime.model import Decoder
+from farspan.runtime.outer import Outer
+from farspan.runtime.pipeline import Batch, Pipeline
+from farspan.runtime.place import Groups, Place
+from farspan.runtime.reducer import Reducer
+from farspan.runtime.spans import Spans
+from farspan.runtime.state import Bucket, Division, TrainState
+from farspan.runtime.tensor_axis import TensorAxis
+from farspan.runtime.tied import TABLE, TiedTable
+from farspan.runtime.totals import Exchange
+from farspan.runtime.whole import Whole
+from farspan.runtime.wire import Wire
+
+#: Channels of messages (`wire.tag`): norms and losses, and what is decided between steps.
+TOTALS, DECISIONS = 12, 18
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What all workers of a replica know after the passes of a step: the summed loss, the norm of the gradient sum
+    before any division, and the loss and the squared norm by rank."""
+
+    loss: float
+    norm: float
+    by_rank: dict[int, tuple[float, float]]
+
+    @property
+    def faulty(self) -> list[int]:
+        """Ranks whose loss or gradient is not finite."""
+        return [rank for rank, values in self.by_rank.items() if not all(map(math.isfinite, values))]
+
+
+class Executor:
+    """Runs the steps of a worker. Every method is called by all workers of its replica, `meet` by all of the run."""
+
+    def __init__(self, place: Place, device: torch.device) -> None:
+        plan, stage = place.plan, place.stage
+        self.place, self.device, self.wire, self.spans = place, device, Wire(), Spans()
+        self.groups = groups = Groups()
+        with torch.device("meta"):
+            self.model = Decoder(
+                plan.model, attention=plan.train.attention, recompute=stage.recompute, units=stage.units,
+                axis=TensorAxis(groups.of(place.group("tensor"), "tensor"), stage.mesh.size("tensor"), place.tensor,
+                                stage.splits),
+            )  # fmt: skip
+        data, shared = place.group("data"), plan.model.tied and not (place.first and place.last)
+        self.state = TrainState(self.model, plan.train.precision, device, Division(
+            zero=place.zero, ways=len(data), index=data.index(place.rank), bucket_bytes=stage.grad_sync.bucket_bytes,
+            partial=self.model.partial, sliced=frozenset(self.model.slices), tied=TABLE if shared else None,
+        ))  # fmt: skip
+        blocks = {f"blocks.{name}": block for name, block in self.model.blocks.named_children()}
+        self.gatherer = Gatherer(place, self.state, blocks, groups)
+        self.reducer = Reducer(place, self.state, groups, self.wire)
+        self.pipeline = Pipeline(place, self.model, groups, self.wire, self.reducer, self.gatherer, self.spans)
+        self.totals = Exchange(place, self.wire, TOTALS, 2)
+        self.decisions = Exchange(place, self.wire, DECISIONS, 3)
+        with torch.device("meta"):
+            shapes = {name: parameter.shape for name, parameter in Decoder(plan.model).named_parameters()}
+        self.whole = Whole(place, self.state, self.model.slices, shapes, self.wire)
+        self.tied = self._tied() if shared and (place.first or place.last) else None
+        self.outer = Outer(place, self.state, self.whole, self.wire) if plan.sync else None
+        self.reducer.passed, self.reducer.done = self.gatherer.passed, self._summed
+
+    def _tied(self) -> TiedTable:
+        """The exchange of the table's gradient, and who of both ends holds which of its rows."""
+        stages, vocabulary = self.place.replica.stages, self.place.plan.model.vocab_size
+        rows = {}
+        for stage, operator in ((stages[0], "tok"), (stages[-1], "head")):
+            for group in stage.mesh.batch:
+                ways = len(group) if stage.splits.get(operator) == "v" else 1
+                for t, rank in enumerate(group):
+                    part = t * vocabulary // ways, (t + 1) * vocabulary // ways
+                    rows[rank] = part if ways > 1 else (0, vocabulary)
+        return TiedTable(self.place, self.state, self.wire, rows)
+
+    def _summed(self, bucket: int) -> None:
+        if self.tied is not None and self.state.buckets[bucket].tied:
+            self.tied.send()
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def gradients(self, tokens: NDArray[np.int64], read: Callable[[int], Batch], scale: float) -> Outcome:
+        """The passes of a step and the sums of its gradients, of `scale` times the summed loss; the state then holds
+        them. `tokens` are all that the replica reads in the step."""
+        if self.tied is not None:
+            self.tied.expect(tokens)
+        early = len(self.totals.others) > 0 and not self._contributes_apart
+        said = (lambda loss: self._say(float(loss), 0.0)) if early else None
+        loss = self.pipeline.train(read, scale, said)
+        with self.spans("collective"):
+            self.reducer.finish()
+            if self.tied is not None:
+                self.tied.add()
+        squares = self.state.square_sum(None if early else self._counts)
+        if not early:
+            self._say(float(loss), squares)
+        with self.spans("receive"):
+            parts = self.totals.hear()
+        total = squares if early else sum(values[1] for values in parts.values())
+        by_rank = {rank: (values[0], squares if early else values[1]) for rank, values in parts.items()}
+        return Outcome(sum(values[0] for values in parts.values()), math.sqrt(total), by_rank)
+
+    def update(self, optimizer: Optimizer, lr: float, step: int, divisor: float) -> None:
+        """One AdamW step, `step` counting from 1, on gradients divided by `divisor`."""
+        with self.spans("update"):
+            self.state.update(optimizer, lr, step, divisor)
+        with self.spans("collective"):
+            self.gatherer.publish()
+        self.wire.settle()
+
+    def skip(self) -> None:
+        """Drop the gradients of this step."""
+        self.state.clear()
+        self.wire.settle()
+
+    def _say(self, loss: float, squares: float) -> None:
+        counts = self.place.last and self.place.tensor == 0
+        self.totals.say((loss if counts else 0.0, squares))
+
+    @property
+    def _contributes_apart(self) -> bool:
+        """Whether workers hold unlike parts of the gradient, so that its norm needs them all."""
+        place = self.place
+        return len(place.replica.stages) > 1 or place.mesh.size("tensor") > 1 or place.zero > 0
+
+    def _counts(self, bucket: Bucket) -> bool:
+        """Whether no other worker of the replica counts what this one owns of a bucket."""
+        place = self.place
+        return (
+            (bucket.sliced or place.tensor == 0)
+            and place.group("site")[0] == place.rank
+            and (bucket.ways > 1 or place.group("data")[0] == place.rank)
+            and (place.first or not bucket.tied)
+        )
+
+    # -- beside training -----------------------------------------------------------------------------------------------
+
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """Summed loss of microbatches, as far as this worker counts it."""
+        self.model.eval()
+        loss = float(self.pipeline.evaluate(batches))
+        self.model.train()
+        self.wire.settle()
+        return loss if self.place.last and self.place.tensor == 0 else 0.0
+
+    def load(self, values: Iterable[tuple[str, Tensor]]) -> None:
+        """Take the whole values of all parameters of the model: of each, what is held here."""
+        here = set(self.state.names)
+        slices = self.model.slices
+        self.state.load((n, slices[n].of(whole) if n in slices else whole) for n, whole in values if n in here)
+        self.publish()
+        if self.outer is not None:
+            self.outer.start()
+
+    def publish(self) -> None:
+        """After the masters changed otherwise than by `update`."""
+        self.state.publish()
+        self.gatherer.publish()

@@ -1,0 +1,121 @@
+"""Parameters that are divided over the data axis, gathered block by block for the passes that need them.
+
+As FSDP (arXiv 2304.11277): a block's weights are gathered before its forward and again before its backward pass, the
+next block's while one computes, and given back after it. The embedding, the last norm and the head stay for the step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from farspan.runtime.place import Groups, Place
+from farspan.runtime.state import TrainState
+
+
+class Gatherer:
+    """Makes working buckets whole: all after an update (`publish`), or, where parameters are divided, one by one."""
+
+    def __init__(self, place: Place, state: TrainState, blocks: dict[str, nn.Module], groups: Groups) -> None:
+        self._state = state
+        self._group = groups.of(place.group("data"), "gather")
+        self._divided = state.division.zero == 3
+        self._coming: dict[int, dist.Work | None] = {}
+        self._backward: set[int] = set()
+        self._blocks: list[int] = []
+        if self._divided:
+            for name, block in blocks.items():
+                bucket = next(state.home[i][0] for i, one in enumerate(state.names) if one.startswith(f"{name}."))
+                self._blocks.append(bucket)
+                self._hook(block, bucket)
+            for bucket in range(len(state.buckets)):
+                self.release(bucket)
+
+    def publish(self) -> None:
+        """After an update: every worker gets the whole of what others own, unless it is gathered when it is needed."""
+        if self._divided or self._group is None:
+            return
+        works = [self._start(b) for b, bucket in enumerate(self._state.buckets) if bucket.ways > 1]
+        for work in works:
+            work.wait()
+
+    def begin(self) -> None:
+        """Before passes over the stage: what stays for all of them."""
+        if self._divided:
+            for b in self._stays():
+                self._gather(b)
+            for b in self._stays():
+                self._wait(b)
+
+    def end(self) -> None:
+        """After the passes."""
+        if self._divided:
+            for b in range(len(self._state.buckets)):
+                self.release(b)
+            self._backward.clear()
+
+    def release(self, bucket: int) -> None:
+        """Give a bucket's memory back, once nothing that was gathered for it is still coming."""
+        if self._state.buckets[bucket].ways > 1 and self._divided:
+            work = self._coming.pop(bucket, None)
+            if work is not None:
+                work.wait()
+            self._state.working[bucket].untyped_storage().resize_(0)
+
+    def passed(self, bucket: int) -> None:
+        """A bucket's gradients of one backward pass are complete."""
+        if bucket in self._backward:
+            self._backward.discard(bucket)
+            self.release(bucket)
+
+    def _stays(self) -> list[int]:
+        return [b for b, bucket in enumerate(self._state.buckets) if bucket.ways > 1 and b not in self._blocks]
+
+    def _start(self, b: int) -> dist.Work:
+        state = self._state
+        # `data` counts no versions: what the backward pass saved of these weights is what comes back.
+        whole = state.working[b].data
+        work = dist.all_gather_into_tensor(whole, state.shards[b], group=self._group, async_op=True)
+        assert work is not None
+        return work
+
+    def _gather(self, b: int) -> None:
+        """Begin to gather a bucket, unless it is here or coming."""
+        storage, full = self._state.working[b].untyped_storage(), self._state.working[b]
+        if b not in self._coming and storage.size() == 0:
+            storage.resize_(full.numel() * full.itemsize)
+            self._coming[b] = self._start(b)
+
+    def _wait(self, b: int) -> None:
+        self._gather(b)
+        work = self._coming.pop(b, None)
+        if work is not None:
+            work.wait()
+
+    def _hook(self, block: nn.Module, bucket: int) -> None:
+        def before(module: nn.Module, inputs: Any) -> None:
+            self._wait(bucket)
+            self._next(bucket, -1 if bucket in self._backward else 1)
+
+        def after(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            if bucket in self._backward:
+                return  # Computed again inside its backward pass.
+            if output.requires_grad:
+                output.register_hook(lambda gradient: self._before_backward(bucket))
+            self.release(bucket)
+
+        block.register_forward_pre_hook(before)
+        block.register_forward_hook(after)
+
+    def _before_backward(self, bucket: int) -> None:
+        self._backward.add(bucket)
+        self._wait(bucket)
+        self._next(bucket, -1)
+
+    def _next(self, bucket: int, way: int) -> None:
+        """Gather the neighbour that comes next while this block computes."""
+        place = self._blocks.index(bucket) + way
+        if 0 <= place < len(self._blocks):
+            self._gather(self._blocks[place])

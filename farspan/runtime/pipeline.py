@@ -1,0 +1,93 @@
+"""A step of one worker's stage: the passes of its schedule, and the messages to the stages beside it.
+
+The order of passes is the one that the estimator simulates (`estimate.schedule.order`). Every message has a receive
+that was posted as many messages before as the sender can be ahead, over the end of the step too, so that it travels at
+once; nobody waits for a send. A whole model is a pipeline of one stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from farspan.estimate.schedule import order
+from farspan.estimate.stage import effective_depths
+from farspan.runtime.edges import Edges, Messages
+from farspan.runtime.gather import Gatherer
+from farspan.runtime.model import Decoder
+from farspan.runtime.place import Groups, Place
+from farspan.runtime.reducer import Reducer
+from farspan.runtime.spans import Spans
+from farspan.runtime.wire import Wire
+
+#: Inputs and targets of one microbatch, (rows, S) each.
+Batch = tuple[Tensor, Tensor]
+
+
+class Pipeline:
+    """The passes of one stage. `train` makes those of one step, `evaluate` forward passes alone."""
+
+    def __init__(
+        self, place: Place, model: Decoder, groups: Groups, wire: Wire, reducer: Reducer, gatherer: Gatherer,
+        spans: Spans,
+    ) -> None:  # fmt: skip
+        self._place, self._model, self._reducer, self._spans = place, model, reducer, spans
+        self._gatherer = gatherer
+        self._depths = effective_depths(place.replica)
+        self._device = torch.device(place.device)
+        self._edges = Edges(place, groups, wire, self._depths)
+
+    def train(self, read: Callable[[int], Batch], scale: float, said: Callable[[Tensor], None] | None = None) -> Tensor:
+        """Forward and backward passes of all microbatches; gradients of `scale` times the summed loss are collected and
+        their sums begun. Returns this worker's summed loss, and tells it to `said` before the last backward pass."""
+        place, edges, spans = self._place, self._edges, self._spans
+        microbatches = place.replica.microbatches
+        total = torch.zeros((), device=self._device)
+        live: dict[int, tuple[Tensor, Tensor]] = {}
+        self._gatherer.begin()
+        for kind, i in order(microbatches, self._depths[place.stage_index]):
+            if kind == "forward":
+                batch = read(i)
+                x = batch[0] if place.first else self._take(edges.from_before, i).requires_grad_()
+                with spans("forward", i):
+                    y = self._model.advance(x)
+                    if place.last:
+                        y = self._model.finish(y, batch[1])
+                        total += y.detach()
+                if not place.last:
+                    edges.to_next.send(y)
+                live[i] = (x, y)
+                if said is not None and i == microbatches - 1:
+                    said(total)
+                continue
+            x, y = live.pop(i)
+            gradient = None if place.last else self._take(edges.from_next, i)
+            self._reducer.arm(i == microbatches - 1)
+            with spans("backward", i):
+                y.backward(torch.full_like(y, scale) if gradient is None else gradient)
+            if not place.first:
+                assert x.grad is not None
+                edges.to_before.send(x.grad)
+        self._gatherer.end()
+        return total
+
+    def _take(self, messages: Messages, microbatch: int) -> Tensor:
+        with self._spans("receive", microbatch):
+            return messages.take()
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> Tensor:
+        """Summed loss of as many microbatches as there are, each of this worker's rows of a microbatch."""
+        place, total = self._place, torch.zeros((), device=self._device)
+        self._gatherer.begin()
+        for batch in batches:
+            x = batch[0] if place.first else self._edges.evaluated_before.take()
+            y = self._model.advance(x)
+            if place.last:
+                total += self._model.finish(y, batch[1])
+            else:
+                self._edges.evaluated_next.send(y)
+        self._gatherer.end()
+        return total

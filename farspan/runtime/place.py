@@ -1,0 +1,135 @@
+"""Where a worker stands in a plan, and the groups of workers that it exchanges with."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from farspan.domain.plan import Axis, Mesh, Plan, Replica, Stage
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank of a plan: its replica, its stage there, and its coordinates on the stage's mesh."""
+
+    plan: Plan
+    rank: int
+
+    @functools.cached_property
+    def _found(self) -> tuple[int, int, int]:
+        for r, replica in enumerate(self.plan.replicas):
+            for s, stage in enumerate(replica.stages):
+                if self.rank in stage.mesh.ranks:
+                    return r, s, stage.mesh.ranks.index(self.rank)
+        raise ValueError(f"rank {self.rank} has no stage")
+
+    @property
+    def replica_index(self) -> int:
+        return self._found[0]
+
+    @property
+    def stage_index(self) -> int:
+        return self._found[1]
+
+    @property
+    def replica(self) -> Replica:
+        return self.plan.replicas[self._found[0]]
+
+    @property
+    def stage(self) -> Stage:
+        return self.replica.stages[self._found[1]]
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.stage.mesh
+
+    @property
+    def first(self) -> bool:
+        return self.stage_index == 0
+
+    @property
+    def last(self) -> bool:
+        return self.stage_index == len(self.replica.stages) - 1
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks of the replica."""
+        return tuple(rank for stage in self.replica.stages for rank in stage.mesh.ranks)
+
+    @property
+    def tensor(self) -> int:
+        """The coordinate on the tensor axis."""
+        return self._found[2] % self.mesh.size("tensor")
+
+    @property
+    def batch(self) -> int:
+        """The batch coordinate, over the site and data axes together."""
+        return self._found[2] // self.mesh.size("tensor")
+
+    def group(self, axis: Axis) -> tuple[int, ...]:
+        """The ranks along one axis, this one among them."""
+        return next(group for group in self.mesh.groups(axis) if self.rank in group)
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The ranks that hold the same parts of operators for other sequences."""
+        return self.mesh.transposed[self.tensor]
+
+    def sites(self, ranks: Sequence[int]) -> dict[str, list[int]]:
+        """These ranks by their site."""
+        found: dict[str, list[int]] = {}
+        for rank in ranks:
+            found.setdefault(self.site(rank), []).append(rank)
+        return found
+
+    def site(self, rank: int) -> str:
+        device = self.plan.devices[rank]
+        return device.site or device.host
+
+    @property
+    def device(self) -> str:
+        """The torch device of this rank, as its plan names it."""
+        planned = self.plan.devices[self.rank]
+        return f"{planned.backend}:{planned.index}" if planned.backend == "cuda" else planned.backend
+
+    @property
+    def zero(self) -> int:
+        """What is divided over the data axis: nothing where the axis has one rank."""
+        return self.stage.zero if self.mesh.size("data") > 1 else 0
+
+    def samples(self, step: int) -> list[NDArray[np.int64]]:
+        """The samples of a step that this rank reads, microbatch by microbatch; replicas read one after another."""
+        before = sum(replica.batch for replica in self.plan.replicas[: self.replica_index])
+        start = step * self.plan.train.batch + before
+        spans = (self.replica.span(self.stage_index, self.batch, i) for i in range(self.replica.microbatches))
+        return [np.arange(start + first, start + last, dtype=np.int64) for first, last in spans]
+
+    def replica_samples(self, step: int) -> NDArray[np.int64]:
+        """All samples of a step that this rank's replica reads."""
+        start = self.plan.train.batch * step + sum(r.batch for r in self.plan.replicas[: self.replica_index])
+        return np.arange(start, start + self.replica.batch, dtype=np.int64)
+
+
+class Groups:
+    """Process groups by their ranks and purpose, made when first asked for; None for a rank alone.
+
+    Whoever shares a group must ask for its groups in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
+
+    def of(self, ranks: Sequence[int], purpose: str) -> dist.ProcessGroup | None:
+        key = (tuple(ranks), purpose)
+        if len(ranks) < 2:
+            return None
+        if key not in self._made:
+            made = dist.new_group(list(ranks), use_local_synchronization=True)
+            assert isinstance(made, dist.ProcessGroup)
+            self._made[key] = made
+        return self._made[key]

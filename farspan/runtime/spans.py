@@ -1,0 +1,32 @@
+"""What a worker did and waited for in a step, to the microsecond."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from farspan.domain.results import Span
+
+
+class Spans:
+    """Records spans of the steps that are to be seen; costs next to nothing in the others."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock, self._found = clock, list[Span]()
+        self.on = False
+
+    @contextmanager
+    def __call__(self, kind: str, microbatch: int | None = None) -> Iterator[None]:
+        """Of a kind: forward, backward, receive, collective, update."""
+        if not self.on:
+            yield
+            return
+        began = self._clock()
+        yield
+        self._found.append(Span(kind=kind, microbatch=microbatch, start=began, end=self._clock()))
+
+    def take(self) -> tuple[Span, ...]:
+        """The spans since the last time."""
+        found, self._found = tuple(self._found), []
+        return found

@@ -1,0 +1,286 @@
+"""Operators divided over a tensor axis, as a plan's `Stage.splits` says: what each rank holds of every parameter, and
+the collectives between two operators.
+
+Strategies and layouts are those of `estimate.sharding`: an activation is COPY, PARTIAL, or split over a dim. Each rank
+of the axis gets the same tokens. What the price counts is what is sent here, and nothing else but scalars.
+
+Shapes: B rows, S positions, V vocabulary, D d_model; "..." any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from farspan import models
+from farspan.domain.graph import OpGraph, Weight
+from farspan.domain.model import ModelSpec
+from farspan.estimate.sharding import COPY, PARTIAL, RESIDUAL, strategy
+from farspan.estimate.stage import returns_to_residual
+from farspan.runtime.kernels import Shard
+
+#: Beside operators and RESIDUAL, the ends of a stage: tokens and targets, which each rank has, and the loss of all.
+TOKENS, TOTAL = "tokens", "total"
+TABLE = "tok.weight"
+
+
+@dataclass(frozen=True)
+class TensorAxis:
+    """A rank's place on a tensor axis: `group` holds its ranks in the order of their coordinates. `splits` names the
+    dim of each divided operator, and under RESIDUAL that of the residual stream; "b" are rows, "" or none copies."""
+
+    group: dist.ProcessGroup | None
+    size: int
+    coordinate: int
+    splits: Mapping[str, str]
+
+
+class Slice(NamedTuple):
+    """The part of a whole tensor that a rank holds: these ranges [start, stop) of one dim, one after another."""
+
+    dim: int
+    ranges: tuple[tuple[int, int], ...]
+
+    def of(self, whole: Tensor) -> Tensor:
+        """A copy of this part of a tensor (...), which does not keep the rest of it in memory."""
+        return torch.cat([whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges], self.dim)
+
+
+class Cut(NamedTuple):
+    """How a dim is divided: each of its sections, given by their shares of its length, evenly over the coordinates."""
+
+    dim: int
+    sections: tuple[int, ...] = (1,)
+
+    def lengths(self, length: int) -> list[int]:
+        return [length // sum(self.sections) * share for share in self.sections]
+
+    def slice(self, length: int, ways: int, coordinate: int) -> Slice:
+        """A coordinate's part of a dim. Raises ValueError where it does not divide evenly."""
+        ranges, start = [], 0
+        for section in self.lengths(length):
+            if section % ways:
+                raise ValueError(f"{section} cannot be divided evenly over a tensor axis of {ways}")
+            each = section // ways
+            ranges.append((start + coordinate * each, start + (coordinate + 1) * each))
+            start += section
+        return Slice(self.dim, tuple(ranges))
+
+    def divide(self, x: Tensor, ways: int) -> list[Tensor]:
+        """Every coordinate's part of x (...), contiguous."""
+        slices = [self.slice(x.shape[self.dim], ways, coordinate) for coordinate in range(ways)]
+        return [part.of(x) for part in slices]
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The whole of every coordinate's part."""
+        cut = [part.split(self.lengths(part.shape[self.dim]), self.dim) for part in parts]
+        return torch.cat([piece for section in zip(*cut, strict=True) for piece in section], self.dim)
+
+
+def sections(graph: OpGraph, dims: str) -> tuple[int, ...]:
+    """What a tensor of these dims is made of along the dim that an operator divides: q, k and v; gate and value."""
+    if "c" in dims:
+        return graph.sizes["r"], graph.sizes["e"], graph.sizes["e"]
+    return (1,) * graph.sizes["w"] if "w" in dims else (1,)
+
+
+# -- activations -------------------------------------------------------------------------------------------------------
+
+
+class Edge(NamedTuple):
+    """What lies between two operators: the layouts on both sides, and that of the reader's gradient."""
+
+    writes: str
+    reads: str
+    gradient: str
+    sections: tuple[int, ...] = (1,)
+
+    @property
+    def returned(self) -> str:
+        """The layout of the gradient that the writer wants: of a summand each rank needs the whole."""
+        return COPY if self.writes == PARTIAL else self.writes
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is to be done, neither for what is written nor for its gradient."""
+        return (self.writes, self.returned) == (self.reads, self.gradient)
+
+    def cut(self, split: str) -> Cut:
+        return Cut(0) if split == "b" else Cut(-1, self.sections)
+
+
+class Convert(torch.autograd.Function):
+    """x (...) from the layout that one operator writes to the one that the next reads; its gradient the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, edge: Edge, axis: TensorAxis) -> Tensor:
+        ctx.edge, ctx.axis = edge, axis
+        return _moved(x, edge.writes, edge.reads, edge, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        edge = ctx.edge
+        return _moved(gradients[0], edge.gradient, edge.returned, edge, ctx.axis), None, None
+
+
+def _moved(x: Tensor, source: str, target: str, edge: Edge, axis: TensorAxis) -> Tensor:
+    """x in another layout, by at most one collective."""
+    if source == target:
+        return x
+    if source == COPY:
+        cut = edge.cut(target)
+        return cut.slice(x.shape[cut.dim], axis.size, axis.coordinate).of(x)
+    x = x.contiguous()
+    if target == COPY:
+        if source == PARTIAL:
+            total = x.clone()
+            dist.all_reduce(total, group=axis.group)
+            return total
+        parts = [torch.empty_like(x) for _ in range(axis.size)]
+        dist.all_gather(parts, x, group=axis.group)
+        return edge.cut(source).join(parts)
+    parts = edge.cut(target).divide(x, axis.size)
+    if source == PARTIAL:
+        own = torch.empty_like(parts[axis.coordinate])
+        dist.reduce_scatter(own, parts, group=axis.group)
+        return own
+    received = [torch.empty_like(part) for part in parts]
+    dist.all_to_all(received, parts, group=axis.group)
+    return edge.cut(source).join(received)
+
+
+def edges(graph: OpGraph, units: tuple[int, int], splits: Mapping[str, str]) -> dict[tuple[str, str], Edge]:
+    """What must be converted between operators, by the names of writer and reader. The first operator of a unit reads
+    the residual stream, which those that `returns_to_residual` write."""
+    residual = splits.get(RESIDUAL, COPY)
+    found = {}
+    for unit, _ in graph.kinds(*units):
+        before, writes = RESIDUAL, residual
+        for op in unit:
+            plan = strategy(op, splits.get(op.name, ""))
+            if op.inputs[0] == "bs":
+                found[TOKENS, op.name] = Edge(COPY, plan.reads, plan.reads)
+            else:
+                found[before, op.name] = Edge(writes, plan.reads, plan.gradient, sections(graph, op.inputs[0]))
+            before, writes = op.name, plan.writes
+            if returns_to_residual(op):
+                found[op.name, RESIDUAL] = Edge(writes, residual, residual)
+                before, writes = RESIDUAL, residual
+            if op.kind == "loss":
+                rows = "b" if plan.split == "b" else COPY
+                found[TOKENS, op.name] = Edge(COPY, rows, rows)
+                # Each rank's rows are a summand of the loss; a part of the vocabulary has been summed by the kernel.
+                found[op.name, TOTAL] = Edge(PARTIAL if rows else COPY, COPY, COPY)
+    return {pair: edge for pair, edge in found.items() if not edge.idle}
+
+
+# -- parameters --------------------------------------------------------------------------------------------------------
+
+
+def _uses(graph: OpGraph, units: tuple[int, int], splits: Mapping[str, str]) -> Iterator[tuple[str, Weight, str]]:
+    """Every parameter that operators of these units use, by its global name, and how its operator is split."""
+    for number in range(*units):
+        prefix = f"blocks.{number - 1}." if 1 <= number <= graph.layers else ""
+        for op in graph.unit(number):
+            for weight in op.weights:
+                yield prefix + weight.name, weight, splits.get(op.name, "")
+
+
+def _mixed(graph: OpGraph, units: tuple[int, int], splits: Mapping[str, str]) -> bool:
+    """Whether a tied table is in one stage with embedding and head that are split unlike each other."""
+    return len({split for name, _, split in _uses(graph, units, splits) if name == TABLE}) > 1
+
+
+def held(
+    spec: ModelSpec, units: tuple[int, int], splits: Mapping[str, str], ways: int, coordinate: int
+) -> dict[str, Slice]:
+    """The slices of parameters that a coordinate of the axis holds of units [first, last), by global name; all other
+    parameters are whole, and so is a table that embedding and head use unlike each other."""
+    graph = models.graph(spec)
+    whole = {TABLE} if _mixed(graph, units, splits) else set[str]()
+    found = {}
+    for name, weight, split in _uses(graph, units, splits):
+        if ways > 1 and split and split in weight.dims and name not in whole:
+            # "d" is never divided: it is the rows of a matrix that writes it, else the columns.
+            cut = Cut(1 if weight.dims[0] == "d" else 0, sections(graph, weight.dims))
+            found[name] = cut.slice(graph.size(weight.dims.replace("d", "")), ways, coordinate)
+    return found
+
+
+def summands(spec: ModelSpec, units: tuple[int, int], splits: Mapping[str, str], ways: int) -> frozenset[str]:
+    """Parameters of which each rank gets a summand of the gradient: those of operators that divide the rows, and a
+    table that embedding and head use unlike each other."""
+    graph = models.graph(spec)
+    if ways == 1:
+        return frozenset()
+    found = {name for name, _, split in _uses(graph, units, splits) if split == "b"}
+    return frozenset(found | ({TABLE} if _mixed(graph, units, splits) else set()))
+
+
+def _demand_even(graph: OpGraph, splits: Mapping[str, str], ways: int) -> None:
+    """Raise ValueError where a dim, such as the groups of heads, does not divide over the axis."""
+    for name, dim in splits.items():
+        if dim in graph.sizes and graph.sizes[dim] % ways:
+            raise ValueError(f"{name}: {graph.sizes[dim]} cannot be divided evenly over a tensor axis of {ways}")
+
+
+# -- a stage -----------------------------------------------------------------------------------------------------------
+
+
+class Layouts:
+    """What an axis does to the operators of one stage; nothing where there is none."""
+
+    def __init__(self, spec: ModelSpec, units: tuple[int, int], axis: TensorAxis | None) -> None:
+        self.axis = axis if axis is not None and axis.size > 1 else TensorAxis(None, 1, 0, {})
+        self.vocabulary = spec.vocab_size
+        self.slices = dict[str, Slice]()
+        self.partial = frozenset[str]()
+        self._edges = dict[tuple[str, str], Edge]()
+        self._mixed = False
+        if self.axis.size > 1:
+            graph, splits = models.graph(spec), self.axis.splits
+            _demand_even(graph, splits, self.axis.size)
+            self.slices = held(spec, units, splits, self.axis.size, self.axis.coordinate)
+            self.partial = summands(spec, units, splits, self.axis.size)
+            self._edges, self._mixed = edges(graph, units, splits), _mixed(graph, units, splits)
+
+    def split(self, op: str) -> str:
+        return self.axis.splits.get(op, "")
+
+    def ways(self, op: str) -> int:
+        """Parts that an operator's own dims come in."""
+        return 1 if self.split(op) in ("", "b") else self.axis.size
+
+    def shards(self, table: str) -> int:
+        """Parts that a table's rows come in."""
+        return self.axis.size if table in self.slices else 1
+
+    def between(self, x: Tensor, writer: str, reader: str) -> Tensor:
+        """What `writer` wrote (...), as `reader` reads it."""
+        edge = self._edges.get((writer, reader))
+        return x if edge is None else Convert.apply(x, edge, self.axis)
+
+    def once(self, x: Tensor) -> Tensor:
+        """x (...) on the first rank and zeros on the others, to be added to summands: of their sum each rank gets the
+        whole gradient, and so does x."""
+        return x if self.axis.coordinate == 0 else x - x.detach()
+
+    def shard(self, op: str) -> Shard | None:
+        """The part of the vocabulary of an operator that is split over it."""
+        if self.split(op) != "v":
+            return None
+        return Shard(self.axis.group, self.vocabulary // self.axis.size * self.axis.coordinate)
+
+    def table(self, weight_VD: Tensor, op: str) -> Tensor:
+        """The part of a table that an operator uses. Of one that both ends use unlike each other, each rank gets a
+        summand of the gradient: a copy's counts once."""
+        if not self._mixed or self.split(op) == "b":
+            return weight_VD
+        if (shard := self.shard(op)) is not None:
+            return weight_VD.narrow(0, shard.first, self.vocabulary // self.axis.size)
+        return weight_VD if self.axis.coordinate == 0 else weight_VD.detach()

@@ -1,0 +1,102 @@
+"""A table that the first and the last stage of a pipeline both hold: the embedding, and the head's matrix.
+
+Each end adds the other's gradient to its own and makes the same update, so the two copies stay equal. The head's
+gradient is complete before the last blocks' backward pass and travels behind the first stage's passes; the embedding's
+is zero but for the rows of the step's tokens, and only these travel back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from farspan.domain.layout import Part, Send, transfer
+from farspan.runtime.place import Place
+from farspan.runtime.state import TrainState
+from farspan.runtime.wire import Posted, Wire, tag
+
+#: Channels of messages (`wire.tag`): the head's gradient and the embedding's, and what is handed on inside a site.
+HEAD, EMBEDDING, HANDED = 13, 14, 2
+TABLE = "tok.weight"
+
+
+class TiedTable:
+    """One worker's part of the exchange, once a step: `expect`, then `send` when its own sum is complete, `add` last."""
+
+    def __init__(self, place: Place, state: TrainState, wire: Wire, rows: dict[int, tuple[int, int]]) -> None:
+        """`rows`: the rows [start, stop) of the table that each worker of both stages holds."""
+        self._place, self._state, self._wire, self._held = place, state, wire, rows
+        self._bucket = state.home[state.names.index(TABLE)][0]
+        self._count = -1
+        ends = place.replica.stages[0].mesh.ranks, place.replica.stages[-1].mesh.ranks
+        self._mine, self._theirs = ends if place.first else ends[::-1]
+        self._received: list[list[tuple[Send, Posted]]] = []
+        self._out: tuple[NDArray[np.int64], Sequence[Send], Sequence[Send]]
+
+    def expect(self, tokens: NDArray[np.int64]) -> None:
+        """A step begins that reads these tokens: post the receives."""
+        self._count += 1
+        every = np.arange(max(stop for _, stop in self._held.values()))
+        touched = np.unique(tokens)
+        sent, received = (touched, every) if self._place.first else (every, touched)
+        self._out = (sent, *self._sends(sent, self._mine, self._theirs))
+        first, second = self._sends(received, self._theirs, self._mine)
+        self._received = [
+            [(one, self._wire.post(self._size(one), torch.float32, one.source, self._tag(not self._place.first, hop)))
+             for one in sends if one.target == self._place.rank]
+            for hop, sends in enumerate((first, second))
+        ]  # fmt: skip
+        low, high = np.searchsorted(received, self._held[self._place.rank])
+        self._expected = int(low), int(high)
+        self._hands = [one for one in second if one.source == self._place.rank]
+        self._incoming = received
+
+    def send(self) -> None:
+        """Send the rows that the other end lacks; this end's own gradient is complete."""
+        rows, first, _ = self._out
+        table = self._table()
+        for one in first:
+            if one.source == self._place.rank:
+                part = table[self._local(rows[one.start : one.stop])].reshape(-1)
+                self._wire.send(part, one.target, self._tag(self._place.first, 0))
+
+    def add(self) -> None:
+        """Add the other end's gradient, and hand it on inside the site."""
+        table, (low, high) = self._table(), self._expected
+        found = torch.empty(high - low, table.shape[1])
+        for hop, received in enumerate(self._received):
+            for one, posted in received:
+                found[one.start - low : one.stop - low] = posted.wait().view(-1, table.shape[1])
+            for one in self._hands if hop == 0 else ():
+                part = found[one.start - low : one.stop - low].reshape(-1)
+                self._wire.send(part, one.target, self._tag(not self._place.first, 1))
+        table.index_add_(0, self._local(self._incoming[low:high]), found.to(table.device))
+
+    def _sends(
+        self, rows: NDArray[np.int64], source: Sequence[int], target: Sequence[int]
+    ) -> tuple[Sequence[Send], Sequence[Send]]:
+        """The exchange of some rows, counted by their place among them."""
+
+        def parts(ranks: Sequence[int]) -> list[Part]:
+            found = (np.searchsorted(rows, self._held[rank]) for rank in ranks)
+            return [Part(rank, int(low), int(high)) for rank, (low, high) in zip(ranks, found, strict=True)]
+
+        return transfer(parts(source), parts(target), self._place.site)
+
+    def _table(self) -> Tensor:
+        full = self._state.collected[self._bucket]
+        assert full is not None
+        return self._state.view({self._bucket: full}, self._state.names.index(TABLE))  # type: ignore[arg-type]
+
+    def _local(self, rows: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(rows - self._held[self._place.rank][0]).to(self._state.device)
+
+    def _size(self, one: Send) -> int:
+        return (one.stop - one.start) * self._place.plan.model.d_model
+
+    def _tag(self, embedding: bool, hop: int) -> int:
+        return tag((EMBEDDING if embedding else HEAD) + hop * HANDED, self._count)

@@ -1,0 +1,159 @@
+"""Whole parameters on rank 0, and the pieces of them that each worker owns: what checkpoints are written from.
+
+Each worker announces its buckets once; afterwards both sides know what every message holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from farspan.runtime.place import Place
+from farspan.runtime.state import TrainState, length
+from farspan.runtime.tensor_axis import Slice
+from farspan.runtime.wire import Posted, Wire, tag
+
+#: The channel of these messages (`wire.tag`).
+WHOLE = 17
+
+
+class Piece(NamedTuple):
+    """What a worker owns of one parameter: elements [start, stop) of its slice, flattened, at `at` of its bucket's."""
+
+    name: str
+    slice: Slice | None
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    at: int
+
+
+class Manifest(NamedTuple):
+    """One worker's buckets, by replica: bytes' worth of pieces each, and whether another stage has the same."""
+
+    replica: int
+    sizes: list[int]
+    pieces: list[list[Piece]]
+    copies: list[bool]
+
+
+class Whole:
+    """One worker's end. `collect` and `hand_out` are called by all workers of the run at once."""
+
+    def __init__(
+        self, place: Place, state: TrainState, slices: Mapping[str, Slice], shapes: Mapping[str, Sequence[int]],
+        wire: Wire,
+    ) -> None:  # fmt: skip
+        """`slices` of the parameters that are not whole here, `shapes` of all parameters of the model."""
+        self._rank, self._state, self._wire, self._shapes = place.rank, state, wire, shapes
+        mine = _manifest(place, state, slices)
+        self.manifests: list[Manifest] = [mine]
+        if len(place.plan.devices) > 1:
+            found: list[Manifest | None] = [None] * len(place.plan.devices)
+            dist.all_gather_object(found, mine)
+            self.manifests = [one for one in found if one is not None]
+        self._count = 0
+
+    def collect(self, flats: Sequence[Tensor], replica: int = 0) -> dict[str, Tensor]:
+        """The parameters of one replica, whole and on rank 0, from what each worker keeps by bucket: masters, moments,
+        or gradients. Empty on other ranks."""
+        number, self._count = tag(WHOLE, self._count), self._count + 1
+        sources = self._sources(replica)
+        if self._rank != 0:
+            for rank, bucket in sources:
+                if rank == self._rank:
+                    self._wire.send(flats[bucket].reshape(-1), 0, number)
+            self._wire.close()
+            return {}
+        posted: list[tuple[int, int, Posted | None]] = [
+            (
+                rank,
+                b,
+                None if rank == 0 else self._wire.post(self.manifests[rank].sizes[b], torch.float32, rank, number),
+            )
+            for rank, b in sources
+        ]
+        found: dict[str, Tensor] = {}
+        parts: dict[tuple[str, Slice | None], Tensor] = {}
+        for rank, b, one in posted:
+            content = flats[b].reshape(-1) if one is None else one.wait()
+            for piece in self.manifests[rank].pieces[b]:
+                self._place(found, parts, piece, content[piece.at : piece.at + piece.stop - piece.start])
+        for (name, cut), local in parts.items():
+            if cut is not None:
+                into(found.setdefault(name, torch.empty(tuple(self._shapes[name]))), cut, local)
+        return found
+
+    def _place(
+        self, found: dict[str, Tensor], parts: dict[tuple[str, Slice | None], Tensor], piece: Piece, content: Tensor
+    ) -> None:
+        """Put a piece where it belongs; one that is a whole parameter is not copied."""
+        size = torch.Size(piece.shape).numel()
+        if piece.slice is None and piece.stop - piece.start == size:
+            found[piece.name] = content.view(piece.shape).cpu()
+            return
+        key = (piece.name, piece.slice)
+        if key not in parts:
+            parts[key] = torch.empty(piece.shape)
+            if piece.slice is None:
+                found[piece.name] = parts[key]
+        parts[key].view(-1)[piece.start : piece.stop] = content.cpu()
+
+    def hand_out(self, flats: Sequence[Tensor], whole: Mapping[str, Tensor] | None, replica: int | None = None) -> None:
+        """Fill every worker's buckets (of one replica, or of all) from whole parameters, which rank 0 gives."""
+        number, self._count = tag(WHOLE, self._count), self._count + 1
+        wanted = [rank for rank, one in enumerate(self.manifests) if replica is None or one.replica == replica]
+        if self._rank != 0:
+            if self._rank in wanted:
+                posted = [self._wire.post(len(flat), torch.float32, 0, number) for flat in flats]
+                for flat, one in zip(flats, posted, strict=True):
+                    flat.copy_(one.wait())
+            return
+        assert whole is not None
+        for rank in wanted:
+            for b, pieces in enumerate(self.manifests[rank].pieces):
+                content = torch.zeros(self.manifests[rank].sizes[b])
+                for piece in pieces:
+                    local = whole[piece.name] if piece.slice is None else piece.slice.of(whole[piece.name])
+                    content[piece.at : piece.at + piece.stop - piece.start] = local.reshape(-1)[
+                        piece.start : piece.stop
+                    ]
+                if rank == 0:
+                    flats[b].copy_(content)
+                else:
+                    self._wire.send(content, rank, number)
+        self._wire.close()
+
+    def _sources(self, replica: int) -> list[tuple[int, int]]:
+        """The first worker that owns each bucket of a replica, and the bucket's number there."""
+        seen, found = set(), []
+        for rank, manifest in enumerate(self.manifests):
+            for b, pieces in enumerate(manifest.pieces):
+                key = tuple((piece.name, piece.slice, piece.start, piece.stop) for piece in pieces)
+                if manifest.replica == replica and not manifest.copies[b] and key not in seen:
+                    seen.add(key)
+                    found.append((rank, b))
+        return found
+
+
+def _manifest(place: Place, state: TrainState, slices: Mapping[str, Slice]) -> Manifest:
+    pieces: list[list[Piece]] = [[] for _ in state.buckets]
+    for i, name in enumerate(state.names):
+        start, stop, where = state.owned(i)
+        if stop > start:
+            piece = Piece(name, slices.get(name), tuple(state.shapes[i]), start, stop, where.start)
+            pieces[state.home[i][0]].append(piece)
+    copies = [bucket.tied and not place.first for bucket in state.buckets]
+    return Manifest(place.replica_index, [length(bucket) for bucket in state.buckets], pieces, copies)
+
+
+def into(whole: Tensor, cut: Slice, local: Tensor) -> None:
+    """Put a worker's slice into a whole parameter."""
+    at = 0
+    for start, stop in cut.ranges:
+        whole.narrow(cut.dim, start, stop - start).copy_(local.narrow(cut.dim, at, stop - start))
+        at += stop - start

@@ -1,0 +1,102 @@
+"""Messages between two workers on a long line: receives are posted before the data comes, sends are never waited for
+before the end of a step.
+
+Gloo moves a message as soon as both ends know of it. A receive that is posted when the data is wanted therefore costs
+a round trip, one that was posted before costs nothing. Messages go through the memory of the hosts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+#: Tags are `channel * MESSAGES + count`; a count returns long after its last message has arrived.
+MESSAGES = 2**20
+#: A message is divided over streams in parts of at least so many bytes.
+LEAST_PART = 2**16
+
+
+class Posted(NamedTuple):
+    """A receive under way."""
+
+    buffer: Tensor
+    works: tuple[dist.Work, ...]
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        return self.buffer
+
+
+class Sent:
+    """A send under way, and what must not change meanwhile. Gloo counts completions: a second wait would never end."""
+
+    def __init__(self, work: dist.Work, part: Tensor) -> None:
+        self._work, self._part = work, part
+        self._ended = False
+
+    def wait(self) -> None:
+        if not self._ended:
+            self._work.wait()
+            self._ended = True
+
+
+class Wire:
+    """One worker's end of all its messages. `groups` hold the connections between two ranks; several are streams."""
+
+    def __init__(self) -> None:
+        self._sent: deque[Sent] = deque()
+        self._before = 0
+
+    def send(
+        self, data: Tensor, target: int, tag: int, groups: Sequence[dist.ProcessGroup | None] = (None,)
+    ) -> list[Sent]:
+        """Send a contiguous tensor to a rank; it must not change before what is returned has ended."""
+        works = []
+        for group, part in zip(groups, parts(data.detach().cpu().view(-1), len(groups)), strict=False):
+            work = dist.isend(part, target, group=group, tag=tag)
+            assert work is not None
+            works.append(Sent(work, part))
+        self._sent.extend(works)
+        return works
+
+    def post(
+        self, size: int, dtype: torch.dtype, source: int, tag: int,
+        groups: Sequence[dist.ProcessGroup | None] = (None,),
+    ) -> Posted:  # fmt: skip
+        """Begin to receive so many elements from a rank."""
+        buffer = torch.empty(size, dtype=dtype)
+        works = []
+        for group, part in zip(groups, parts(buffer, len(groups)), strict=False):
+            work = dist.irecv(part, source, group=group, tag=tag)
+            assert work is not None
+            works.append(work)
+        return Posted(buffer, tuple(works))
+
+    def settle(self) -> None:
+        """At the end of a step: wait for what was sent before the last end of a step."""
+        for _ in range(self._before):
+            self._sent.popleft().wait()
+        self._before = len(self._sent)
+
+    def close(self) -> None:
+        """Wait for everything that was sent."""
+        while self._sent:
+            self._sent.popleft().wait()
+        self._before = 0
+
+
+def parts(flat: Tensor, count: int) -> tuple[Tensor, ...]:
+    """A flat tensor in up to so many nearly equal parts, the same on both ends."""
+    most = max(1, min(count, flat.nbytes // LEAST_PART))
+    return torch.tensor_split(flat, most)
+
+
+def tag(channel: int, count: int) -> int:
+    """The tag of a channel's message number `count`."""
+    return channel * MESSAGES + count % MESSAGES
