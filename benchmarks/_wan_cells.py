@@ -124,10 +124,14 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], folder: Path, deadline_s
         time.sleep(POLL_S)
     bad = next((rank for rank, code in enumerate(codes) if code), None)
     if bad is not None:
-        lines = Path(folder, f"{bad}.err").read_text(errors="replace").strip().splitlines() or ["no message"]
-        raise Failed(f"rank {bad} ended with exit code {codes[bad]}: {lines[-1][:300]}")
+        raise Failed(f"rank {bad} ended with exit code {codes[bad]}: {_last_line(folder / f'{bad}.err')}")
     if None in codes:
         raise Failed(f"not done after {deadline_s:g} s")
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines() or ["none"]
+    return lines[-1][:300]
 
 
 def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -184,7 +188,8 @@ def ours(plan: Plan, work: Work, cluster: Cluster, warmup: int, deadline_s: floa
         except Refusal:
             if not deadline.passed:
                 raise
-            raise Failed(f"not done after {deadline_s:g} s, {len(events)} steps made") from None
+            said = {path.stem: _last_line(path) for path in sorted(run.logs.glob("rank-*.log"))}
+            raise Failed(f"not done after {deadline_s:g} s, {len(events)} steps made; last words: {said}") from None
     if len(events) < plan.train.steps:
         raise Failed(f"{len(events)} of {plan.train.steps} steps made")
     # Events are written at the end of each step: from the end of the last warm-up step on.

@@ -260,13 +260,13 @@ def arguments() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--untied", action="store_true", help="the head is a matrix of its own, for all")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--deadline", type=float, default=900, metavar="S", help="of a run (default: 900)")
+    parser.add_argument("--deadline", type=float, metavar="S", help="of a run (default: 600)")
     parser.add_argument("--retry", action="store_true", help="run cells that failed again")
     parser.add_argument("--quick", action="store_true", help="3 steps once over 0.1 and 20 ms, into a temporary file")
     parser.add_argument("--out", type=Path, help=f"default: {RESULTS.name} in results")
     given = parser.parse_args()
-    usual = {"rtt": (0.1, 20.0), "repeat": 1, "steps": 3, "warmup": 1} if given.quick else {}
-    for key, value in {"rtt": RTTS_MS, "repeat": 3, "steps": 10, "warmup": 2, **usual}.items():
+    usual = {"rtt": (0.1, 20.0), "repeat": 1, "steps": 3, "warmup": 1, "deadline": 120} if given.quick else {}
+    for key, value in {"rtt": RTTS_MS, "repeat": 3, "steps": 10, "warmup": 2, "deadline": 600, **usual}.items():
         setattr(given, key, value if getattr(given, key) is None else getattr(given, key))
     return given
 

@@ -29,16 +29,15 @@ from farspan.domain.results import Estimate, Finished, Measurement
 from farspan.domain.run import RunFolder, RunRecord, cache_folder
 from farspan.domain.train import TrainSpec
 from farspan.domain.units import format_bytes
-from farspan.estimate.price import RESERVE
 
 if TYPE_CHECKING:
     from farspan.launch.probe import Probe
+    from farspan.planning.rank import Candidate
 
 #: Seconds of trial steps in each precision.
 PROBE_S = 3.0
-#: Another plan is mentioned before training where it takes at least this share less; beyond so many devices only plans
-#: for all of them are tried, so that training starts soon.
-WORTH, FEW = 0.1, 16
+#: Beyond so many devices only plans for all of them are tried, so that training starts soon.
+FEW = 16
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +53,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan that this version's workers can run, and all that it was made from."""
+    """A plan, and all that it was made from."""
 
     plan: Plan
     estimate: Estimate
@@ -155,39 +154,44 @@ def allowed(asked: ParallelConfig) -> tuple[str, ...]:
     return names
 
 
-def plan(resolved: Resolved, asked: ParallelConfig) -> Planned:
-    """A plan over all devices that this version's workers can run: data parallelism, unless run.yaml names another.
+def plan(resolved: Resolved, asked: ParallelConfig, console: Console, *, table: bool = False) -> Planned:
+    """The best plan of the techniques that run.yaml allows, on all devices or on some; of one that it names, on all.
 
-    Raises Refusal where none fits, and where the workers cannot run what is asked for.
+    With `table` says how they compare. Raises Refusal where none fits.
     """
-    from farspan import models, techniques
     from farspan.domain.engine import engine
-    from farspan.estimate.price import price
+    from farspan.planning.compare import called
+    from farspan.planning.rank import rank
 
-    names = allowed(asked)
-    name = "data" if not names or "data" in names else names[0]
-    graph = models.graph(resolved.model)
-    task = techniques.Task(
-        resolved.model, graph, resolved.cluster, resolved.train, engine("farspan"), resolved.corpus.hash
+    names, cluster = allowed(asked), resolved.cluster
+    ranking = rank(
+        resolved.model, cluster, resolved.train, engine("farspan"), objective=asked.objective, allow=names,
+        corpus=resolved.corpus.hash, parts=asked.technique == "auto" and len(cluster.devices) <= FEW,
     )  # fmt: skip
-    made = techniques.technique(name).plan(task)
-    if isinstance(made, Problem):
-        raise Refusal.of(made)
-    if name == "data":
-        made = _flat(made)
-    if made.unsupported is not None:
-        raise Refusal(
-            "cannot-plan", what=f"this version's workers cannot run {name}", where="run.yaml, key parallel",
-            fact=f"its plan has {made.unsupported}", remedy="set parallel.technique: data",
-        )  # fmt: skip
-    return Planned(plan=made, estimate=price(made, task.costs), resolved=resolved)
+    if table:
+        from farspan.cli.planning import say_ranking
+
+        say_ranking(ranking, console)
+        console.say()
+    # The run's folder lies on the first host, where rank 0 reads and writes it.
+    here = [one for one in ranking.candidates if one.eligible and 0 in one.places]
+    if not here:
+        refused = next((one for one in ranking.candidates if one.problem), ranking.candidates[0])
+        raise Refusal.of(refused.problem or unchosen(refused))
+    best = here[0]
+    assert best.plan is not None and best.estimate is not None
+    if len(cluster.devices) > 1 and asked.technique == "auto":
+        console.say(f"of {len(ranking.candidates)} plans the best: {called(best)}")
+    return Planned(plan=best.plan, estimate=best.estimate, resolved=resolved)
 
 
-def _flat(made: Plan) -> Plan:
-    """The plan with its gradients summed over one ring, as this version's workers do."""
-    (stage,) = made.replicas[0].stages
-    flat = msgspec.structs.replace(stage, grad_sync=msgspec.structs.replace(stage.grad_sync, topology="flat"))
-    return msgspec.structs.replace(made, replicas=(msgspec.structs.replace(made.replicas[0], stages=(flat,)),))
+def unchosen(candidate: Candidate) -> Problem:
+    """Why a plan that fits is not run."""
+    return Problem(
+        code="cannot-plan", what=f"{candidate.technique} is not chosen", where=candidate.where,
+        fact=candidate.unchosen or "it leaves out the first device, whose host holds the run",
+        remedy="set parallel.technique: data",
+    )  # fmt: skip
 
 
 def given_cluster(config: RunConfig, *, reach: bool) -> Cluster | None:
@@ -236,8 +240,7 @@ def start(path: Path, config: RunConfig, console: Console, *, table: bool = Fals
     With `table` the techniques are compared on this cluster first.
     """
     resolved = resolve(config, console, trial=True)
-    planned = plan(resolved, config.parallel)
-    say_alternatives(planned, config.parallel, console, table=table)
+    planned = plan(resolved, config.parallel, console, table=table)
     return make(path, config, planned, console)
 
 
@@ -265,33 +268,6 @@ def make(path: Path, config: RunConfig, planned: Planned, console: Console) -> R
     return run
 
 
-def say_alternatives(planned: Planned, asked: ParallelConfig, console: Console, *, table: bool) -> None:
-    """Say by how much another plan would be faster than the one that will run, where it is worth a word."""
-    from farspan.domain.engine import engine
-    from farspan.planning.compare import called, full_s
-    from farspan.planning.rank import rank
-
-    found, cluster = planned.resolved, planned.resolved.cluster
-    if len(cluster.devices) == 1 and not table:
-        return
-    ranking = rank(
-        found.model, cluster, found.train, engine("farspan"), allow=allowed(asked), corpus=found.corpus.hash,
-        parts=len(cluster.devices) <= FEW,
-    )  # fmt: skip
-    if table:
-        from farspan.cli.planning import say_ranking
-
-        say_ranking(ranking, console)
-        console.say()
-    if ranking.chosen is None:
-        return
-    best, steps = ranking.candidates[ranking.chosen], planned.plan.train.steps
-    ours_s = steps * planned.estimate.step_s / (1 - RESERVE)
-    if full_s(best) <= (1 - WORTH) * ours_s:
-        share = f"{1 - full_s(best) / ours_s:.0%}"
-        console.say(f"{called(best)} would take {share} less time; this version's workers train data over all devices")
-
-
 def say_plan(planned: Planned, console: Console) -> None:
     """The plan line, and what there is to be warned about, before training; refuses what does not fit."""
     from farspan.report.text import plan_line
@@ -299,13 +275,18 @@ def say_plan(planned: Planned, console: Console) -> None:
     console.say(plan_line(planned.plan, planned.estimate, planned.resolved.corpus))
     for warning in planned.resolved.warnings:
         console.say(f"warning: {warning}")
-    usable = min(device.memory for device in planned.resolved.cluster.devices)
-    if planned.estimate.memory_bytes > usable:
-        raise Refusal(
-            "out-of-memory", what="the plan needs more memory than a device has", where="plan",
-            fact=f"predicted {format_bytes(planned.estimate.memory_bytes)}, there is {format_bytes(usable)}",
-            remedy="set train.recompute: true, or a smaller size, in run.yaml",
-        )  # fmt: skip
+    hosts = {host.name: host.devices for host in planned.resolved.cluster.hosts}
+    used = sorted(r for replica in planned.plan.replicas for stage in replica.stages for r in stage.mesh.ranks)
+    for rank, memory in zip(used, planned.estimate.memory, strict=True):
+        at = planned.plan.devices[rank]
+        usable = hosts[at.host][at.index].memory
+        if memory.total > usable:
+            raise Refusal(
+                "out-of-memory", what="the plan needs more memory than a device has",
+                where=f"{at.host}, device {at.index}",
+                fact=f"predicted {format_bytes(memory.total)}, there is {format_bytes(usable)}",
+                remedy="set train.recompute: true, or a smaller size, in run.yaml",
+            )  # fmt: skip
 
 
 def refuse_existing(path: Path, remedy: str) -> None:

@@ -88,11 +88,6 @@ def planned(path: Path, config: RunConfig, config_path: Path, console: Console) 
             "plan-mismatch", what="the plan was made from flags, without text", where=path,
             fact="it has no hash of a corpus, so nothing says what to train on", remedy=again,
         )  # fmt: skip
-    if plan.unsupported is not None:
-        raise Refusal(
-            "cannot-plan", what="this version's workers cannot run the plan", where=path,
-            fact=f"{plan.technique} has {plan.unsupported}", remedy=command("train", config_path),
-        )  # fmt: skip
     cluster = _cluster(config)
     check_cluster(plan, cluster, path, again)
     folder, manifest = job.prepare(config, console)

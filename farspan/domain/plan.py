@@ -178,17 +178,3 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def hash(self) -> str:
         return content_hash(self)
-
-    @property
-    def unsupported(self) -> str | None:
-        """What of this plan the workers of this version cannot run yet; None where they can."""
-        stages = [stage for replica in self.replicas for stage in replica.stages]
-        if len(self.replicas) > 1:
-            return "replicas with optimizer state of their own"
-        if len(stages) > 1:
-            return "pipeline stages"
-        if stages[0].mesh.axes != ("data",):
-            return f"a mesh of axes {', '.join(stages[0].mesh.axes)}"
-        if stages[0].zero or stages[0].grad_sync.topology != "flat" or stages[0].grad_sync.bits != 32:
-            return "divided state, or sums of gradients by site or in fewer bits"
-        return None

@@ -33,7 +33,7 @@ class Edges:
     def __init__(self, place: Place, groups: Groups, wire: Wire, depths: list[int]) -> None:
         self._place, self._groups, self._wire = place, groups, wire
         s = place.stage_index
-        # A stage is ahead of the next by what it has in flight, and has begun its next step when the first of that left.
+        # A stage is ahead of the next by what it has in flight, and maybe the first message of its next step.
         if not place.first:
             self.from_before = self._messages(s - 1, DOWN, depths[s - 1] + 1)
             self.to_before = self._messages(s - 1, UP, depths[s - 1] + 1)

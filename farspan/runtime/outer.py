@@ -33,7 +33,7 @@ class Outer:
         assert place.plan.sync is not None
         self._state, self._wire, self._sync = state, wire, place.plan.sync
         self._replica, self._replicas = place.replica_index, len(place.plan.replicas)
-        #: Parameters of the last meeting, and the outer momentum, by bucket; what was sent off from, where that goes on.
+        #: By bucket: parameters of the last meeting, the outer momentum, and what the exchange under way left from.
         self.anchor = [master.clone() for master in state.master]
         self.momentum = [torch.zeros_like(master) for master in state.master]
         self._left: list[Tensor] | None = None
@@ -42,7 +42,8 @@ class Outer:
         self._routes = {r: _Route(self._space, place, r) for r in range(self._replicas) if r != self._replica}
         if self._sync.bits < 32 and not self._alike():
             raise Refusal(
-                "cannot-plan", what=f"replicas of unlike shape cannot meet in {self._sync.bits} bits", where="plan.json",
+                "cannot-plan", what=f"replicas of unlike shape cannot meet in {self._sync.bits} bits",
+                where="plan.json",
                 fact="every replica must round the same numbers together", remedy="set the plan's sync.bits to 32",
             )  # fmt: skip
         self._count = 0

@@ -32,7 +32,7 @@ Phases = Generator[Waits]
 class Reducer:
     """The sums of one worker's gradients. `arm(last)` before every backward pass; `finish()` at the end of the step.
 
-    `passed` is called with a bucket's number when a backward pass has written all of it, `done` when its sum is complete.
+    `passed` is called with a bucket's number when a backward pass has written all of it, `done` when it is summed.
     """
 
     def __init__(self, place: Place, state: TrainState, groups: Groups, wire: Wire) -> None:
@@ -124,7 +124,7 @@ class Reducer:
             yield []
 
     def _divided(self, b: int, full: Tensor, last: bool, count: int) -> Phases:
-        """This worker's part of the sum over the data axis, added to what earlier microbatches gave; then over sites."""
+        """This worker's part of the sum over the data axis, added to earlier microbatches'; then over sites."""
         state, own = self._state, self._state.buckets[b].own
         if full.device.type == "cuda":
             part = torch.empty(own.stop - own.start, device=full.device)

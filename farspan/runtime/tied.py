@@ -25,7 +25,7 @@ TABLE = "tok.weight"
 
 
 class TiedTable:
-    """One worker's part of the exchange, once a step: `expect`, then `send` when its own sum is complete, `add` last."""
+    """One worker's part of the exchange, once a step: `expect`, `send` when its own sum is complete, `add` last."""
 
     def __init__(self, place: Place, state: TrainState, wire: Wire, rows: dict[int, tuple[int, int]]) -> None:
         """`rows`: the rows [start, stop) of the table that each worker of both stages holds."""

@@ -135,8 +135,8 @@ class Trainer:
         return "deadline" if self.step >= self.steps else ""
 
     def _decide(self) -> tuple[str, bool]:
-        """Why to stop, if at all, and whether to save: agreed by all workers. A signal anywhere stops all; rank 0's clock
-        decides the rest; validations gave everyone the same. Workers of one replica hear of it a step later, without
+        """Why to stop, if at all, and whether to save: agreed by all workers. A signal anywhere stops all; rank 0's
+        clock decides the rest; validations gave everyone the same. Workers of one replica hear of it a step later, without
         waiting for each other."""
         group, train, steps, save = self.w.group, self.w.plan.train, 0, False
         if group.rank == 0:
@@ -219,8 +219,8 @@ class Trainer:
         samples = self.w.executor.place.replica_samples(step)
         raise Refusal(
             "non-finite",
-            what=f"the {'gradient' if math.isfinite(loss) else 'loss'} is not finite at step {step + 1}; the update was "
-            "not made",
+            what=f"the {'gradient' if math.isfinite(loss) else 'loss'} is not finite at step {step + 1}; the update "
+            "was not made",
             where=f"rank {', '.join(map(str, outcome.faulty)) or 'any'}, among samples {samples[0]} to {samples[-1]}",
             fact=f"loss {loss}, gradient norm {norm}, learning rate so far up to {self.w.plan.train.optimizer.lr:g}; "
             + saved.format(step=step),

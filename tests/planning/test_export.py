@@ -199,9 +199,6 @@ def test_what_no_other_system_expresses_is_refused_by_name(name: str) -> None:
     assert caught.value.problem.exit_code == 40
     parts = export(REPLACE(plan, replicas=(REPLACE(replica, microbatches=5),)), name)
     assert any("accumulated over 8 parts, all alike; the plan has 5" in note for note in parts.notes)
-    uneven = REPLACE(piped(planned("data"), (6, 11, 16)).replicas[0], microbatches=5, in_flight=(4, 3, 2, 1))
-    with pytest.raises(Refusal, match="128 sequences do not divide into 5 microbatches"):
-        export(REPLACE(plan, replicas=(uneven,)), name)
     for change, words in (
         (GradSync(bucket_bytes=None, topology="hierarchical"), "inside each site first"),
         (GradSync(bucket_bytes=None, bits=8), "sent in 8 bits"),

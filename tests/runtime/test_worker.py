@@ -25,8 +25,8 @@ from farspan.domain.run import RunFolder
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
 from farspan.runtime import checkpoint
 from farspan.runtime.data import Order, Windows
-from farspan.runtime.model import Decoder, initialise
-from farspan.runtime.state import TrainState, learning_rate
+from farspan.runtime.model import Decoder, drawn, initialise
+from farspan.runtime.state import learning_rate
 from tests import tiny
 
 TRAIN = TrainSpec(
@@ -197,21 +197,23 @@ def damage(path: Path, how: str) -> None:
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
 def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(tmp_path, how, name):
     folder = tmp_path / "checkpoints"
-    state = _state()
     for step in (3, 7):
-        checkpoint.write(folder, state, checkpoint.Progress(step=step, plan="p", elapsed_s=1.0), keep=2)
+        checkpoint.write(folder, _files(), checkpoint.Progress(step=step, plan="p", elapsed_s=1.0), keep=2)
     damage(folder / "step-00000007" / name, how)
     if (how, name) == ("flip", "state.json"):
         damage(folder / "step-00000007" / name, "truncate")
     with pytest.raises(checkpoint.Corrupt):
-        checkpoint.read(folder / "step-00000007", _state())
-    assert checkpoint.read(folder / "step-00000003", _state()).step == 3
+        checkpoint.verify(folder / "step-00000007")
+    assert checkpoint.verify(folder / "step-00000003").step == 3
 
 
-def _state() -> TrainState:
-    model = Decoder(tiny.SPEC)
-    initialise(model, 0)
-    return TrainState(model, "fp32")
+def _files() -> dict[str, dict[str, torch.Tensor]]:
+    """A checkpoint's tensors: first values, and moments of zero."""
+    values = dict(drawn(tiny.SPEC, 0))
+    moments = {
+        f"{kind}.{name}": torch.zeros_like(one) for kind in ("exp_avg", "exp_avg_sq") for name, one in values.items()
+    }
+    return {checkpoint.MODEL: values, checkpoint.OPTIMIZER: moments}
 
 
 def test_resuming_from_a_damaged_checkpoint_says_what_was_lost(tmp_path):
@@ -264,10 +266,10 @@ def test_a_non_finite_loss_stops_before_the_update(tmp_path, rows):
 
 def poison(run: RunFolder) -> None:
     """A checkpoint after step 1 some of whose embeddings are infinite, so that the next loss is not a number."""
-    state = _state()
-    state.master[:100] = float("inf")
+    files = _files()
+    files[checkpoint.MODEL]["tok.weight"][:3] = float("inf")
     progress = checkpoint.Progress(step=1, plan=run.load_plan().hash, elapsed_s=0.0)
-    checkpoint.write(run.checkpoints, state, progress, keep=3)
+    checkpoint.write(run.checkpoints, files, progress, keep=3)
 
 
 def test_patience_stops_early(tmp_path):

@@ -38,7 +38,7 @@ def irregular(plan: Plan) -> list[str]:
     (replica,) = plan.replicas
     return [
         *_unlike_stages(replica.stages),
-        *_unlike_rows(replica.stages, replica.microbatches),
+        *_unlike_rows(replica.stages),
         *_sums(replica.stages),
     ]
 
@@ -55,12 +55,10 @@ def _unlike_stages(stages: tuple[Stage, ...]) -> list[str]:
     return found
 
 
-def _unlike_rows(stages: tuple[Stage, ...], microbatches: int) -> list[str]:
+def _unlike_rows(stages: tuple[Stage, ...]) -> list[str]:
     rows = sorted({row for stage in stages for row in stage.rows})
     if len(rows) > 1:
         return [f"devices read unlike shares of a step, {rows[0]} to {rows[-1]} sequences"]
-    if rows[0] % microbatches:
-        return [f"{rows[0]} sequences do not divide into {microbatches} microbatches"]
     return []
 
 
