@@ -123,19 +123,43 @@ class Network:
 
     # -- collectives over a group of ranks, `size` bytes being the whole tensor --------------------------------------
 
-    def reduce_scatter_s(self, group: Sequence[int], size: float, *, messages: float = 1, concurrent: int = 1) -> float:
-        """A ring: n - 1 steps of a part each. An all-gather takes as long."""
+    def all_gather_s(self, group: Sequence[int], size: float, *, messages: float = 1, concurrent: int = 1) -> float:
+        """A ring: n - 1 steps of a part each."""
         return self._ring_s(group, size, len(group) - 1, messages, concurrent)
 
-    all_gather_s = reduce_scatter_s
+    def reduce_scatter_s(self, group: Sequence[int], size: float, *, messages: float = 1, concurrent: int = 1) -> float:
+        """A ring like an all-gather's; or every part straight to its owner, where the engine sends so."""
+        if self.engine.direct:
+            return self.direct_s(group, size / max(1, len(group)), messages=messages, concurrent=concurrent)
+        return self._ring_s(group, size, len(group) - 1, messages, concurrent)
+
+    def direct_s(
+        self, group: Sequence[int], part: float, *, messages: float = 1, concurrent: int = 1, connections: int = 1
+    ) -> float:
+        """Every rank sends `part` bytes to each other one, all at once: messages of one series share the round trip
+        that they begin with, and the line between two sites; each pair has so many connections."""
+        if len(group) < 2:
+            return 0.0
+        trip = busy = 0.0
+        pairs = Counter((self.hosts[a], self.hosts[b]) for a in group for b in group if a != b)
+        for (a, b), count in pairs.items():
+            wire = self.between(a, b, True, self.engine.streams)
+            rate = wire.rate if wire.local else min(wire.line / (count * concurrent), wire.rate * connections)
+            # A message waits until its receiver has said that it is ready for it.
+            trip = max(trip, 2 * wire.delay_s + (0.0 if wire.local else messages * self.engine.message_s))
+            busy = max(busy, part * (max(1, len(group) - 1) if wire.local else 1) / rate)
+        return trip + busy
 
     def all_reduce_s(
         self, group: Sequence[int], size: float, *, messages: float = 1, concurrent: int = 1,
-        topology: str = "flat",
+        topology: str = "flat", bits: int = 32,
     ) -> float:  # fmt: skip
-        """A ring of 2 (n - 1) steps; or inside each site first, then once between the sites, and back."""
+        """A ring of 2 (n - 1) steps; or inside each site first, then once between the sites, and back. `size` is of
+        numbers of so many bits, as they go between sites; fewer than 32 go straight to everyone."""
         if topology == "hierarchical" and len({self.sites[rank] for rank in group}) > 1:
-            return self._hierarchical_s(group, size, messages, concurrent)
+            return self._hierarchical_s(group, size, messages, concurrent, size * 32 / bits)
+        if bits < 32:
+            return self.direct_s(group, size, messages=messages, concurrent=concurrent)
         return self._ring_s(group, size, 2 * (len(group) - 1), messages, concurrent)
 
     def all_to_all_s(self, group: Sequence[int], size: float, *, messages: float = 1, concurrent: int = 1) -> float:
@@ -167,17 +191,18 @@ class Network:
             self._rings[key] = (rounds * sum(hops) + part, slowest)
         return self._rings[key]
 
-    def _hierarchical_s(self, group: Sequence[int], size: float, messages: float, concurrent: int) -> float:
-        """Reduce-scatter inside each site; each part crosses between the sites; all-gather inside each."""
-        inside: dict[str, list[int]] = {}
+    def _hierarchical_s(
+        self, group: Sequence[int], size: float, messages: float, concurrent: int, inside: float
+    ) -> float:
+        """Summed by one rank of each site, another one for each message; between these straight; and spread again.
+        `inside` are the bytes that a site's own sum is made of."""
+        sites: dict[str, list[int]] = {}
         for rank in group:
-            inside.setdefault(self.sites[rank], []).append(rank)
-        within = max(self.reduce_scatter_s(ranks, size, messages=messages, concurrent=concurrent)
-                     for ranks in inside.values())  # fmt: skip
-        leaders = [ranks[0] for ranks in inside.values()]
-        parts = min(len(ranks) for ranks in inside.values())
-        across = self._ring_s(leaders, size / parts, 2 * (len(leaders) - 1), messages, concurrent * parts)
-        return 2 * within + across
+            sites.setdefault(self.sites[rank], []).append(rank)
+        within = max(2 * self._ring_s(ranks, inside, len(ranks) - 1, messages, concurrent) for ranks in sites.values())
+        connections = max(1, min(math.floor(messages), *(len(ranks) for ranks in sites.values())))
+        leaders = [ranks[0] for ranks in sites.values()]
+        return within + self.direct_s(leaders, size, messages=messages, concurrent=concurrent, connections=connections)
 
 
 def assumed_bandwidth(link: Link, sites: tuple[str, str]) -> float:

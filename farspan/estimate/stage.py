@@ -236,7 +236,8 @@ class Costs:
         mesh, network = stage.mesh, self.network
         ways = mesh.size("tensor")
         parameters = self.parameters(stage)
-        width = stage.grad_sync.bits / 8
+        bits = stage.grad_sync.bits
+        width = bits / 8
         size, gathered = parameters * width, parameters * self.engine.weight_bytes[self.train.precision]
         tensors = sum(count * len(op.weights) for unit, count in self.graph.kinds(*stage.units) for op in unit
                       for _ in [0] if op.weights)  # fmt: skip
@@ -247,42 +248,59 @@ class Costs:
         if stage.zero == 0:
             batch = mesh.transposed
             reduce = max(
-                network.all_reduce_s(g, size, messages=messages, concurrent=ways, topology=topology) for g in batch
+                network.all_reduce_s(g, size, messages=messages, concurrent=ways, topology=topology, bits=bits)
+                for g in batch
             )
         else:
             groups, summed = mesh.groups("data"), network.reduce_scatter_s
             if not self.engine.scatters:
                 summed = network.all_reduce_s
             apart = messages if self.engine.gathers_combined else tensors
-            reduce = max(summed(g, size, messages=messages, concurrent=ways) for g in groups)
+            reduce = max(summed(g, size * 32 / bits, messages=messages, concurrent=ways) for g in groups)
             gather = max(network.all_gather_s(g, gathered, messages=apart, concurrent=ways) for g in groups)
-            part = size / max(1, mesh.size("data"))
-            rest = max(
-                network.all_reduce_s(g, part, messages=messages, concurrent=len(mesh.groups("site")), topology=topology)
-                for g in mesh.groups("site")
-            )
+            part, together = size / max(1, mesh.size("data")), len(mesh.groups("site"))
+            summed = network.direct_s if self.engine.direct else network.all_reduce_s
+            rest = max(summed(g, part, messages=messages, concurrent=together) for g in mesh.groups("site"))
         if ways > 1:
             rest += self._partial_weights(stage, width)
         return Sync(reduce, gather, rest, messages)
 
     def _sent(self, stage: Stage, microbatches: int) -> dict[str, float]:
-        """Bytes that leave each site in a step: a hop of a ring carries all parts but one, of a sum twice."""
+        """Bytes that leave each site in a step: a hop of a ring carries all parts but one, of a sum twice; what goes
+        straight crosses for every pair."""
         mesh, sent = stage.mesh, dict[str, float]()
-        size = self.parameters(stage) * stage.grad_sync.bits / 8
+        whole = 4.0 * self.parameters(stage)
+        across = whole * stage.grad_sync.bits / 32
+        straight: list[tuple[Sequence[int], float]] = []
+        rings: list[tuple[Sequence[int], float]] = []
         if stage.zero == 0:
-            batch = mesh.transposed
-            if stage.grad_sync.topology == "hierarchical":
-                batch = tuple(tuple({self.network.sites[rank]: rank for rank in group}.values()) for group in batch)
-            carried = [(group, 2 * size) for group in batch]
+            by_sites = stage.grad_sync.topology == "hierarchical"
+            for group in mesh.transposed:
+                if by_sites:
+                    group = tuple({self.network.sites[rank]: rank for rank in group}.values())
+                if by_sites or stage.grad_sync.bits < 32:
+                    straight.append((group, across))
+                else:
+                    rings.append((group, 2 * whole))
         else:
-            sums = (microbatches if stage.zero >= 2 else 1) * (1 if self.engine.scatters else 2)
+            sums = (microbatches if stage.zero >= 2 else 1) * whole
             gathers = 2 * microbatches if stage.zero == 3 else 1
-            gathered = self.parameters(stage) * self.engine.weight_bytes[self.train.precision]
-            carried = [(group, sums * size + gathers * gathered) for group in mesh.groups("data")]
-            carried += [(group, 2 * size / mesh.size("data")) for group in mesh.groups("site")]
-        for group, all_parts in carried:
+            gathered = gathers * self.parameters(stage) * self.engine.weight_bytes[self.train.precision]
+            data, sites = mesh.groups("data"), mesh.groups("site")
+            rings += [(group, gathered) for group in data]
+            if self.engine.direct:
+                straight += [(group, sums / len(group)) for group in data]
+                straight += [(group, across / mesh.size("data")) for group in sites]
+            else:
+                rings += [(group, sums * (1 if self.engine.scatters else 2)) for group in data]
+                rings += [(group, 2 * across / mesh.size("data")) for group in sites]
+        for group, parts in rings:
             for site, hops in leaving(self.network, group).items():
-                sent[site] = sent.get(site, 0.0) + hops * all_parts * (len(group) - 1) / len(group)
+                sent[site] = sent.get(site, 0.0) + hops * parts * (len(group) - 1) / len(group)
+        for group, part in straight:
+            names = [self.network.sites[rank] for rank in group]
+            for name in names:
+                sent[name] = sent.get(name, 0.0) + part * sum(other != name for other in names)
         return sent
 
     def _partial_weights(self, stage: Stage, width: float) -> float:

@@ -6,13 +6,14 @@ anything of it hides behind arithmetic.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
 
 from farspan.domain.graph import Operator
-from farspan.domain.plan import Plan, Replica, Stage
+from farspan.domain.plan import GradSync, Plan, Replica, Stage
 from farspan.estimate.memory import local_parameters
 from farspan.estimate.network import Network
 from farspan.estimate.price import edges
@@ -58,6 +59,12 @@ class _Ledger:
         for a, b in zip(names, (*names[1:], names[0]), strict=True):
             self.bytes(purpose, a, b, each)
 
+    def straight(self, purpose: Purpose, group: Sequence[int], part: float) -> None:
+        """`part` bytes from each rank to each other."""
+        names = [self._network.hosts[rank] for rank in group]
+        for a, b in itertools.permutations(names, 2):
+            self.bytes(purpose, a, b, part)
+
     def exchanges(self) -> tuple[Exchange, ...]:
         made = (
             Exchange(purpose=purpose, by_hosts=hosts, seconds=times[0], latency_s=times[1])
@@ -95,40 +102,42 @@ def between_sites(exchanges: Sequence[Exchange], network: Network) -> dict[Pair,
 def _batch_axes(replica: Replica, stage: Stage, costs: Costs, ledger: _Ledger) -> None:
     """Sums of gradients and gathers of weights, as often as ZeRO's level asks for them."""
     mesh, network, parts = stage.mesh, costs.network, replica.microbatches
-    ways = mesh.size("tensor")
+    ways, sync = mesh.size("tensor"), stage.grad_sync
     parameters = local_parameters(costs.graph, stage.units, stage.splits, ways)
-    size, gathered = (
-        parameters * stage.grad_sync.bits / 8,
-        parameters * costs.engine.weight_bytes[costs.train.precision],
-    )
-    bucket = stage.grad_sync.bucket_bytes
+    size = parameters * sync.bits / 8
     tensors = sum(n * len(op.weights) for unit, n in costs.graph.kinds(*stage.units) for op in unit)
-    messages = tensors if bucket is None else -(-size // bucket)
-    topology = stage.grad_sync.topology
+    messages = tensors if sync.bucket_bytes is None else -(-size // sync.bucket_bytes)
     if stage.zero == 0:
-        groups = [tuple(mesh.ranks[i] for i in range(k, len(mesh.ranks), ways)) for k in range(ways)]
-        for group in groups:
-            _sum_bytes(ledger, network, group, size, topology)
-        _slowest(ledger, "gradients", groups, lambda group, s: network.all_reduce_s(
-            group, s, messages=messages, concurrent=ways, topology=topology), size)  # fmt: skip
+        for group in mesh.transposed:
+            _sum_bytes(ledger, network, group, size, sync)
+        _slowest(ledger, "gradients", mesh.transposed, lambda group, s: network.all_reduce_s(
+            group, s, messages=messages, concurrent=ways, topology=sync.topology, bits=sync.bits), size)  # fmt: skip
         return
-    groups = list(mesh.groups("data"))
+    groups, whole = list(mesh.groups("data")), 4.0 * parameters
     sums = parts if stage.zero == 3 or (stage.zero == 2 and parts > 1) else 1
     gathers = 2 * parts if stage.zero == 3 else 1
     apart = messages if costs.engine.gathers_combined else tensors
+    gathered = parameters * costs.engine.weight_bytes[costs.train.precision]
     for group in groups:
         share = (len(group) - 1) / len(group)
-        ledger.ring("gradients", group, sums * share * size * (1 if costs.engine.scatters else 2))
+        if costs.engine.direct:
+            ledger.straight("gradients", group, sums * whole / len(group))
+        else:
+            ledger.ring("gradients", group, sums * share * whole * (1 if costs.engine.scatters else 2))
         ledger.ring("weights", group, gathers * share * gathered)
     summed = network.reduce_scatter_s if costs.engine.scatters else network.all_reduce_s
-    _slowest(ledger, "gradients", groups, lambda g, s: summed(g, s, messages=messages, concurrent=ways), size, sums)
+    _slowest(ledger, "gradients", groups, lambda g, s: summed(g, s, messages=messages, concurrent=ways), whole, sums)
     _slowest(ledger, "weights", groups, lambda g, s: network.all_gather_s(
         g, s, messages=apart, concurrent=ways), gathered, gathers)  # fmt: skip
     part, sites = size / mesh.size("data"), list(mesh.groups("site"))
     for group in sites:
-        _sum_bytes(ledger, network, group, part, topology)
-    _slowest(ledger, "gradients", sites, lambda g, s: network.all_reduce_s(
-        g, s, messages=messages, concurrent=len(groups[0]), topology=topology), part)  # fmt: skip
+        if costs.engine.direct:
+            ledger.straight("gradients", group, part)
+        else:
+            ledger.ring("gradients", group, 2 * part * (len(group) - 1) / len(group))
+    between = network.direct_s if costs.engine.direct else network.all_reduce_s
+    _slowest(ledger, "gradients", sites, lambda g, s: between(
+        g, s, messages=messages, concurrent=len(groups[0])), part)  # fmt: skip
 
 
 def _slowest(
@@ -139,18 +148,20 @@ def _slowest(
     ledger.add(purpose, times * whole, times * empty)
 
 
-def _sum_bytes(ledger: _Ledger, network: Network, group: Sequence[int], size: float, topology: str) -> None:
-    """Bytes of an all-reduce: over one ring, or inside each site and once between the sites."""
+def _sum_bytes(ledger: _Ledger, network: Network, group: Sequence[int], size: float, sync: GradSync) -> None:
+    """Bytes of an all-reduce: over one ring, straight to everyone, or inside each site and straight between them."""
     sites: dict[str, list[int]] = {}
     for rank in group:
         sites.setdefault(network.sites[rank], []).append(rank)
-    if topology == "flat" or len(sites) == 1:
+    if sync.topology == "hierarchical" and len(sites) > 1:
+        inside = size * 32 / sync.bits
+        for ranks in sites.values():
+            ledger.ring("gradients", ranks, 2 * inside * (len(ranks) - 1) / len(ranks))
+        ledger.straight("gradients", [ranks[0] for ranks in sites.values()], size)
+    elif sync.bits < 32:
+        ledger.straight("gradients", group, size)
+    else:
         ledger.ring("gradients", group, 2 * size * (len(group) - 1) / len(group))
-        return
-    for ranks in sites.values():
-        ledger.ring("gradients", ranks, 2 * size * (len(ranks) - 1) / len(ranks))
-    leaders = [ranks[0] for ranks in sites.values()]
-    ledger.ring("gradients", leaders, 2 * size * (len(leaders) - 1) / len(leaders))
 
 
 def _tensor_axis(replica: Replica, index: int, costs: Costs, ledger: _Ledger) -> None:

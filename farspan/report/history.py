@@ -20,6 +20,7 @@ from farspan.domain.results import (
     Saved,
     Started,
     Step,
+    Traced,
     Validated,
     Warned,
     read_events,
@@ -56,6 +57,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[Timed, ...]
     validations: tuple[Validated, ...]
     samples: tuple[Sampled, ...]
+    traced: tuple[Traced, ...]
     saves: tuple[Saved, ...]
     warnings: tuple[Warned, ...]
     starts: tuple[tuple[Started, float], ...]
@@ -77,7 +79,8 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """All that reports are made from. `config` is run.yaml as written, `warnings` are all of the run, each once."""
+    """All that reports are made from. `config` is run.yaml as written, `warnings` are all of the run, each once;
+    `history` is rank 0's, `others` holds those of the other ranks whose logs lie here."""
 
     folder: Path
     plan: Plan
@@ -85,6 +88,12 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     config: str
     warnings: tuple[str, ...]
     history: History
+    others: dict[int, History] = {}
+
+    @property
+    def histories(self) -> dict[int, History]:
+        """Of every rank that has one."""
+        return {0: self.history, **self.others}
 
 
 def open_run(path: Path) -> Run:
@@ -95,13 +104,20 @@ def open_run(path: Path) -> Run:
             "not-a-run", what="the run has nothing to report yet", where=folder.events,
             fact="no worker has written an event", remedy=command("resume", path),
         )  # fmt: skip
-    history = trace(read_events(folder.events))
+    history, plan = trace(read_events(folder.events)), folder.load_plan()
     warned = (warning.message for warning in history.warnings)
     return Run(
-        folder=path, plan=folder.load_plan(), corpus=load(folder.corpus, CorpusManifest),
+        folder=path, plan=plan, corpus=load(folder.corpus, CorpusManifest),
         config=read_bytes(folder.config).decode(),
         warnings=tuple(dict.fromkeys((*load(folder.record, RunRecord).warnings, *warned))), history=history,
+        others=_others(folder, len(plan.devices)),
     )  # fmt: skip
+
+
+def _others(folder: RunFolder, world: int) -> dict[int, History]:
+    """The histories of ranks from 1 on; workers on other hosts may have left their logs there."""
+    logs = {rank: folder.logs / f"rank-{rank}.events.jsonl" for rank in range(1, world)}
+    return {rank: trace(read_events(log)) for rank, log in logs.items() if log.exists()}
 
 
 def trace(events: Iterable[Event]) -> History:
@@ -110,6 +126,7 @@ def trace(events: Iterable[Event]) -> History:
     steps: dict[int, Timed] = {}
     validations: list[Validated] = []
     samples: list[Sampled] = []
+    traced: list[Traced] = []
     starts: list[tuple[Started, float]] = []
     lost_steps, run_s = 0, 0.0
     for started, part in _starts(told):
@@ -118,12 +135,14 @@ def trace(events: Iterable[Event]) -> History:
         steps = kept | _steps_of(part, started, run_s, max((timed.tokens for timed in kept.values()), default=0))
         validations = [event for event in validations if event.step <= started.step] + _of(Validated, part)
         samples = [event for event in samples if event.step <= started.step] + _of(Sampled, part)
+        traced = [event for event in traced if event.step <= started.step] + _of(Traced, part)
         starts.append((started, run_s))
         run_s += max(event.at for event in part) - started.at
     return History(
         steps=tuple(steps.values()),
         validations=tuple(validations),
         samples=tuple(samples),
+        traced=tuple(traced),
         saves=tuple(_of(Saved, told)),
         warnings=tuple(_of(Warned, told)),
         starts=tuple(starts),

@@ -34,7 +34,7 @@ def measure(run: Run) -> Measurement | None:
         step_s=median(timed.step.step_s for timed in warm),
         run_s=history.run_s,
         tokens_per_s=median(rates),
-        memory_bytes=history.memory_bytes,
+        memory_bytes=max(one.memory_bytes for one in run.histories.values()),
         usd=estimate.usd / estimate.run_s * history.run_s if estimate and estimate.usd is not None else None,
         steps=len(history.steps),
         tokens=history.steps[-1].tokens,

@@ -11,7 +11,8 @@ from farspan.domain.codec import content_hash, write_atomically
 from farspan.domain.results import Environment
 from farspan.domain.run import RunFolder
 from farspan.domain.units import format_bytes, format_count, format_seconds, short_time
-from farspan.report import charts, text
+from farspan.report import charts, compared_text, text
+from farspan.report.compared import Compared
 from farspan.report.figures import figures
 from farspan.report.history import Run
 from farspan.report.measure import measure
@@ -22,18 +23,18 @@ if TYPE_CHECKING:
 _TEMPLATES = Path(__file__).parent / "template"
 
 
-def write_page(run: Run) -> Path:
+def write_page(run: Run, found: Compared | None = None) -> Path:
     """Write the page as `report.html` into the run directory, and return its path."""
     path = RunFolder(run.folder).report
-    write_atomically(path, page(run).encode())
+    write_atomically(path, page(run, found).encode())
     return path
 
 
-def page(run: Run) -> str:
-    """The whole page as HTML. The same events give the same bytes."""
+def page(run: Run, found: Compared | None = None) -> str:
+    """The whole page as HTML, with what is `found` of a run of several devices. The same events give the same bytes."""
     measured = measure(run)
     return environment().get_template("page.html").render(
-        run=run, history=run.history, measured=measured, name=run.folder.resolve().name, figures=figures(run),
+        run=run, history=run.history, measured=measured, found=found, name=run.folder.resolve().name, figures=figures(run),
         chart_style=_with_light_colours((_TEMPLATES / "chart.css").read_text()),
         comparison=text.comparison(run, measured), references=text.references(run, measured),
         timeline=timeline(run), environments=_environments(run), config_hash=content_hash(run.config),
@@ -52,7 +53,8 @@ def environment() -> jinja2.Environment:
         "bytes": format_bytes, "count": format_count, "seconds": format_seconds, "thousands": "{:,}".format,
         "capitalised": lambda words: words[:1].upper() + words[1:],
     }  # fmt: skip
-    shown = (charts.scales, charts.ticks, charts.label, charts.thin, charts.to_csv, text.counted, text.gap, text.maybe,
+    shown = (compared_text.sentences, compared_text.part_rows, compared_text.memory_rows, compared_text.traced_line,
+             charts.scales, charts.ticks, charts.label, charts.thin, charts.to_csv, text.counted, text.gap, text.maybe,
              text.model_line, text.money, short_time, zip)  # fmt: skip
     made.globals |= {function.__name__: function for function in shown}
     made.globals |= {"width": charts.WIDTH, "height": charts.HEIGHT, "endings": text.ENDINGS}

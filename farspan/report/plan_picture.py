@@ -131,7 +131,7 @@ def picture(plan: Plan, estimate: Estimate, costs: Costs) -> Picture:
     own_s = max(step(replica, costs).seconds for replica in plan.replicas)
     return Picture(
         plan=plan, estimate=estimate, sites=_sites(plan, estimate, costs), flows=_flows(traffic(plan, costs), costs),
-        lanes=_merged(list(_lanes(plan, costs))), own_s=own_s,
+        lanes=_merged(list(lanes(plan, costs))), own_s=own_s,
     )  # fmt: skip
 
 
@@ -196,7 +196,8 @@ def _flows(exchanges: tuple[Exchange, ...], costs: Costs) -> tuple[Flow, ...]:
     return tuple(sorted(flows, key=lambda flow: (not flow.between_sites, -flow.total)))
 
 
-def _lanes(plan: Plan, costs: Costs) -> Iterator[Lane]:
+def lanes(plan: Plan, costs: Costs) -> Iterator[Lane]:
+    """The simulated step of every stage, replica by replica."""
     number = 0
     tied_s = sum(one.seconds for one in traffic(plan, costs) if one.purpose == "tied table")
     for which, replica in enumerate(plan.replicas, start=1):
@@ -254,13 +255,18 @@ def _where(replica: Replica, index: int, costs: Costs) -> str:
 
 def stage_line(shown: Picture, box: Box) -> str:
     """`stage 2: blocks 13-24`, of a box."""
-    stages = [(replica, i) for replica in shown.plan.replicas for i in range(len(replica.stages))]
-    replica, index = stages[box.stage]
-    units = units_words(replica.stages[index].units, shown.plan.model.layers)
-    number = [each is replica for each in shown.plan.replicas].index(True) + 1
+    return part_words(shown.plan, box.stage)
+
+
+def part_words(plan: Plan, stage: int) -> str:
+    """`stage 2: blocks 13-24`, of a stage that is counted over replicas."""
+    stages = [(replica, i) for replica in plan.replicas for i in range(len(replica.stages))]
+    replica, index = stages[stage]
+    units = units_words(replica.stages[index].units, plan.model.layers)
+    number = [each is replica for each in plan.replicas].index(True) + 1
     if len(replica.stages) > 1:
         units = f"stage {index + 1}: {units}"
-    if len(shown.plan.replicas) == 1:
+    if len(plan.replicas) == 1:
         return units
     return f"replica {number}{', ' if len(replica.stages) > 1 else ': '}{units}"
 

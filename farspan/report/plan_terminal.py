@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from farspan.domain.units import format_bytes, short_time
-from farspan.report.plan_picture import PARTS, Lane, Picture, bars, lane_name, paces, rows_line, stage_line
+from farspan.report.plan_picture import PARTS, Mark, Picture, bars, lane_name, paces, rows_line, stage_line
 
 Line = list[tuple[str, str]]
 #: Stages take these tints in turn.
 TINTS = 6
-GLYPHS = {"forward": "▒", "backward": "█", "send": "~", "sums": "≈", "update": "u", "": "·"}
+GLYPHS = {"forward": "▒", "backward": "█", "send": "~", "sums": "≈", "receive": "-", "update": "u", "": "·"}
 #: Of every other microbatch, so that neighbours can be told apart.
 OTHERS = {"forward": "░", "backward": "▓"}
 BAR = dict(zip(PARTS, "WGOALBF", strict=True))
@@ -67,7 +67,8 @@ def _flow(ends: str, what: str, link: str, inside: bool, width: int) -> Iterator
         yield [(("  ├ " if inside else "  ↕ ") if number == 0 else "    ", "soft"), (text, "")]
 
 
-def _wrapped(text: str, width: int) -> Iterator[Line]:
+def wrapped(text: str, width: int) -> Iterator[Line]:
+    """A paragraph beside the pictures."""
     yield from ([(line, "soft")] for line in textwrap.wrap(text, width))
 
 
@@ -76,35 +77,39 @@ def timeline(shown: Picture, width: int) -> Iterator[Line]:
     name = max(len(lane_name(shown, lane)) for lane in shown.lanes)
     cells = width - name - 2
     for lane in shown.lanes[:MOST]:
-        yield [(f"{lane_name(shown, lane):{name}}  ", ""), *_cells(lane, shown.ends, cells)]
+        yield [(f"{lane_name(shown, lane):{name}}  ", ""), *filled(lane.marks, lane.stage, shown.ends, cells)]
     if len(shown.lanes) > MOST:
         yield [(f"{len(shown.lanes) - MOST} more lanes are on the page: --html FILE", "soft")]
     end = short_time(shown.ends)
     yield [(" " * (name + 2) + "0" + end.rjust(cells - 1), "soft")]
-    used = {mark.kind for lane in shown.lanes for mark in lane.marks}
-    words = {"send": "sending", "sums": "communication"}
-    legend = [f"{OTHERS.get(kind, '')}{GLYPHS[kind]} {words.get(kind, kind)}" for kind in GLYPHS if kind in used]
-    legend.append("· waiting")
-    yield from _wrapped("  ".join(legend), width)
-    yield from _wrapped(paces(shown), width)
+    yield from wrapped(legend((mark for lane in shown.lanes for mark in lane.marks), "waiting"), width)
+    yield from wrapped(paces(shown), width)
 
 
-def _cells(lane: Lane, ends: float, count: int) -> Line:
-    """Neighbouring cells of one tint as one piece."""
+def legend(marks: Iterable[Mark], nothing: str) -> str:
+    """What the glyphs of these marks mean, and what no mark does."""
+    used = {mark.kind for mark in marks}
+    words = {"send": "sending", "sums": "communication", "receive": "waiting for a message"}
+    told = [f"{OTHERS.get(kind, '')}{GLYPHS[kind]} {words.get(kind, kind)}" for kind in GLYPHS if kind in used]
+    return "  ".join([*told, f"· {nothing}"])
+
+
+def filled(marks: Sequence[Mark], stage: int, ends: float, count: int) -> Line:
+    """So many cells of a stage's marks up to `ends`; neighbours of one tint are one piece."""
     size = ends / count
-    filled: list[dict[tuple[str, int], float]] = [{} for _ in range(count)]
-    for mark in lane.marks:
+    found: list[dict[tuple[str, int], float]] = [{} for _ in range(count)]
+    for mark in marks:
         key = (mark.kind, mark.number % 2)
         for at in range(int(mark.start / size), min(count, int(mark.end / size) + 1)):
             part = min(mark.end, (at + 1) * size) - max(mark.start, at * size)
-            filled[at][key] = filled[at].get(key, 0.0) + max(0.0, part)
+            found[at][key] = found[at].get(key, 0.0) + max(0.0, part)
     pieces: Line = []
-    for cell in filled:
+    for cell in found:
         (kind, odd), most = max(cell.items(), key=lambda item: item[1], default=(("", 0), 0.0))
         if most < size - sum(cell.values()):
             kind = ""
         glyph = OTHERS[kind] if kind in OTHERS and not odd else GLYPHS[kind]
-        tint = "soft" if kind in ("", "send", "sums", "update") else str(lane.stage % TINTS)
+        tint = str(stage % TINTS) if kind in OTHERS else "soft"
         if pieces and pieces[-1][1] == tint:
             pieces[-1] = (pieces[-1][0] + glyph, tint)
         else:
@@ -132,4 +137,4 @@ def memory(shown: Picture, width: int) -> Iterator[Line]:
         ]  # fmt: skip
     if len(found) > MOST:
         yield [(f"{len(found) - MOST} more bars are on the page: --html FILE", "soft")]
-    yield from _wrapped("  ".join(f"{letter} {part}" for part, letter in BAR.items()) + "  · free", width)
+    yield from wrapped("  ".join(f"{letter} {part}" for part, letter in BAR.items()) + "  · free", width)

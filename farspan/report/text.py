@@ -10,6 +10,8 @@ from farspan.domain.plan import Plan
 from farspan.domain.problems import command
 from farspan.domain.results import Estimate, Measurement
 from farspan.domain.units import format_bytes, format_count, format_seconds, format_usd, short_time
+from farspan.report.compared import Compared
+from farspan.report.compared_text import memory_rows, part_rows, sentences
 from farspan.report.history import COMPLETE, Run
 from farspan.report.measure import measure
 
@@ -50,8 +52,9 @@ def plan_line(plan: Plan, estimate: Estimate, corpus: CorpusManifest) -> str:
     )
 
 
-def summary(run: Run) -> str:
-    """The few lines after training: how it ended, what the model reached, what it took."""
+def summary(run: Run, found: Compared | None = None) -> str:
+    """The few lines after training: how it ended, what the model reached, what it took; of several devices also how
+    that compares with what was predicted."""
     history = run.history
     done = history.steps[-1].step.step if history.steps else 0
     ending = ENDINGS.get(history.reason, history.reason)
@@ -68,6 +71,7 @@ def summary(run: Run) -> str:
             f"{measured.tflops_per_device:.3g} TFLOP/s a device · MFU {maybe(measured.mfu, '.1%')} · "
             f"{format_bytes(measured.memory_bytes)} · {money(measured.usd)}"
         )
+    lines += sentences(found) if found else []
     lines += [f"warning: {message}" for message in run.warnings]
     if history.finished and history.finished.problem:
         lines.append(str(history.finished.problem))
@@ -83,12 +87,18 @@ def _resumed(run: Run) -> str:
     return f" · resumed {counted(times, 'time')}, {counted(run.history.lost_steps, 'step')} done twice or lost"
 
 
-def report(run: Run) -> str:
-    """`farspan report` as plain text: the summary, then predicted against measured, then loss against entropies."""
+def report(run: Run, found: Compared | None = None) -> str:
+    """`farspan report` as plain text: the summary, then predicted against measured, of several devices also by part
+    and by device, then loss against entropies."""
     measured = measure(run)
-    lines = [f"{run.folder.resolve().name}: {model_line(run.plan)}", summary(run)]
+    lines = [f"{run.folder.resolve().name}: {model_line(run.plan)}", summary(run, found)]
     if rows := comparison(run, measured):
         lines += ["", *table([("", "predicted", "measured", "measured / predicted"), *rows])]
+    if found is not None:
+        beside = ("predicted", "measured", "measured / predicted")
+        if found.slowest is not None:
+            lines += ["", *table([(f"step {found.traced:,} of {found.slowest.name}", *beside), *part_rows(found)])]
+        lines += ["", *table([("peak memory", *beside), *memory_rows(found)])]
     if rows := references(run, measured):
         lines += ["", *table([("nats a token", "entropy", "validation loss", "difference"), *rows])]
     return "\n".join(lines)

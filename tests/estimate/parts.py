@@ -153,18 +153,20 @@ def _replicas(draw: st.DrawFn, ranks: tuple[int, ...], spec: ModelSpec) -> Repli
     graph = models.graph(spec)
     count = draw(st.integers(1, min(3, len(ranks))))
     cuts = _cut(draw, list(range(graph.units)), count)
-    batch, stages = 12, []
+    microbatches, stages = draw(st.sampled_from([1, 2, 4])), []
+    # Stages of one pipeline read the same sequences as each microbatch.
+    batch, times = (12, 1) if count == 1 else (12 * 4 // microbatches, microbatches)
     for units, group in zip(cuts, _cut(draw, list(ranks), count), strict=True):
-        stages.append(draw(_stages((units[0], units[-1] + 1), tuple(group), batch, spec)))
+        stages.append(draw(_stages((units[0], units[-1] + 1), tuple(group), batch, times, spec)))
     depths = sorted(draw(st.lists(st.integers(1, 5), min_size=count, max_size=count)), reverse=True)
     edges = tuple(Edge(bits=draw(st.sampled_from([8, 16, 32])), streams=draw(st.integers(1, 3))) for _ in stages[1:])
-    return Replica(
-        stages=tuple(stages), edges=edges, microbatches=draw(st.sampled_from([1, 2, 4])), in_flight=tuple(depths)
-    )
+    return Replica(stages=tuple(stages), edges=edges, microbatches=microbatches, in_flight=tuple(depths))
 
 
 @st.composite
-def _stages(draw: st.DrawFn, units: tuple[int, int], ranks: tuple[int, ...], batch: int, spec: ModelSpec) -> Stage:
+def _stages(
+    draw: st.DrawFn, units: tuple[int, int], ranks: tuple[int, ...], batch: int, times: int, spec: ModelSpec
+) -> Stage:
     ways = draw(st.sampled_from([n for n in (1, 2) if len(ranks) % n == 0]))
     left = len(ranks) // ways
     sites = draw(st.sampled_from([n for n in (1, 2) if left % n == 0]))
@@ -180,6 +182,6 @@ def _stages(draw: st.DrawFn, units: tuple[int, int], ranks: tuple[int, ...], bat
         bucket_bytes=draw(st.sampled_from([None, 20_000])), topology=draw(st.sampled_from(["flat", "hierarchical"]))
     )
     return Stage(
-        units=units, mesh=on, rows=tuple(len(part) for part in rows), grad_sync=sync, zero=draw(st.integers(0, 3)),
+        units=units, mesh=on, rows=tuple(times * len(part) for part in rows), grad_sync=sync, zero=draw(st.integers(0, 3)),
         splits=splits, recompute=draw(st.booleans()),
     )  # fmt: skip

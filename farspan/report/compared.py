@@ -1,0 +1,181 @@
+"""Measured against predicted: a run's steps, each device's memory, and one traced step beside the simulated one."""
+
+from __future__ import annotations
+
+from statistics import median, quantiles
+
+import msgspec
+
+from farspan.domain.problems import Refusal
+from farspan.domain.run import RunFolder
+from farspan.estimate.stage import Costs
+from farspan.report import expected as predicting
+from farspan.report.drift import Drift, drifts, joined
+from farspan.report.expected import Expected
+from farspan.report.history import Run
+from farspan.report.plan_picture import Mark, part_words
+from farspan.report.traces import IN_STEP, Traces
+
+PARTS = {"compute": "compute", "communication": "communication", "waiting": "waiting for others"}
+ALIGNED = (
+    "A row begins where its device began the step: clocks of hosts are not compared. Communication holds the waiting "
+    "for devices that come to it later."
+)
+
+
+class Steps(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of a step: the measured median, between which two half of the steps lie, predicted with its bounds."""
+
+    measured_s: float
+    half: tuple[float, float]
+    predicted_s: float
+    bounds: tuple[float, float]
+
+    @property
+    def inside(self) -> bool:
+        return self.bounds[0] <= self.measured_s <= self.bounds[1]
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One device. What its missing log would say is None or empty."""
+
+    rank: int
+    name: str
+    words: str
+    stage: int
+    memory: int | None
+    memory_predicted: int
+    measured: tuple[Mark, ...] = ()
+    predicted: tuple[Mark, ...] = ()
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of the step of the slowest device, in seconds; None is not predicted."""
+
+    name: str
+    predicted_s: float | None
+    measured_s: float
+
+
+class Compared(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is told of a run of several devices. `traced` is the step whose marks the rows hold, None without any;
+    `slowest` the row whose step `parts` split."""
+
+    steps: Steps
+    rows: tuple[Row, ...]
+    traced: int | None
+    traced_s: float
+    slowest: Row | None
+    parts: tuple[Part, ...]
+    drifts: tuple[Drift, ...]
+    notes: tuple[str, ...]
+    #: What planning again with the measured paces would give, told by whoever planned.
+    again: str = ""
+
+    @property
+    def ends(self) -> float:
+        """Seconds of the longest row."""
+        return max((mark.end for row in self.rows for mark in (*row.measured, *row.predicted)), default=0.0)
+
+    @property
+    def drawn(self) -> list[Row]:
+        """Rows with a measured step."""
+        return [row for row in self.rows if row.measured]
+
+
+def compare(run: Run) -> Compared | None:
+    """None for a run of one device, and for one without a step or an estimate."""
+    estimate = run.history.estimate
+    if len(run.plan.devices) < 2 or estimate is None or not run.history.steps:
+        return None
+    costs, problem = _costs(run)
+    devices = predicting.expected(run.plan, costs) if costs is not None else {}
+    split, traces = predicting.split(run.plan, estimate, costs), Traces(run)
+    shown = traces.steps[-1] if traces.steps else None
+    rows = _rows(run, costs, devices, traces, shown)
+    slowest, parts = _split(run, rows, traces, shown, split, devices)
+    found = drifts(run, traces, estimate, split.step_s, devices, costs) if costs is not None else ()
+    low, high = estimate.interval
+    return Compared(
+        steps=_steps(run, split.step_s, (low * split.step_s, high * split.step_s)), rows=rows, traced=shown,
+        traced_s=0.0 if shown is None else traces.of(traces.ranks[0], shown)[1].step_s, slowest=slowest, parts=parts,
+        drifts=found, notes=_notes(run, rows, traces, devices, problem),
+    )  # fmt: skip
+
+
+def _costs(run: Run) -> tuple[Costs | None, str]:
+    """What the plan was priced with; or why that cannot be said, for a run of another version."""
+    try:
+        return predicting.costs_of_run(RunFolder(run.folder), run.plan), ""
+    except Refusal as refusal:
+        return None, f"No predicted rows: {refusal.problem.what} ({refusal.problem.where})."
+
+
+def _steps(run: Run, predicted_s: float, bounds: tuple[float, float]) -> Steps:
+    """As `measure` takes it, with the middle half of the steps."""
+    seconds = [timed.step.step_s for timed in run.history.steps if timed.warm]
+    quarters = quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
+    return Steps(
+        measured_s=median(seconds), half=(quarters[0], quarters[2]), predicted_s=predicted_s, bounds=bounds
+    )  # fmt: skip
+
+
+def _rows(
+    run: Run, costs: Costs | None, devices: dict[int, Expected], traces: Traces, shown: int | None
+) -> tuple[Row, ...]:
+    """The devices that the plan uses, by rank."""
+    estimate, rows = run.history.estimate, []
+    assert estimate is not None
+    stages = [stage for replica in run.plan.replicas for stage in replica.stages]
+    places = {rank: number for number, stage in enumerate(stages) for rank in stage.mesh.ranks}
+    for rank, memory in zip(sorted(places), estimate.memory, strict=True):
+        device, history = run.plan.devices[rank], run.histories.get(rank)
+        kind = costs.network.devices[rank].kind if costs is not None else device.backend
+        rows.append(Row(
+            rank=rank, name=f"rank {rank}, {kind} in {device.host}", words=part_words(run.plan, places[rank]),
+            stage=places[rank], memory=history.memory_bytes if history and history.memory_bytes else None,
+            memory_predicted=memory.total,
+            measured=traces.marks(rank, shown) if shown is not None and rank in traces.ranks else (),
+            predicted=devices[rank].marks if rank in devices else (),
+        ))  # fmt: skip
+    return tuple(rows)
+
+
+def _split(
+    run: Run, rows: tuple[Row, ...], traces: Traces, shown: int | None, split: predicting.Split,
+    devices: dict[int, Expected],
+) -> tuple[Row | None, tuple[Part, ...]]:  # fmt: skip
+    """The device that computed longest in the traced step, and what its step was made of. None where the spans of a
+    device may end before its work does."""
+    drawn = [row for row in rows if row.measured]
+    if shown is None or not drawn or any(run.plan.devices[row.rank].backend not in IN_STEP for row in drawn):
+        return None, ()
+    slowest = max(drawn, key=lambda row: traces.parts(row.rank, shown)["compute"])
+    found = traces.parts(slowest.rank, shown)
+    inside = devices[slowest.rank].inside_s if slowest.rank in devices else 0.0
+    predicted = {
+        "compute": split.compute_s + inside, "communication": max(0.0, split.communication_s - inside),
+        "waiting": split.bubble_s,
+    }  # fmt: skip
+    parts = [Part(name=name, predicted_s=predicted[part], measured_s=found[part]) for part, name in PARTS.items()]
+    return slowest, (*parts, Part(name="not recorded", predicted_s=None, measured_s=found["rest"]))
+
+
+def _notes(
+    run: Run, rows: tuple[Row, ...], traces: Traces, devices: dict[int, Expected], problem: str
+) -> tuple[str, ...]:
+    """What a reader has to know of the rows."""
+    notes = [problem] if problem else []
+    if traces.steps:
+        notes.append(ALIGNED)
+    if run.plan.sync is not None:
+        notes.append("Steps are told without the replicas' meetings.")
+    if any(rank in devices and devices[rank].inside_s for rank in traces.ranks):
+        notes.append("Passes hold the communication inside them, measured and predicted.")
+    if any(run.plan.devices[rank].backend not in IN_STEP for rank in traces.ranks):
+        notes.append("A GPU works on after its pass was handed to it: its marks show when orders were given.")
+    if missing := [row.rank for row in rows if row.rank not in run.histories]:
+        hosts = joined(list(dict.fromkeys(run.plan.devices[rank].host for rank in missing)))
+        ranks = f"rank{'s' * (len(missing) > 1)} {joined(list(map(str, missing)))}"
+        notes.append(f"No log of {ranks} lies here: {hosts} kept what was recorded there.")
+    return tuple(notes)

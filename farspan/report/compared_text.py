@@ -1,0 +1,86 @@
+"""Measured against predicted in words: sentences and table rows, for the terminal and for the page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from farspan.domain.units import format_bytes, short_time
+from farspan.report.compared import Compared, Row
+from farspan.report.plan_terminal import MOST, Line, filled, legend, wrapped
+
+
+def sentences(found: Compared) -> list[str]:
+    """How long a step took, then what drifts and what planning again would give."""
+    steps = found.steps
+    low, high = map(short_time, steps.bounds)
+    inside = "inside" if steps.inside else "outside"
+    change = f"{100 * (steps.measured_s / steps.predicted_s - 1):+.0f} %"
+    told = [
+        f"step {short_time(steps.measured_s)}, predicted {short_time(steps.predicted_s)} ({change}), {inside} the "
+        f"interval ({low} to {high}); half of the steps took {' to '.join(map(short_time, steps.half))}",
+        *map(str, found.drifts),
+    ]  # fmt: skip
+    return [*told, found.again] if found.again else told
+
+
+def part_rows(found: Compared) -> list[tuple[str, str, str, str]]:
+    """Rows (part, predicted, measured, measured / predicted) of the step of the slowest device."""
+    return [
+        (
+            part.name,
+            "" if part.predicted_s is None else short_time(part.predicted_s),
+            short_time(part.measured_s),
+            f"{part.measured_s / part.predicted_s:.2f}" if part.predicted_s else "",
+        )
+        for part in found.parts
+    ]
+
+
+def memory_rows(found: Compared) -> list[tuple[str, str, str, str]]:
+    """Rows (device, predicted, measured, measured / predicted) of peak memory."""
+    return [
+        (
+            row.name,
+            format_bytes(row.memory_predicted),
+            "no log here" if row.memory is None else format_bytes(row.memory),
+            "" if row.memory is None else f"{row.memory / row.memory_predicted:.2f}",
+        )
+        for row in found.rows
+    ]
+
+
+def traced_line(found: Compared) -> str:
+    """Which step the rows show, and whether it was like the others."""
+    return (
+        f"step {found.traced:,}, the last that was traced on all of them, took {short_time(found.traced_s)}; half of "
+        f"the steps took {' to '.join(map(short_time, found.steps.half))}"
+    )
+
+
+def timeline(found: Compared, width: int) -> Iterator[Line]:
+    """Two lines a device, measured above predicted, on one scale; then what one has to know of them."""
+    if found.drawn:
+        yield from _drawn(found, width)
+    for note in found.notes:
+        yield from wrapped(note, width)
+
+
+def _drawn(found: Compared, width: int) -> Iterator[Line]:
+    yield [(f"Step {found.traced:,} of each device, measured above predicted", "strong")]
+    name = max(len(_label(row)) for row in found.drawn)
+    cells = width - name - 2
+    for row in found.drawn[:MOST]:
+        yield [(f"{_label(row):{name}}  ", ""), *filled(row.measured, row.stage, found.ends, cells)]
+        if row.predicted:
+            yield [(f"{'predicted':>{name}}  ", "soft"), *filled(row.predicted, row.stage, found.ends, cells)]
+    if len(found.drawn) > MOST:
+        yield [(f"{len(found.drawn) - MOST} more devices are on the page", "soft")]
+    yield [(" " * (name + 2) + "0" + short_time(found.ends).rjust(cells - 1), "soft")]
+    marks = (mark for row in found.drawn for mark in (*row.measured, *row.predicted))
+    yield from wrapped(legend(marks, "nothing recorded, or predicted to wait"), width)
+
+
+def _label(row: Row) -> str:
+    """`rank 3, stage 2`."""
+    part = row.words.split(":")[0] if "stage" in row.words else ""
+    return f"rank {row.rank}" + (f", {part}" if part else "")

@@ -1,0 +1,165 @@
+"""Which device or link keeps another pace than the plan assumed, by more than the estimate's interval allows.
+
+Told only of runs with some steps, from traced steps that took about as long as the others, and where it makes a
+noticeable part of a step. Clocks of hosts are never compared: what a link takes is the way there and back together.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from statistics import median
+from typing import Literal
+
+import msgspec
+
+from farspan.domain.plan import Replica
+from farspan.domain.results import Estimate, Span
+from farspan.domain.units import short_time
+from farspan.estimate.price import edges
+from farspan.estimate.schedule import Hop
+from farspan.estimate.stage import Costs
+from farspan.report.expected import Expected
+from farspan.report.history import Run
+from farspan.report.traces import IN_STEP, Traces
+
+#: Nothing is told of runs with fewer steps.
+LEAST_STEPS = 10
+#: Nor of what makes less than this share of a step.
+MATTERS = 0.1
+#: A traced step is like the others if it took at most so many times their median.
+TYPICAL = 1.25
+#: A message was waited for if its receive took at least this share of its predicted way.
+WAITED = 0.1
+
+
+class Drift(msgspec.Struct, frozen=True, kw_only=True):
+    """One device, or several alike, or a link: seconds as measured and as predicted, so many times in a step. `paces`
+    are measured over predicted compute time, by rank."""
+
+    what: Literal["device", "messages", "gradients"]
+    who: str
+    measured_s: float
+    predicted_s: float
+    times: int = 1
+    paces: dict[int, float] = {}
+
+    @property
+    def factor(self) -> float:
+        return self.measured_s / self.predicted_s
+
+    def __str__(self) -> str:
+        long = f"{self.factor:.2g}x as long as the plan assumed"
+        times = f"{short_time(self.measured_s)}, not {short_time(self.predicted_s)}"
+        if self.what == "device":
+            each = ("computes", "") if len(self.paces) == 1 else ("compute", " each")
+            return f"{self.who} {each[0]} {long}: {times} a step{each[1]}"
+        if self.what == "messages":
+            return f"a message between {self.who} and one back take {long}: {times}"
+        return f"the sums of gradients among {self.who} hold a step up {long}: {times}"
+
+
+def drifts(
+    run: Run, traces: Traces, estimate: Estimate, step_s: float, devices: dict[int, Expected], costs: Costs
+) -> tuple[Drift, ...]:
+    """All that is beyond the interval, devices first; `step_s` is the predicted step."""
+    if len(run.history.steps) < LEAST_STEPS or not (steps := _typical(run, traces)):
+        return ()
+
+    def beyond(one: Drift) -> bool:
+        low, high = estimate.interval
+        return not low <= one.factor <= high and one.times * abs(one.measured_s - one.predicted_s) >= MATTERS * step_s
+
+    timed = [rank for rank in traces.ranks if run.plan.devices[rank].backend in IN_STEP]
+    slow = filter(beyond, _devices(traces, steps, {rank: devices[rank] for rank in timed if rank in devices}))
+    return (*_alike(slow, costs), *filter(beyond, _links(run, traces, steps, timed, costs)))
+
+
+def _typical(run: Run, traces: Traces) -> list[int]:
+    """The traced steps that say something about the others."""
+    usual = median(timed.step.step_s for timed in run.history.steps if timed.warm)
+    return [step for step in traces.steps if traces.of(traces.ranks[0], step)[1].step_s <= TYPICAL * usual]
+
+
+def _devices(traces: Traces, steps: Sequence[int], devices: dict[int, Expected]) -> Iterator[Drift]:
+    """The compute time of every device whose passes hold nothing but arithmetic."""
+    for rank, one in sorted(devices.items()):
+        if one.compute_s and one.rows and not one.inside_s:
+            measured = median(traces.parts(rank, step)["compute"] for step in steps)
+            yield Drift(
+                what="device", who=str(rank), measured_s=measured, predicted_s=one.compute_s,
+                paces={rank: measured / one.compute_s},
+            )  # fmt: skip
+
+
+def _alike(found: Iterable[Drift], costs: Costs) -> Iterator[Drift]:
+    """The same, those of one kind in one host that are all slower, or all faster, as one."""
+
+    def place(one: Drift) -> tuple[str, bool]:
+        (rank,) = one.paces
+        return f"{costs.network.devices[rank].kind} in {costs.network.hosts[rank]}", one.factor > 1
+
+    for (where, _), those in itertools.groupby(sorted(found, key=place), place):
+        group = list(those)
+        yield Drift(
+            what="device", who=f"rank{'s' * (len(group) > 1)} {joined([one.who for one in group])} ({where})",
+            measured_s=median(one.measured_s for one in group), predicted_s=median(one.predicted_s for one in group),
+            paces={rank: pace for one in group for rank, pace in one.paces.items()},
+        )  # fmt: skip
+
+
+def _links(run: Run, traces: Traces, steps: Sequence[int], timed: Sequence[int], costs: Costs) -> Iterator[Drift]:
+    """What crosses between hosts, of replicas whose every device was timed."""
+    for replica in run.plan.replicas:
+        if not all(rank in timed for stage in replica.stages for rank in stage.mesh.ranks):
+            continue
+        for edge, (down, up) in enumerate(zip(*edges(replica, costs), strict=True)):
+            yield from _messages(replica, edge, (down, up), traces, steps, costs)
+        for index in range(len(replica.stages)):
+            yield from _sums(replica, index, traces, steps, costs)
+
+
+def _messages(
+    replica: Replica, edge: int, hops: tuple[Hop, Hop], traces: Traces, steps: Sequence[int], costs: Costs
+) -> Iterator[Drift]:
+    """One message each way between two stages that lie in a host each: the quickest that was waited for."""
+    before, after = (replica.stages[i].mesh.ranks for i in (edge, edge + 1))
+    a, b = ({costs.network.hosts[rank] for rank in ranks} for ranks in (before, after))
+    if len(a) > 1 or len(b) > 1 or a == b:
+        return
+    found = []
+    for step in steps:
+        down = _quickest(traces.passes(before, step, "forward"), traces.receives(after, step, "down", False), hops[0])
+        up = _quickest(traces.passes(after, step, "backward"), traces.receives(before, step, "up", edge == 0), hops[1])
+        if down is not None and up is not None:
+            found.append(down + up)
+    if found:
+        yield Drift(
+            what="messages", who=joined([*a, *b]), measured_s=median(found),
+            predicted_s=sum(hop.busy + hop.delay for hop in hops), times=replica.microbatches,
+        )  # fmt: skip
+
+
+def _quickest(sent: dict[int, float], received: dict[int, Span], hop: Hop) -> float | None:
+    """Seconds from the end of a pass to that of the receive of what it made, of the quickest message that was waited
+    for: others came at a time that nobody saw."""
+    waited = [i for i, span in received.items() if span.end - span.start >= WAITED * (hop.busy + hop.delay)]
+    return min((received[i].end - sent[i] for i in waited if i in sent), default=None)
+
+
+def _sums(replica: Replica, index: int, traces: Traces, steps: Sequence[int], costs: Costs) -> Iterator[Drift]:
+    """What the sums of a stage's gradients add to a step, as the device sees it that waits least for the others."""
+    stage, last = replica.stages[index], len(replica.stages) - 1
+    hosts = list(dict.fromkeys(costs.network.hosts[rank] for rank in stage.mesh.ranks))
+    if len(hosts) < 2 or (last and costs.graph.tied and index in (0, last)):
+        return  # Inside a host, or together with the table that a pipeline's ends share.
+    rows = [replica.micro_rows(index, c) for c in range(len(stage.rows))]
+    predicted = costs.time(stage, rows, replica.microbatches).exposed
+    measured = median(min(traces.parts(rank, step)["communication"] for rank in stage.mesh.ranks) for step in steps)
+    if predicted:
+        yield Drift(what="gradients", who=joined(hosts), measured_s=measured, predicted_s=predicted)
+
+
+def joined(words: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    return " and ".join((", ".join(words[:-1]), words[-1])) if len(words) > 1 else words[0]

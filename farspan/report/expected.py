@@ -1,0 +1,101 @@
+"""What a plan predicts of a step, device by device: the simulated stage as each device of it sees it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from farspan import models
+from farspan.domain.cluster import Cluster
+from farspan.domain.codec import load
+from farspan.domain.engine import engine
+from farspan.domain.plan import Plan, Replica
+from farspan.domain.results import Estimate
+from farspan.domain.run import RunFolder
+from farspan.estimate.network import Network
+from farspan.estimate.price import step
+from farspan.estimate.stage import Costs, Pass
+from farspan.report.plan_picture import Lane, Mark, lanes
+
+
+class Expected(NamedTuple):
+    """One device's step. `compute_s` are its passes and its update, `inside_s` the collectives inside its passes,
+    `exposed_s` those behind its last one; stages count on over replicas."""
+
+    stage: int
+    rows: int
+    marks: tuple[Mark, ...]
+    compute_s: float
+    inside_s: float
+    exposed_s: float
+
+
+class Split(NamedTuple):
+    """A step as its slowest device sees it; steps of replicas without their meetings."""
+
+    step_s: float
+    compute_s: float
+    communication_s: float
+    bubble_s: float
+
+
+def costs_of_run(folder: RunFolder, plan: Plan) -> Costs | None:
+    """What the run's plan was priced with; None where the run does not say on what cluster."""
+    if not folder.cluster.exists():
+        return None
+    found = engine(plan.engine)
+    network = Network(load(folder.cluster, Cluster), plan.devices, found)
+    return Costs(models.graph(plan.model), plan.train, found, network)
+
+
+def split(plan: Plan, estimate: Estimate, costs: Costs | None) -> Split:
+    """The predicted split, as workers measure their steps: what replicas exchange when they meet is not in them."""
+    if plan.sync is None or costs is None:
+        return Split(estimate.step_s, estimate.compute_s, estimate.communication_s, estimate.bubble_s)
+    slowest = max((step(replica, costs) for replica in plan.replicas), key=lambda found: found.seconds)
+    return Split(slowest.seconds, slowest.compute, slowest.communication, slowest.bubble)
+
+
+def expected(plan: Plan, costs: Costs) -> dict[int, Expected]:
+    """By rank."""
+    found: dict[int, Expected] = {}
+    drawn = iter(lanes(plan, costs))
+    for replica in plan.replicas:
+        for index in range(len(replica.stages)):
+            found |= _of_stage(replica, index, next(drawn), costs)
+    return found
+
+
+def _of_stage(replica: Replica, index: int, lane: Lane, costs: Costs) -> dict[int, Expected]:
+    """The devices of one stage. A stage's time is that of its slowest batch coordinate; others wait for it."""
+    found: dict[int, Expected] = {}
+    stage, parts = replica.stages[index], replica.microbatches
+    rows = [replica.micro_rows(index, c) for c in range(len(stage.rows))]
+    slowest = costs.time(stage, rows, parts)
+    for coordinate, ranks in enumerate(stage.mesh.batch):
+        alone = [count if c == coordinate else 0 for c, count in enumerate(rows)]
+        own = costs.time(stage, alone, parts)
+        waits = own.passes.forward_wait + own.passes.backward_wait
+        passes = parts * (own.passes.forward + own.passes.backward - waits)
+        one = Expected(
+            lane.stage, stage.rows[coordinate], _own_marks(lane.marks, slowest.passes, own.passes, replica),
+            passes + own.update, parts * waits, slowest.exposed,
+        )  # fmt: skip
+        found |= dict.fromkeys(ranks, one)
+    return found
+
+
+def _own_marks(marks: tuple[Mark, ...], slowest: Pass, own: Pass, replica: Replica) -> tuple[Mark, ...]:
+    """A stage's marks with the passes of one of its devices: one after another where there is no other stage."""
+    if slowest.forward_wait or slowest.backward_wait or not slowest.forward:
+        return marks
+    shares = {"forward": own.forward / slowest.forward, "backward": own.backward / slowest.backward}
+    made, at = [], 0.0
+    for mark in marks:
+        if mark.kind in shares:
+            start = at if len(replica.stages) == 1 else mark.start
+            at = start + shares[mark.kind] * (mark.end - mark.start)
+            mark = msgspec.structs.replace(mark, start=start, end=at)
+        made.append(mark)
+    return tuple(made)

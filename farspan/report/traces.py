@@ -1,0 +1,85 @@
+"""What workers recorded of single steps: spans by rank and step, as marks of a timeline, as sums, as messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from farspan.domain.results import Span, Step, Traced
+from farspan.report.history import Run
+from farspan.report.plan_picture import Mark
+
+#: Backends whose passes have ended when the span of the pass ends; others only take orders in it.
+IN_STEP = ("cpu",)
+#: What a span of a kind is counted as: the three parts of an Estimate's step.
+PARTS = {
+    "forward": "compute", "backward": "compute", "update": "compute", "collective": "communication",
+    "receive": "waiting",
+}  # fmt: skip
+#: `down` brings activations from the stage before, `up` gradients from the next one.
+Way = Literal["down", "up"]
+
+
+class Traces:
+    """The spans of a run. `steps` are those that every rank has which has any, oldest first."""
+
+    def __init__(self, run: Run) -> None:
+        self._spans = {
+            rank: {traced.step: traced for traced in history.traced} for rank, history in run.histories.items()
+        }
+        self._told = {
+            rank: {timed.step.step: timed.step for timed in history.steps} for rank, history in run.histories.items()
+        }
+        self.ranks = [rank for rank, traced in self._spans.items() if traced]
+        shared = [set(self._spans[rank]) & set(self._told[rank]) for rank in self.ranks]
+        self.steps: list[int] = sorted(set.intersection(*shared)) if shared else []
+
+    def of(self, rank: int, step: int) -> tuple[Traced, Step]:
+        """What a rank recorded of a step."""
+        return self._spans[rank][step], self._told[rank][step]
+
+    def marks(self, rank: int, step: int) -> tuple[Mark, ...]:
+        """A rank's step in seconds from its own beginning of it."""
+        traced, told = self.of(rank, step)
+        began = told.at - told.step_s
+        return tuple(
+            Mark(
+                kind="sums" if span.kind == "collective" else span.kind,
+                number=0 if span.microbatch is None else span.microbatch + 1,
+                start=max(0.0, span.start - began), end=max(0.0, span.end - began),
+            )
+            for span in sorted(traced.spans, key=lambda span: span.start)
+        )  # fmt: skip
+
+    def parts(self, rank: int, step: int) -> dict[str, float]:
+        """Seconds of a rank's step by part; `rest` is what no span covers."""
+        traced, told = self.of(rank, step)
+        found = dict.fromkeys(("compute", "communication", "waiting"), 0.0)
+        for span in traced.spans:
+            found[PARTS[span.kind]] += span.end - span.start
+        return {**found, "rest": max(0.0, told.step_s - sum(found.values()))}
+
+    def passes(self, ranks: Sequence[int], step: int, kind: str) -> dict[int, float]:
+        """When the last of these ranks, which share a clock, ended the pass of each microbatch."""
+        ends: dict[int, float] = {}
+        for rank in ranks:
+            for span in self.of(rank, step)[0].spans:
+                if span.kind == kind and span.microbatch is not None:
+                    ends[span.microbatch] = max(ends.get(span.microbatch, 0.0), span.end)
+        return ends
+
+    def receives(self, ranks: Sequence[int], step: int, way: Way, first: bool) -> dict[int, Span]:
+        """The last to end of these ranks' receives of each microbatch's message; `first` is a pipeline's first stage,
+        which gets none from before."""
+        found: dict[int, Span] = {}
+        for rank in ranks:
+            came: set[int] = set()
+            for span in sorted(self.of(rank, step)[0].spans, key=lambda span: span.start):
+                if span.kind != "receive" or span.microbatch is None:
+                    continue
+                # Of two messages of one microbatch the first comes down and the second up.
+                this: Way = "up" if first or span.microbatch in came else "down"
+                came.add(span.microbatch)
+                if this == way and (span.microbatch not in found or span.end > found[span.microbatch].end):
+                    found[span.microbatch] = span
+        return found

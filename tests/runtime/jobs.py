@@ -1,0 +1,82 @@
+"""What the workers of a `Fleet` are asked to do; each function is called by all workers of a plan at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from farspan.domain.plan import Plan
+from farspan.domain.results import Event, Step, Validated
+from farspan.domain.run import RunFolder
+from farspan.runtime.collective import Group
+from farspan.runtime.trainer import Trainer
+from farspan.runtime.worker import build
+from tests.runtime import reference
+
+Arrays = dict[str, NDArray[np.float32]]
+
+
+class Gradients(NamedTuple):
+    """As one worker knows them: its replica's mean loss and norm; on rank 0 the gradients of every replica."""
+
+    loss: float
+    norm: float
+    by_replica: list[Arrays]
+
+
+class Trained(NamedTuple):
+    """As one worker knows it: its replica's losses, gradient norms, and the last validation loss."""
+
+    reason: str
+    losses: list[float]
+    norms: list[float]
+    validation: float | None
+
+
+def trainer(group: Group, plan: Plan, path: Path) -> tuple[Trainer, list[Event]]:
+    """A worker's trainer, with weights of which none is idle; and the events that it emits."""
+    events: list[Event] = []
+    worker = build(plan, RunFolder(path), group, events.append)
+    worker.executor.load(iter(reference.start(plan.model).items()))
+    return Trainer(worker), events
+
+
+def gradients(group: Group, plan: Plan, path: Path, step: int) -> Gradients:
+    """Of one step at the first weights."""
+    return _gradients(trainer(group, plan, path)[0], step)
+
+
+def check(group: Group, plan: Plan, path: Path, step: int) -> tuple[Gradients, Trained]:
+    """The gradients of one step, and then the training from the first."""
+    made, events = trainer(group, plan, path)
+    found = _gradients(made, step)
+    made.w.executor.skip()
+    return found, _trained(made, events)
+
+
+def train(group: Group, plan: Plan, path: Path, until: int | None = None) -> Trained:
+    """From the newest checkpoint to the end, or to where all stop who were asked to at a step."""
+    made, events = trainer(group, plan, path)
+    if until is not None:
+        made.w.stop = lambda: made.step >= until
+    made.restore()
+    return _trained(made, events)
+
+
+def _gradients(made: Trainer, step: int) -> Gradients:
+    valid, outcome = made.gradients(step)
+    whole, state = made.w.executor.whole, made.w.state
+    found = [whole.collect(state.grad, replica) for replica in range(len(made.w.plan.replicas))]
+    return Gradients(outcome.loss / valid, outcome.norm, [{n: g.numpy().copy() for n, g in one.items()} for one in found])
+
+
+def _trained(made: Trainer, events: list[Event]) -> Trained:
+    reason = made.run()
+    steps = [event for event in events if isinstance(event, Step)]
+    validated = [event.loss for event in events if isinstance(event, Validated)]
+    return Trained(reason, [s.loss for s in steps], [s.grad_norm for s in steps], validated[-1] if validated else None)

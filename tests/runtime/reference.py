@@ -1,0 +1,263 @@
+"""The training that a plan asks for, in one process and in double precision, by the textbook: an oracle.
+
+It shares no arithmetic with `farspan.runtime`: a decoder in a few lines, torch's own AdamW and SGD, and DiLoCo as its
+papers have it. Only the order of the data is the runtime's.
+
+Shapes: B rows, S positions, D d_model, H heads, K kv heads, E head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from farspan.domain.model import ModelSpec
+from farspan.domain.plan import Plan, Sync
+from farspan.domain.train import Schedule, TrainSpec
+from farspan.runtime.data import Order, Windows
+from farspan.runtime.model import Decoder
+
+Weights = dict[str, Tensor]
+
+
+class Data(NamedTuple):
+    """A corpus, in windows and in the order of a run."""
+
+    train: Windows
+    val: Windows
+    order: Order
+
+    @classmethod
+    def of(cls, corpus: Path, train: TrainSpec) -> Data:
+        found = [Windows(np.fromfile(corpus / f"{name}.bin", "<u2"), train.seq_len) for name in ("train", "val")]
+        return cls(*found, Order(found[0].count, train.seed))
+
+    def read(self, samples: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        inputs, targets = self.train.read(self.order.window(samples))
+        return torch.from_numpy(inputs), torch.from_numpy(targets)
+
+    def step_with_a_short_window(self, batch: int) -> int:
+        """The first step that reads the window with fewer targets than the others."""
+        order = self.order.window(np.arange(self.train.count))
+        return int(np.flatnonzero(order == self.train.count - 1)[0]) // batch
+
+
+def start(spec: ModelSpec, seed: int = 0) -> Weights:
+    """Weights (fp32) with which no part of a model is idle: attention is uneven, biases are not zero, gains not one."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.device("meta"):
+        shapes = {name: parameter.shape for name, parameter in Decoder(spec).named_parameters()}
+    found = {}
+    for name, shape in sorted(shapes.items()):
+        gain = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+        std = 0.1 if len(shape) < 2 or name.startswith(("tok", "pos", "head")) else 0.7 / math.sqrt(shape[1])
+        found[name] = gain + std * torch.randn(shape, generator=generator)
+    return found
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+def logits(weights: Mapping[str, Tensor], spec: ModelSpec, tokens_BS: Tensor) -> Tensor:
+    """(B, S, V)."""
+    x_BSD = weights["tok.weight"][tokens_BS]
+    if spec.positions == "learned":
+        x_BSD = x_BSD + weights["pos.weight"][spec.extra_positions :][: tokens_BS.shape[1]]
+    for i in range(spec.layers):
+        block = {name.split(".", 2)[2]: w for name, w in weights.items() if name.startswith(f"blocks.{i}.")}
+        x_BSD = x_BSD + _attention(block, spec, _norm(block, spec, "attn_norm", x_BSD))
+        x_BSD = x_BSD + _mlp(block, spec, _norm(block, spec, "mlp_norm", x_BSD))
+    head = weights["tok.weight" if spec.tied else "head.weight"]
+    return _norm(weights, spec, "norm", x_BSD) @ head.T
+
+
+def _norm(weights: Mapping[str, Tensor], spec: ModelSpec, name: str, x: Tensor) -> Tensor:
+    if spec.norm == "layernorm":
+        x = x - x.mean(-1, keepdim=True)
+    x = x / torch.sqrt(x.square().mean(-1, keepdim=True) + spec.norm_eps) * weights[f"{name}.weight"]
+    return x + weights[f"{name}.bias"] if spec.norm == "layernorm" else x
+
+
+def _linear(weights: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+
+def _attention(weights: Mapping[str, Tensor], spec: ModelSpec, x_BSD: Tensor) -> Tensor:
+    B, S, D = x_BSD.shape
+    E, group = spec.head_dim, spec.heads // spec.kv_heads
+    sizes = [spec.heads * E, spec.kv_heads * E, spec.kv_heads * E]
+    q, k, v = (t.view(B, S, -1, E).transpose(1, 2) for t in _linear(weights, "attn.qkv", x_BSD).split(sizes, dim=-1))
+    if spec.positions == "rope":
+        q, k = _rotated(q, spec), _rotated(k, spec)
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores_BHSS = q @ k.transpose(2, 3) / math.sqrt(E)
+    scores_BHSS = scores_BHSS.masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -math.inf)
+    y_BHSE = scores_BHSS.softmax(-1) @ v
+    return _linear(weights, "attn.out", y_BHSE.transpose(1, 2).reshape(B, S, D))
+
+
+def _rotated(x_BHSE: Tensor, spec: ModelSpec) -> Tensor:
+    """Pairs of the two halves of a head as complex numbers, turned by position."""
+    S, E = x_BHSE.shape[2:]
+    turn = torch.outer(torch.arange(S).double(), spec.rope_theta ** (-torch.arange(0, E, 2).double() / E))
+    x = torch.complex(*x_BHSE.chunk(2, -1)) * torch.polar(torch.ones_like(turn), turn)
+    return torch.cat((x.real, x.imag), -1)
+
+
+def _mlp(weights: Mapping[str, Tensor], spec: ModelSpec, x: Tensor) -> Tensor:
+    h = _linear(weights, "mlp.up", x)
+    if spec.activation == "swiglu":
+        gate, value = h.chunk(2, -1)
+        return _linear(weights, "mlp.down", F.silu(gate) * value)
+    return _linear(weights, "mlp.down", F.relu(h) if spec.activation == "relu" else F.gelu(h, approximate="tanh"))
+
+
+def mean_loss(weights: Mapping[str, Tensor], spec: ModelSpec, tokens: Tensor, targets: Tensor) -> Tensor:
+    """Over all valid targets together."""
+    return F.cross_entropy(logits(weights, spec, tokens).flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+class Gradient(NamedTuple):
+    """Of one step of one replica: mean loss, and the gradients by name."""
+
+    loss: float
+    by_name: Weights
+
+    @property
+    def norm(self) -> float:
+        return math.sqrt(sum(float(g.square().sum()) for g in self.by_name.values()))
+
+
+def gradients(plan: Plan, data: Data, weights: Weights, step: int) -> list[Gradient]:
+    """Of each replica at these weights."""
+    found, before = [], step * plan.train.batch
+    for replica in plan.replicas:
+        batch = data.read(np.arange(before, before + replica.batch))
+        before += replica.batch
+        leaves = {name: value.double().requires_grad_() for name, value in weights.items()}
+        loss = mean_loss(leaves, plan.model, *batch)
+        loss.backward()
+        found.append(Gradient(float(loss.detach()), {n: leaf.grad for n, leaf in leaves.items() if leaf.grad is not None}))
+    return found
+
+
+class Replica:
+    """A model that trains by itself."""
+
+    def __init__(self, train: TrainSpec, weights: Weights) -> None:
+        self.train, self.losses, self.norms = train, list[float](), list[float]()
+        self.weights = {name: value.double().requires_grad_() for name, value in weights.items()}
+        decayed, others = ([w for w in self.weights.values() if (w.dim() >= 2) == matrix] for matrix in (True, False))
+        with_ = train.optimizer
+        groups = [{"params": decayed, "weight_decay": with_.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], betas=(with_.beta1, with_.beta2), eps=with_.eps)
+
+    def step(self, number: int, spec: ModelSpec, batch: tuple[Tensor, Tensor]) -> None:
+        loss = mean_loss(self.weights, spec, *batch)
+        loss.backward()
+        gradients = [w.grad for w in self.weights.values() if w.grad is not None]
+        norm, clip = math.sqrt(sum(float(g.square().sum()) for g in gradients)), self.train.optimizer.clip
+        if clip and norm > clip:
+            for gradient in gradients:
+                gradient.mul_(clip / norm)
+        for group in self.adamw.param_groups:
+            group["lr"] = self.train.optimizer.lr * share(self.train.schedule, number, self.train.steps)
+        self.adamw.step()
+        self.adamw.zero_grad()
+        self.losses.append(float(loss.detach()))
+        self.norms.append(norm)
+
+    @property
+    def now(self) -> Weights:
+        return {name: w.detach().clone() for name, w in self.weights.items()}
+
+    @torch.no_grad()
+    def become(self, weights: Weights) -> None:
+        for name, w in self.weights.items():
+            w.copy_(weights[name])
+
+
+def share(schedule: Schedule, step: int, steps: int) -> float:
+    """Of the peak learning rate: linear warm-up, then constant or cosine down to the floor at the last step."""
+    if step < schedule.warmup_steps:
+        return (step + 1) / (schedule.warmup_steps + 1)
+    if schedule.kind == "constant":
+        return 1.0
+    assert schedule.kind == "cosine"
+    done = (step - schedule.warmup_steps) / max(1, steps - 1 - schedule.warmup_steps)
+    return schedule.floor + (1 - schedule.floor) * (1 + math.cos(math.pi * done)) / 2
+
+
+class Meetings:
+    """DiLoCo's outer optimizer (arXiv 2311.08105). With overlap what is exchanged at one meeting is applied at the
+    next (arXiv 2501.18512, section 2.3): a replica then adds what it learnt meanwhile."""
+
+    def __init__(self, sync: Sync, replicas: list[Replica]) -> None:
+        self.sync, self.replicas = sync, replicas
+        self.anchor = {name: w.clone().requires_grad_() for name, w in replicas[0].now.items()}
+        self.sgd = torch.optim.SGD(self.anchor.values(), lr=sync.lr, momentum=sync.momentum, nesterov=True)
+        #: Models as they left for the exchange that goes on, and the mean of their changes.
+        self.left: list[Weights] | None = None
+        self.change: Weights = {}
+
+    def meet(self, last: bool) -> None:
+        if self.left is not None:
+            self._apply(self.left)
+        self._exchange()
+        if last or not self.sync.overlap:
+            self._apply([replica.now for replica in self.replicas])
+
+    def _exchange(self) -> None:
+        self.left = [replica.now for replica in self.replicas]
+        self.change = {
+            name: torch.stack([anchor.detach() - one[name] for one in self.left]).mean(0)
+            for name, anchor in self.anchor.items()
+        }
+
+    def _apply(self, left: list[Weights]) -> None:
+        for name, anchor in self.anchor.items():
+            anchor.grad = self.change[name]
+        self.sgd.step()
+        for replica, before in zip(self.replicas, left, strict=True):
+            now = replica.now
+            replica.become({n: anchor.detach() + (now[n] - before[n]) for n, anchor in self.anchor.items()})
+        self.left = None
+
+
+class Trained(NamedTuple):
+    """Losses and gradient norms of each replica, step by step; the model in the end, and its validation loss."""
+
+    losses: list[list[float]]
+    norms: list[list[float]]
+    weights: Weights
+    validation: float
+
+
+def train(plan: Plan, data: Data, weights: Weights) -> Trained:
+    """All steps of a plan from these weights."""
+    replicas = [Replica(plan.train, weights) for _ in plan.replicas]
+    meetings = Meetings(plan.sync, replicas) if plan.sync is not None else None
+    for step in range(plan.train.steps):
+        before = step * plan.train.batch
+        for replica, planned in zip(replicas, plan.replicas, strict=True):
+            replica.step(step, plan.model, data.read(np.arange(before, before + planned.batch)))
+            before += planned.batch
+        last = step + 1 == plan.train.steps
+        if meetings is not None and plan.sync is not None and ((step + 1) % plan.sync.every == 0 or last):
+            meetings.meet(last)
+    final = replicas[0].now
+    inputs, targets = map(torch.from_numpy, data.val.read(np.arange(data.val.count, dtype=np.uint64)))
+    with torch.no_grad():
+        validation = float(mean_loss(final, plan.model, inputs, targets))
+    return Trained([one.losses for one in replicas], [one.norms for one in replicas], final, validation)
