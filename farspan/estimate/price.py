@@ -91,11 +91,11 @@ def step(replica: Replica, costs: Costs) -> Step:
         for site, size in stage_time.sent.items():
             sent[site] = sent.get(site, 0.0) + size
     _add_edges(replica, costs, sent)
-    tie = _tie(replica, costs)
+    tie = _tie(replica, costs, times)
     seconds = _period(replica, costs, times, tie, simulated)
     busy = []
     summed = [end + time.exposed for end, time in zip(simulated.ends, times, strict=True)]
-    for i, (time, wait) in enumerate(zip(times, tie.waits(summed), strict=True)):
+    for i, (time, wait) in enumerate(zip(times, tie.waits(summed, simulated.ends), strict=True)):
         waits = replica.microbatches * (time.passes.forward_wait + time.passes.backward_wait)
         compute = simulated.computed[i] - waits + time.update
         busy.append((compute, waits + simulated.sending[i] + time.exposed + wait))
@@ -127,14 +127,29 @@ def _period(replica: Replica, costs: Costs, times: list[StageTime], tie: Tie, si
 def _next(replica: Replica, costs: Costs, times: list[StageTime], tie: Tie, ends: list[float]) -> list[float]:
     """When each stage can begin its next step: after an update that needs the gradient norm of all stages."""
     summed = [end + time.exposed for end, time in zip(ends, times, strict=True)]
-    known = [end + wait for end, wait in zip(summed, tie.waits(summed), strict=True)]
+    known = [end + wait for end, wait in zip(summed, tie.waits(summed, ends), strict=True)]
     starts = []
     for i, time in enumerate(times):
-        told = (known[j] + _delay(replica, costs, j, i) if j != i else known[i] for j in range(len(times)))
+        told = (
+            known[j] + (_delay(replica, costs, j, i) if j != i else _inside(replica, costs, i))
+            for j in range(len(times))
+        )
         starts.append(max(told) + time.update)
     if tie.across:
-        starts[-1] = max(starts[-1], starts[0] + tie.across)
+        starts[-1] = max(starts[-1], summed[0] + tie.back + times[-1].update)
     return starts
+
+
+def _inside(replica: Replica, costs: Costs, stage: int) -> float:
+    """One way between the farthest devices of a stage that know unlike parts of the gradient norm, and tell each other
+    where receives are posted ahead."""
+    at = replica.stages[stage]
+    alike = at.mesh.size("tensor") == 1 and not (at.zero and at.mesh.size("data") > 1)
+    ranks = list({costs.network.hosts[rank]: rank for rank in at.mesh.ranks}.values())
+    if alike or len(ranks) == 1 or not costs.engine.receives_ahead:
+        return 0.0
+    wires = (costs.network.wire(a, b, collective=False) for a in ranks for b in ranks if a != b)
+    return max(wire.delay_s for wire in wires) + costs.engine.message_s
 
 
 def run(replica: Replica, costs: Costs, times: list[StageTime], starts: Sequence[float] | None = None) -> Simulated:
@@ -208,34 +223,42 @@ def _begins(simulated: Simulated, stages: int) -> list[float]:
 
 
 class Tie(NamedTuple):
-    """What a tied table costs the first and the last stage: seconds that both wait after their sums, or seconds of the
-    head's summed part on its way to the table, and of the updated rows back, beside passes of other stages."""
+    """What a tied table costs the first and the last stage: seconds that both wait after their sums; or seconds of the
+    head's gradient on its way to the table, which leaves `early` before the last stage ends, and of the gradient of the
+    step's own rows on its way back."""
 
     both: float = 0.0
     across: float = 0.0
+    early: float = 0.0
+    back: float = 0.0
 
-    def waits(self, ends: list[float]) -> list[float]:
-        """Seconds that each stage waits, given when the sums of its gradients ended."""
+    def waits(self, summed: list[float], ends: list[float]) -> list[float]:
+        """Seconds that each stage waits, given when its passes and the sums of its gradients ended."""
         found = [0.0] * len(ends)
         found[0] = found[-1] = self.both
         if self.across:
-            found[0] = max(0.0, ends[-1] + self.across - ends[0])
+            found[0] = max(0.0, ends[-1] - self.early + self.across - summed[0])
         return found
 
 
-def _tie(replica: Replica, costs: Costs) -> Tie:
+def _tie(replica: Replica, costs: Costs, times: list[StageTime]) -> Tie:
     """The exchange of a tied table's gradient between a pipeline's ends."""
     if not costs.graph.tied or len(replica.stages) == 1:
         return Tie()
     first, last = replica.stages[0], replica.stages[-1]
-    size = costs.graph.size("vd") * first.grad_sync.bits / 8
+    size = 4.0 * costs.graph.size("vd")
     if costs.engine.ties_collective:
         # Each device of a stage meets its peer of the other; the update waits for the sum.
         return Tie(both=costs.network.all_reduce_s((first.mesh.ranks[0], last.mesh.ranks[-1]), size))
-    streams = max(costs.engine.streams, *(edge.streams for edge in replica.edges))
-    wire = costs.network.wire(last.mesh.ranks[-1], first.mesh.ranks[0], collective=False, streams=streams)
+    wire = costs.network.wire(last.mesh.ranks[-1], first.mesh.ranks[0], collective=False)
     across = costs.network.send_s(wire, size) + wire.delay_s
-    return Tie(across=across) if costs.engine.receives_ahead else Tie(both=2 * across)
+    if not costs.engine.receives_ahead:
+        return Tie(both=2 * across)
+    rows = max(replica.micro_rows(len(times) - 1, c) for c in range(len(last.rows)))
+    head = costs.unit_s(last.mesh.ranks[-1], costs.graph.head, rows, last.splits, last.mesh.size("tensor"))[1]
+    touched = min(1.0, replica.batch * costs.train.seq_len / costs.graph.sizes["v"])
+    back = costs.network.send_s(wire, touched * size) + wire.delay_s
+    return Tie(across=across, early=max(0.0, times[-1].passes.backward - head), back=back)
 
 
 def _outer(plan: Plan, costs: Costs, slowest: Step) -> tuple[float, dict[str, float]]:

@@ -259,8 +259,8 @@ class Costs:
             reduce = max(summed(g, size * 32 / bits, messages=messages, concurrent=ways) for g in groups)
             gather = max(network.all_gather_s(g, gathered, messages=apart, concurrent=ways) for g in groups)
             part, together = size / max(1, mesh.size("data")), len(mesh.groups("site"))
-            summed = network.direct_s if self.engine.direct else network.all_reduce_s
-            rest = max(summed(g, part, messages=messages, concurrent=together) for g in mesh.groups("site"))
+            met = network.direct_s if self.engine.direct else network.all_reduce_s
+            rest = max(met(g, part, messages=messages, concurrent=together) for g in mesh.groups("site"))
         if ways > 1:
             rest += self._partial_weights(stage, width)
         return Sync(reduce, gather, rest, messages)
@@ -275,6 +275,7 @@ class Costs:
         rings: list[tuple[Sequence[int], float]] = []
         if stage.zero == 0:
             by_sites = stage.grad_sync.topology == "hierarchical"
+            group: Sequence[int]
             for group in mesh.transposed:
                 if by_sites:
                     group = tuple({self.network.sites[rank]: rank for rank in group}.values())

@@ -1,7 +1,7 @@
 """Which device or link keeps another pace than the plan assumed, by more than the estimate's interval allows.
 
-Told only of runs with some steps, from traced steps that took about as long as the others, and where it makes a
-noticeable part of a step. Clocks of hosts are never compared: what a link takes is the way there and back together.
+Told only of runs with some steps, from traced steps that took about as long as the others (their parts count as if
+they had been no slower), and where it makes a noticeable part of a step. Clocks of hosts are never compared: what a link takes is the way there and back together.
 """
 
 from __future__ import annotations
@@ -75,17 +75,18 @@ def drifts(
     return (*_alike(slow, costs), *filter(beyond, _links(run, traces, steps, timed, costs)))
 
 
-def _typical(run: Run, traces: Traces) -> list[int]:
-    """The traced steps that say something about the others."""
+def _typical(run: Run, traces: Traces) -> dict[int, float]:
+    """The traced steps that say something about the others, and what their seconds are multiplied by."""
     usual = median(timed.step.step_s for timed in run.history.steps if timed.warm)
-    return [step for step in traces.steps if traces.of(traces.ranks[0], step)[1].step_s <= TYPICAL * usual]
+    took = {step: traces.of(traces.ranks[0], step)[1].step_s for step in traces.steps}
+    return {step: min(1.0, usual / step_s) for step, step_s in took.items() if step_s <= TYPICAL * usual}
 
 
-def _devices(traces: Traces, steps: Sequence[int], devices: dict[int, Expected]) -> Iterator[Drift]:
+def _devices(traces: Traces, steps: dict[int, float], devices: dict[int, Expected]) -> Iterator[Drift]:
     """The compute time of every device whose passes hold nothing but arithmetic."""
     for rank, one in sorted(devices.items()):
         if one.compute_s and one.rows and not one.inside_s:
-            measured = median(traces.parts(rank, step)["compute"] for step in steps)
+            measured = median(scale * traces.parts(rank, step)["compute"] for step, scale in steps.items())
             yield Drift(
                 what="device", who=str(rank), measured_s=measured, predicted_s=one.compute_s,
                 paces={rank: measured / one.compute_s},
@@ -108,7 +109,7 @@ def _alike(found: Iterable[Drift], costs: Costs) -> Iterator[Drift]:
         )  # fmt: skip
 
 
-def _links(run: Run, traces: Traces, steps: Sequence[int], timed: Sequence[int], costs: Costs) -> Iterator[Drift]:
+def _links(run: Run, traces: Traces, steps: dict[int, float], timed: Sequence[int], costs: Costs) -> Iterator[Drift]:
     """What crosses between hosts, of replicas whose every device was timed."""
     for replica in run.plan.replicas:
         if not all(rank in timed for stage in replica.stages for rank in stage.mesh.ranks):
@@ -120,7 +121,7 @@ def _links(run: Run, traces: Traces, steps: Sequence[int], timed: Sequence[int],
 
 
 def _messages(
-    replica: Replica, edge: int, hops: tuple[Hop, Hop], traces: Traces, steps: Sequence[int], costs: Costs
+    replica: Replica, edge: int, hops: tuple[Hop, Hop], traces: Traces, steps: dict[int, float], costs: Costs
 ) -> Iterator[Drift]:
     """One message each way between two stages that lie in a host each: the quickest that was waited for."""
     before, after = (replica.stages[i].mesh.ranks for i in (edge, edge + 1))
@@ -128,11 +129,11 @@ def _messages(
     if len(a) > 1 or len(b) > 1 or a == b:
         return
     found = []
-    for step in steps:
+    for step, scale in steps.items():
         down = _quickest(traces.passes(before, step, "forward"), traces.receives(after, step, "down", False), hops[0])
         up = _quickest(traces.passes(after, step, "backward"), traces.receives(before, step, "up", edge == 0), hops[1])
         if down is not None and up is not None:
-            found.append(down + up)
+            found.append(scale * (down + up))
     if found:
         yield Drift(
             what="messages", who=joined([*a, *b]), measured_s=median(found),
@@ -147,7 +148,7 @@ def _quickest(sent: dict[int, float], received: dict[int, Span], hop: Hop) -> fl
     return min((received[i].end - sent[i] for i in waited if i in sent), default=None)
 
 
-def _sums(replica: Replica, index: int, traces: Traces, steps: Sequence[int], costs: Costs) -> Iterator[Drift]:
+def _sums(replica: Replica, index: int, traces: Traces, steps: dict[int, float], costs: Costs) -> Iterator[Drift]:
     """What the sums of a stage's gradients add to a step, as the device sees it that waits least for the others."""
     stage, last = replica.stages[index], len(replica.stages) - 1
     hosts = list(dict.fromkeys(costs.network.hosts[rank] for rank in stage.mesh.ranks))
@@ -155,7 +156,10 @@ def _sums(replica: Replica, index: int, traces: Traces, steps: Sequence[int], co
         return  # Inside a host, or together with the table that a pipeline's ends share.
     rows = [replica.micro_rows(index, c) for c in range(len(stage.rows))]
     predicted = costs.time(stage, rows, replica.microbatches).exposed
-    measured = median(min(traces.parts(rank, step)["communication"] for rank in stage.mesh.ranks) for step in steps)
+    measured = median(
+        scale * min(traces.parts(rank, step)["communication"] for rank in stage.mesh.ranks)
+        for step, scale in steps.items()
+    )
     if predicted:
         yield Drift(what="gradients", who=joined(hosts), measured_s=measured, predicted_s=predicted)
 

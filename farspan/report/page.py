@@ -11,7 +11,7 @@ from farspan.domain.codec import content_hash, write_atomically
 from farspan.domain.results import Environment
 from farspan.domain.run import RunFolder
 from farspan.domain.units import format_bytes, format_count, format_seconds, short_time
-from farspan.report import charts, compared_text, text
+from farspan.report import charts, compared_text, plan_terminal, text
 from farspan.report.compared import Compared
 from farspan.report.figures import figures
 from farspan.report.history import Run
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     import jinja2
 
 _TEMPLATES = Path(__file__).parent / "template"
+#: Colours of chart.css that stages take in turn.
+TINTS = ("train", "val", "speed", "memory", "lr", "norm")
+#: Marks of a timeline narrower than this share of it have no number.
+NUMBERED = 0.045
 
 
 def write_page(run: Run, found: Compared | None = None) -> Path:
@@ -58,6 +62,7 @@ def environment() -> jinja2.Environment:
              text.model_line, text.money, short_time, zip)  # fmt: skip
     made.globals |= {function.__name__: function for function in shown}
     made.globals |= {"width": charts.WIDTH, "height": charts.HEIGHT, "endings": text.ENDINGS}
+    made.globals |= {"tints": TINTS, "numbered": NUMBERED, "words": plan_terminal.WORDS}
     return made
 
 

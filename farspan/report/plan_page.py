@@ -16,15 +16,12 @@ from farspan.report import plan_picture
 from farspan.report.page import environment
 from farspan.report.plan_picture import PARTS, Box, Flow, Picture, SiteView
 
-#: Colours of chart.css: stages in turn, and what fills memory.
-TINTS = ("train", "val", "speed", "memory", "lr", "norm")
+#: Colours of chart.css: what fills memory.
 FILLS = dict(zip(PARTS, ("train", "val", "memory", "speed", "lr", "norm", "rest"), strict=True))
 #: Pixels of the cluster's picture: a host's heading, a row of boxes, the gap between sites, boxes in a row.
 HEAD, ROW, GAP, ACROSS = 26, 76, 46, 2
 #: Links between sites that are not neighbours in the picture, drawn at its side; the table has the others.
 SIDE = 3
-#: Marks narrower than this share of the picture have no number.
-NUMBERED = 0.045
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +79,7 @@ def plan_page(shown: Picture | None, told: Told) -> str:
     made.globals |= {
         "lane_name": plan_picture.lane_name, "paces": plan_picture.paces, "bars": plan_picture.bars,
         "rows_line": plan_picture.rows_line, "stage_line": plan_picture.stage_line, "short_time": short_time,
-        "tints": TINTS, "fills": FILLS, "parts": PARTS, "numbered": NUMBERED, "head": HEAD, "row": ROW,
+        "fills": FILLS, "parts": PARTS, "head": HEAD, "row": ROW,
     }  # fmt: skip
     drawing = layout(shown) if shown is not None else None
     return made.get_template("plan.html").render(shown=shown, told=told, drawing=drawing, told_plan=told_plan(shown))

@@ -12,6 +12,8 @@ Line = list[tuple[str, str]]
 #: Stages take these tints in turn.
 TINTS = 6
 GLYPHS = {"forward": "▒", "backward": "█", "send": "~", "sums": "≈", "receive": "-", "update": "u", "": "·"}
+#: Names of marks that need others than their kind.
+WORDS = {"send": "sending", "sums": "communication", "receive": "waiting for a message"}
 #: Of every other microbatch, so that neighbours can be told apart.
 OTHERS = {"forward": "░", "backward": "▓"}
 BAR = dict(zip(PARTS, "WGOALBF", strict=True))
@@ -89,8 +91,7 @@ def timeline(shown: Picture, width: int) -> Iterator[Line]:
 def legend(marks: Iterable[Mark], nothing: str) -> str:
     """What the glyphs of these marks mean, and what no mark does."""
     used = {mark.kind for mark in marks}
-    words = {"send": "sending", "sums": "communication", "receive": "waiting for a message"}
-    told = [f"{OTHERS.get(kind, '')}{GLYPHS[kind]} {words.get(kind, kind)}" for kind in GLYPHS if kind in used]
+    told = [f"{OTHERS.get(kind, '')}{GLYPHS[kind]} {WORDS.get(kind, kind)}" for kind in GLYPHS if kind in used]
     return "  ".join([*told, f"· {nothing}"])
 
 

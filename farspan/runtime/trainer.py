@@ -136,7 +136,7 @@ class Trainer:
 
     def _decide(self) -> tuple[str, bool]:
         """Why to stop, if at all, and whether to save: agreed by all workers. A signal anywhere stops all; rank 0's
-        clock decides the rest; validations gave everyone the same. Workers of one replica hear of it a step later, without
+        clock decides the rest; validations gave all the same. Workers of one replica hear of it a step later, without
         waiting for each other."""
         group, train, steps, save = self.w.group, self.w.plan.train, 0, False
         if group.rank == 0:

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import farspan
 from farspan.corpus import tokenizer as tokenizers
 from farspan.corpus.tokens import TokenFile
 from farspan.domain import catalog
@@ -165,7 +166,7 @@ def as_problem(error: BaseException, plan: Plan | None, run: RunFolder, rank: in
         return error.problem
     message = " ".join(str(error).split())
     if plan and (isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in message):
-        predicted = load(run.estimate, Estimate).memory_bytes if run.estimate.exists() else None
+        predicted = _predicted_bytes(plan, run, rank)
         return Problem(
             code="out-of-memory",
             what="a worker ran out of memory",
@@ -188,6 +189,12 @@ def as_problem(error: BaseException, plan: Plan | None, run: RunFolder, rank: in
     )
 
 
+def _predicted_bytes(plan: Plan, run: RunFolder, rank: int) -> int | None:
+    """What the estimate says that this rank takes."""
+    used = sorted(r for replica in plan.replicas for stage in replica.stages for r in stage.mesh.ranks)
+    return load(run.estimate, Estimate).memory[used.index(rank)].total if run.estimate.exists() else None
+
+
 def silent(peer: int, plan: Plan, run: RunFolder) -> Problem:
     """What it means to the user that another worker is not heard any more."""
     return Problem(
@@ -196,6 +203,18 @@ def silent(peer: int, plan: Plan, run: RunFolder) -> Problem:
         fact=f"it has said nothing for {SILENCE_S:.0f} s: the machine, the network or the process stands still",
         remedy=command("resume", run.path),
     )  # fmt: skip
+
+
+def check_version(store: dist.Store, rank: int) -> None:
+    """Refuse to work with a rank 0 of another version: what they send each other may differ."""
+    ours = f"farspan {farspan.__version__}, torch {torch.__version__.split('+')[0]}"
+    if rank == 0:
+        store.set("farspan/version", ours)
+    elif (theirs := store.get("farspan/version").decode()) != ours:
+        raise Refusal(
+            "version-mismatch", what="the workers are of unlike versions", where=f"rank {rank} on {platform.node()}",
+            fact=f"here {ours}; rank 0 has {theirs}", remedy="farspan doctor --cluster, with the same cluster",
+        )  # fmt: skip
 
 
 def leave_word(problem: Problem, run: RunFolder, rank: int) -> None:
@@ -210,6 +229,7 @@ def main() -> int:
     try:
         store = meet(rank, world)
         if store is not None:
+            check_version(store, rank)
             share(store, rank, world, run)
         plan = load(Path(sys.argv[1]).expanduser(), Plan)
         train(plan, run, rank, world, store, parent)

@@ -1,5 +1,5 @@
 // Values under the pointer, read from the points that each figure offers as CSV. Arrow keys move from point to point.
-for (const figure of document.querySelectorAll("figure")) {
+for (const figure of document.querySelectorAll("figure:not(.chartless)")) {
   const csv = figure.querySelector("a[download$='.csv']").getAttribute("href");
   const [names, ...rows] = decodeURIComponent(csv.slice(csv.indexOf(",") + 1)).trim().split("\n").map((l) => l.split(","));
   const svg = figure.querySelector("svg"), tip = figure.querySelector(".tip"), cursor = svg.querySelector(".cursor");
