@@ -59,7 +59,7 @@ class Relay:
 
     def __init__(self, lab: str) -> None:
         self._lab, self._ended = lab, threading.Event()
-        self._seen: list[tuple[float, float, float]] = []
+        self._seen: list[tuple[float, ...]] = []
         self._thread = threading.Thread(target=self._look, daemon=True)
 
     def __enter__(self) -> Relay:
@@ -74,14 +74,14 @@ class Relay:
         last = False
         while not last:
             last = self._ended.wait(SAMPLE_S)
-            status = state.status(self._lab)
-            self._seen.append((time.time(), status.relay_cpu_s, sum(link.bytes for link in status.traffic)))
+            status, at = state.status(self._lab), time.time()
+            carried, dropped = (sum(getattr(link, key) for link in status.traffic) for key in ("bytes", "dropped"))
+            self._seen.append((at, status.relay_cpu_s, carried, dropped))
 
-    def between(self, began: float, ended: float) -> tuple[float, float]:
-        """A core's share, and bytes, between two times."""
-        at, used, carried = zip(*self._seen, strict=True)
-        cpu, size = (float(np.diff(np.interp([began, ended], at, values))[0]) for values in (used, carried))
-        return cpu / (ended - began), size
+    def between(self, began: float, ended: float) -> tuple[float, ...]:
+        """Processor seconds, bytes, and packets dropped, between two times."""
+        at, *columns = zip(*self._seen, strict=True)
+        return tuple(float(np.diff(np.interp([began, ended], at, column))[0]) for column in columns)
 
 
 # -- stock PyTorch -----------------------------------------------------------------------------------------------------

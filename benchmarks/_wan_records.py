@@ -30,9 +30,9 @@ class Session(_Record, frozen=True, kw_only=True, tag="session"):
     cpu: str
     cores: int
     kernel: str
-    #: As the kernels of the sites say it is.
+    #: As the kernels of the sites say it is; windows in bytes, by round trip.
     congestion: str
-    window: int
+    windows: dict[str, int]
     bandwidth: str
     realtime: bool
 
@@ -74,9 +74,11 @@ class Cell(_Record, frozen=True, kw_only=True, tag="cell"):
     step_s: tuple[float, ...] = ()
     #: Steps between meetings, where the replicas meet only then: the figure is a mean over whole periods.
     every: int | None = None
-    #: A core's share that the lab's relay took, and bytes that went through it a step, both ways.
+    #: A core's share that the lab's relay took; bytes that went through it a step, both ways, and packets that it
+    #: dropped because a queue was full.
     relay_share: float | None = None
     wan_bytes: float | None = None
+    dropped: float | None = None
     predicted_s: float | None = None
     #: Stock PyTorch: what each rank said. farspan: its step events.
     raw: tuple[dict[str, Any], ...] = ()
@@ -119,7 +121,7 @@ def table(records: Sequence[Record], work: Work, names: Sequence[str]) -> str:
         f"Seconds a step, median (spread of the repeats' medians); * fewer than {ENOUGH} steps; DiLoCo: mean.",
         grid(_step, there), "Predicted before / measured, seconds a step.",
         grid(_prediction, [name for name in there if name.startswith("farspan/")]),
-        "A core's share that the relay took; MB a step through it.", grid(_relay, there),
+        "A core's share that the relay took; MB a step through it; packets a step dropped from full queues.", grid(_relay, there),
         "\n".join([*picks, *dict.fromkeys(failed)]),
     ]  # fmt: skip
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -137,7 +139,8 @@ def _sessions(records: Sequence[Record], cells: Sequence[Cell]) -> list[str]:
     used = {one.session for one in cells}
     return [
         f"{one.session}: commit {one.commit}{' with changes' if one.changed else ''}, torch {one.versions['torch']}, "
-        f"{one.cpu}, Linux {one.kernel}, {one.bandwidth}, TCP {one.congestion} with a window of {one.window:,} bytes."
+        f"{one.cpu}, Linux {one.kernel}, {one.bandwidth}, TCP {one.congestion}, windows of "
+        f"{', '.join(f'{window / 1e6:.1f} MB ({rtt})' for rtt, window in one.windows.items())}."
         for one in records if isinstance(one, Session) and one.session in used
     ]  # fmt: skip
 
@@ -180,11 +183,13 @@ def _prediction(cells: Sequence[Cell]) -> str:
 
 
 def _relay(cells: Sequence[Cell]) -> str:
-    found = [one for one in _measured(cells) if one.relay_share is not None and one.wan_bytes is not None]
+    found = _measured(cells)
     if not found:
         return ""
-    share, size = (statistics.median(getattr(one, key) for one in found) for key in ("relay_share", "wan_bytes"))
-    return f"{share:.0%}, {size / 1e6:.1f}"
+    share, size, dropped = (
+        statistics.median(getattr(one, key) or 0.0 for one in found) for key in ("relay_share", "wan_bytes", "dropped")
+    )
+    return f"{share:.0%}, {size / 1e6:.1f}, {dropped:.0f}"
 
 
 def _is_pick(one: Predicted) -> bool:

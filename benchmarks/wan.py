@@ -52,15 +52,15 @@ from farspan.launch.measure import measure
 
 RESULTS = Path(__file__).parent / "results" / "wan.jsonl"
 RTTS_MS, BANDWIDTH = (0.1, 20.0, 57.0, 103.0), "1Gbit/s"
-#: Fills the longest of the links half as much again, for all of them alike.
-WINDOW = "20MB"
 
 
 class Bench:
-    """One session: the lab it has up, and the file that it appends to."""
+    """One session: its labs by round trip, and the file that it appends to."""
 
-    def __init__(self, given: argparse.Namespace, work: Work, lab: str, file: IO[bytes], records: list[Record]) -> None:
-        self.given, self.work, self.lab, self._file, self.records = given, work, lab, file, records
+    def __init__(
+        self, given: argparse.Namespace, work: Work, labs: dict[float, str], file: IO[bytes], records: list[Record]
+    ) -> None:
+        self.given, self.work, self.labs, self._file, self.records = given, work, labs, file, records
         self.session = time.strftime("%Y-%m-%dT%H:%M:%S")
 
     def write(self, record: Record) -> None:
@@ -72,10 +72,6 @@ class Bench:
         found = (one for one in self.records if isinstance(one, kind) and one.work == self.work)
         return [one for one in found if all(getattr(one, key) == value for key, value in values.items())]
 
-    def link(self, rtt_ms: float) -> Status:
-        """The lab with this round trip."""
-        return state.change(self.lab, ("a", "b"), {"delay_s": rtt_ms / 2e3}, one_way=False)
-
     # -- predictions -----------------------------------------------------------------------------------------------
 
     def predict(self, names: Sequence[str]) -> None:
@@ -86,11 +82,10 @@ class Bench:
                 continue
             if not self.known(Probed, rtt_ms=rtt_ms):
                 print(f"probing {rtt_ms:g} ms", flush=True)
-                status = self.link(rtt_ms)
+                status = state.status(self.labs[rtt_ms])
                 found = shared(measure(of_lab(status), self.work.spec, lambda text: None), status)
-                self.write(
-                    Probed(session=self.session, work=self.work, rtt_ms=rtt_ms, cluster=msgspec.to_builtins(found))
-                )
+                plain = msgspec.to_builtins(found)
+                self.write(Probed(session=self.session, work=self.work, rtt_ms=rtt_ms, cluster=plain))
             measured = msgspec.convert(self.known(Probed, rtt_ms=rtt_ms)[0].cluster, Cluster, str_keys=True)
             for name in missing:
                 self.write(self._priced(name, rtt_ms, measured))
@@ -119,7 +114,7 @@ class Bench:
         """Every cell that is not there yet, in the order that spreads a contestant's cells over the whole time."""
         for repeat in range(self.given.repeat):
             for rtt_ms in self.given.rtt:
-                cluster = of_lab(self.link(rtt_ms))
+                cluster = of_lab(state.status(self.labs[rtt_ms]))
                 for name in names:
                     if not self._done(name, rtt_ms, repeat):
                         self.write(cell := self._cell(name, rtt_ms, repeat, cluster))
@@ -143,13 +138,16 @@ class Bench:
                 return Cell(**about, failed=said.problem)
             about["every"] = (said.plan["sync"] or {}).get("every")
         try:
-            with cells.Relay(self.lab) as relay:
+            with cells.Relay(self.labs[rtt_ms]) as relay:
                 found = self._measure(name, said, cluster)
-            share, size = relay.between(found.began, found.ended)
+            cpu_s, size, dropped = relay.between(found.began, found.ended)
         except Exception as error:  # Whatever a contestant dies of, the table goes on.
             return Cell(**about, failed=why(error))
-        wan_bytes = size / len(found.step_s)
-        return Cell(**about, step_s=found.step_s, raw=found.raw, relay_share=share, wan_bytes=wan_bytes)
+        steps = len(found.step_s)
+        return Cell(
+            **about, step_s=found.step_s, raw=found.raw, relay_share=cpu_s / (found.ended - found.began),
+            wan_bytes=size / steps, dropped=dropped / steps,
+        )  # fmt: skip
 
     def _measure(self, name: str, said: Predicted | None, cluster: Cluster) -> cells.Measured:
         given = self.given
@@ -192,28 +190,27 @@ def shared(cluster: Cluster, status: Status) -> Cluster:
 
 
 @contextlib.contextmanager
-def lab() -> Iterator[str]:
-    """Two sites of two devices, on two cores of this machine: one a site."""
-    name, cores = f"wan-{os.getpid()}", sorted(os.sched_getaffinity(0))
+def labs(rtts_ms: Sequence[float]) -> Iterator[dict[float, str]]:
+    """A lab for each round trip, all up together and one in use at a time: two sites of two devices, on two cores of
+    this machine, one a site. TCP's window is what `farspan lab` gives such a link."""
+    cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         sys.exit("this benchmark needs two cores, one for each site")
-    text = (
-        f"name: {name}\nsites: {{a: {{devices: 2}}, b: {{devices: 2}}}}\nwindow: {WINDOW}\n"
-        f"links: [{{between: [a, b], rtt: {max(RTTS_MS)}ms, bandwidth: {BANDWIDTH}}}]\n"
-    )
-    os.sched_setaffinity(0, cores[:2])  # The lab gives its sites what this process may use.
-    try:
-        state.up(spec.read(convert(parse_yaml(text, "lab.yaml"), spec.LabFile, "lab.yaml", text), "lab.yaml"))
-    finally:
-        os.sched_setaffinity(0, cores)
-    try:
-        yield name
-    finally:
-        state.down(name)
+    names = {rtt_ms: f"wan-{os.getpid()}-{number}" for number, rtt_ms in enumerate(rtts_ms)}
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.sched_setaffinity, 0, cores)
+        os.sched_setaffinity(0, cores[:2])  # A lab gives its sites what this process may use.
+        for rtt_ms, name in names.items():
+            link = f"{{between: [a, b], rtt: {rtt_ms}ms, bandwidth: {BANDWIDTH}}}"
+            text = f"name: {name}\nsites: {{a: {{devices: 2}}, b: {{devices: 2}}}}\nlinks: [{link}]\n"
+            state.up(spec.read(convert(parse_yaml(text, "lab.yaml"), spec.LabFile, "lab.yaml", text), "lab.yaml"))
+            stack.callback(state.down, name)
+        yield names
 
 
 def started(bench: Bench) -> Session:
-    status = state.status(bench.lab)
+    windows = {f"{rtt_ms:g} ms": state.status(name).lab.window for rtt_ms, name in bench.labs.items()}
+    status = state.status(next(iter(bench.labs.values())))
     git = ["git", "-C", str(Path(__file__).parent)]
     cpus = Path("/proc/cpuinfo").read_text().splitlines()
     packages = {name: metadata.version(name) for name in ("farspan", "torch", "numpy")}
@@ -223,7 +220,7 @@ def started(bench: Bench) -> Session:
         changed=bool(subprocess.check_output([*git, "status", "--porcelain", "-uno"], text=True).strip()),
         versions={"python": platform.python_version(), **packages}, cores=os.cpu_count() or 1,
         cpu=next((line.split(": ")[1] for line in cpus if line.startswith("model name")), platform.machine()),
-        kernel=platform.release(), congestion=status.lab.congestion, window=status.lab.window,
+        kernel=platform.release(), congestion=status.lab.congestion, windows=windows,
     )  # fmt: skip
 
 
@@ -285,7 +282,7 @@ def main() -> None:
         out.parent.mkdir(exist_ok=True)
         file = stack.enter_context(open(out, "ab"))
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        bench = Bench(given, work, stack.enter_context(lab()), file, read(out))
+        bench = Bench(given, work, stack.enter_context(labs(given.rtt)), file, read(out))
         bench.write(started(bench))
         bench.predict([name for name in names if name in plans.ours(work)])
         bench.run(names)

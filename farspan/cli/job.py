@@ -303,9 +303,8 @@ def train(run: RunFolder, console: Console) -> Measurement | None:
     import rich.console
 
     from farspan.cli.progress import Progress
+    from farspan.cli.reports import write_report
     from farspan.launch.launchers import launch
-    from farspan.report.history import open_run
-    from farspan.report.page import write_page
     from farspan.report.tensorboard import TensorBoard
 
     require_torch()
@@ -329,7 +328,7 @@ def train(run: RunFolder, console: Console) -> Measurement | None:
                 ended = event if isinstance(event, Finished) else ended
     finally:
         if run.events.exists():
-            write_page(open_run(run.path))
+            write_report(run.path)
     if ended is not None and ended.reason == "interrupted":
         raise Refusal(
             "interrupted", what=f"stopped as asked; step {ended.step:,} of {plan.train.steps:,} is saved",
@@ -356,11 +355,12 @@ def passing_signals(interrupt: Callable[[], None], console: Console) -> Iterator
 
 def say_result(run: RunFolder, console: Console) -> Measurement | None:
     """The summary of a run, and where to look next."""
+    from farspan.report.compared import compare
     from farspan.report.history import open_run
     from farspan.report.measure import measure
     from farspan.report.text import summary
 
     done = open_run(run.path)
-    console.say(summary(done))
+    console.say(summary(done, compare(done)))
     console.say(f"report: {run.report}")
     return measure(done)

@@ -145,12 +145,11 @@ def _split(
     run: Run, rows: tuple[Row, ...], traces: Traces, shown: int | None, split: predicting.Split,
     devices: dict[int, Expected],
 ) -> tuple[Row | None, tuple[Part, ...]]:  # fmt: skip
-    """The device that computed longest in the traced step, and what its step was made of. None where the spans of a
-    device may end before its work does."""
-    drawn = [row for row in rows if row.measured]
-    if shown is None or not drawn or any(run.plan.devices[row.rank].backend not in IN_STEP for row in drawn):
+    """The device that computed longest in the traced step, and what its step was made of. None where one was not seen,
+    or its spans may end before its work does."""
+    if shown is None or any(not row.measured or run.plan.devices[row.rank].backend not in IN_STEP for row in rows):
         return None, ()
-    slowest = max(drawn, key=lambda row: traces.parts(row.rank, shown)["compute"])
+    slowest = max(rows, key=lambda row: traces.parts(row.rank, shown)["compute"])
     found = traces.parts(slowest.rank, shown)
     inside = devices[slowest.rank].inside_s if slowest.rank in devices else 0.0
     predicted = {

@@ -8,6 +8,9 @@ from farspan.domain.units import format_bytes, short_time
 from farspan.report.compared import Compared, Row
 from farspan.report.plan_terminal import MOST, Line, filled, legend, wrapped
 
+#: Parts that are predicted to take less than this share of a step have no ratio.
+COMPARED = 0.01
+
 
 def sentences(found: Compared) -> list[str]:
     """How long a step took, then what drifts and what planning again would give."""
@@ -25,15 +28,20 @@ def sentences(found: Compared) -> list[str]:
 
 def part_rows(found: Compared) -> list[tuple[str, str, str, str]]:
     """Rows (part, predicted, measured, measured / predicted) of the step of the slowest device."""
+    least = COMPARED * found.steps.predicted_s
     return [
         (
             part.name,
-            "" if part.predicted_s is None else short_time(part.predicted_s),
-            short_time(part.measured_s),
-            f"{part.measured_s / part.predicted_s:.2f}" if part.predicted_s else "",
+            "" if part.predicted_s is None else _time(part.predicted_s),
+            _time(part.measured_s),
+            f"{part.measured_s / part.predicted_s:.2f}" if (part.predicted_s or 0.0) >= least else "",
         )
         for part in found.parts
     ]
+
+
+def _time(seconds: float) -> str:
+    return short_time(seconds) if seconds >= 1e-6 else "0 ms"
 
 
 def memory_rows(found: Compared) -> list[tuple[str, str, str, str]]:
@@ -52,8 +60,8 @@ def memory_rows(found: Compared) -> list[tuple[str, str, str, str]]:
 def traced_line(found: Compared) -> str:
     """Which step the rows show, and whether it was like the others."""
     return (
-        f"step {found.traced:,}, the last that was traced on all of them, took {short_time(found.traced_s)}; half of "
-        f"the steps took {' to '.join(map(short_time, found.steps.half))}"
+        f"step {found.traced:,}, the last that was traced on all of them, took {short_time(found.traced_s)}; the median "
+        f"step {short_time(found.steps.measured_s)}"
     )
 
 
@@ -67,7 +75,7 @@ def timeline(found: Compared, width: int) -> Iterator[Line]:
 
 def _drawn(found: Compared, width: int) -> Iterator[Line]:
     yield [(f"Step {found.traced:,} of each device, measured above predicted", "strong")]
-    name = max(len(_label(row)) for row in found.drawn)
+    name = max(len("predicted"), *(len(_label(row)) for row in found.drawn))
     cells = width - name - 2
     for row in found.drawn[:MOST]:
         yield [(f"{_label(row):{name}}  ", ""), *filled(row.measured, row.stage, found.ends, cells)]

@@ -55,7 +55,8 @@ class Drift(msgspec.Struct, frozen=True, kw_only=True):
             each = ("computes", "") if len(self.paces) == 1 else ("compute", " each")
             return f"{self.who} {each[0]} {long}: {times} a step{each[1]}"
         if self.what == "messages":
-            return f"a message between {self.who} and one back take {long}: {times}"
+            there = f"{short_time(self.measured_s)} there and back, not {short_time(self.predicted_s)}"
+            return f"messages between {self.who} take {long}: {there}"
         return f"the sums of gradients among {self.who} hold a step up {long}: {times}"
 
 

@@ -173,10 +173,9 @@ class _Space:
     def owns(self, start: int, stop: int) -> bool:
         return sum(max(0, min(one.stop, stop) - max(one.start, start)) for one in self._mine) == stop - start
 
-    def read(self, flats: Sequence[Tensor], start: int, stop: int) -> Tensor:
-        """Elements [start, stop) from this worker's buckets, on the CPU."""
-        flat = torch.cat([part.reshape(-1) for part in flats]) if len(flats) > 1 else flats[0].reshape(-1)
-        return torch.cat([flat[at : at + n] for _, at, n in self._overlaps(start, stop)]).cpu()
+    def read(self, own: Tensor, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) from this worker's own."""
+        return torch.cat([own[at : at + n] for _, at, n in self._overlaps(start, stop)])
 
     def put(self, own: Tensor, start: int, content: Tensor) -> None:
         """Write elements from `start` on where they belong among this worker's own."""

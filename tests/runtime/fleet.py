@@ -66,7 +66,8 @@ class Fleet:
         """`function(group, *args)` on `world` workers; their results, by rank. Raises Failed."""
         while len(self._members) < world:
             self._members.append(self._start(len(self._members)))
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        # The store's other server, libuv's, keeps a connection waiting for five seconds now and then in some sandboxes.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=False)
         for rank, member in enumerate(self._members[:world]):
             member.pipe.send((rank, world, store.port, function, args, kwargs))
         answers, problems = self._answers(self._members[:world])
@@ -134,7 +135,7 @@ def serve(pipe: Connection, stacks: Path) -> None:
             # Where whoever asked is gone there is nobody else to end this.
             faulthandler.dump_traceback_later(2 * DEADLINE_S, exit=True, file=file)
             try:
-                store = dist.TCPStore("127.0.0.1", port, is_master=False) if world > 1 else None
+                store = dist.TCPStore("127.0.0.1", port, use_libuv=False) if world > 1 else None
                 with Group(rank, world, torch.device("cpu"), store) as group:
                     found = True, function(group, *args, **kwargs)
             except BaseException:

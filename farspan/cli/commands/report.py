@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from farspan.cli.console import Console
+from farspan.cli.paint import paint, painter, width
 from farspan.cli.runs import find_run, takes_run
 
 HELP = "show what a run did"
@@ -15,12 +16,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
-    from farspan.report.history import open_run
+    from farspan.cli.reports import write_report
+    from farspan.report.compared_text import timeline
     from farspan.report.measure import measure
-    from farspan.report.page import write_page
     from farspan.report.text import report
 
-    run = open_run(find_run(given, console).path)
-    page = write_page(run)
-    console.say(f"{report(run)}\n\npage: {page}")
-    console.answer({"run": str(run.folder), "page": str(page), "measurement": measure(run)})
+    run, found, page = write_report(find_run(given, console).path)
+    console.say(f"{report(run, found)}\n")
+    if found is not None:
+        for line in timeline(found, width()):
+            console.say("".join(paint(text, tint, painter(json=console.json)) for text, tint in line).rstrip())
+        console.say()
+    console.say(f"page: {page}")
+    compared = {"compared": found} if found is not None else {}
+    console.answer({"run": str(run.folder), "page": str(page), "measurement": measure(run), **compared})
