@@ -163,10 +163,10 @@ def plan(resolved: Resolved, asked: ParallelConfig, console: Console, *, table: 
     from farspan.planning.compare import called
     from farspan.planning.rank import rank
 
-    names, cluster = allowed(asked), resolved.cluster
+    names, named, cluster = allowed(asked), asked.technique != "auto", resolved.cluster
     ranking = rank(
         resolved.model, cluster, resolved.train, engine("farspan"), objective=asked.objective, allow=names,
-        corpus=resolved.corpus.hash, parts=asked.technique == "auto" and len(cluster.devices) <= FEW,
+        corpus=resolved.corpus.hash, parts=not named and len(cluster.devices) <= FEW,
     )  # fmt: skip
     if table:
         from farspan.cli.planning import say_ranking
@@ -174,13 +174,13 @@ def plan(resolved: Resolved, asked: ParallelConfig, console: Console, *, table: 
         say_ranking(ranking, console)
         console.say()
     # The run's folder lies on the first host, where rank 0 reads and writes it.
-    here = [one for one in ranking.candidates if one.eligible and 0 in one.places]
+    here = [one for one in ranking.candidates if (one.eligible or (named and one.plan)) and 0 in one.places]
     if not here:
         refused = next((one for one in ranking.candidates if one.problem), ranking.candidates[0])
         raise Refusal.of(refused.problem or unchosen(refused))
     best = here[0]
     assert best.plan is not None and best.estimate is not None
-    if len(cluster.devices) > 1 and asked.technique == "auto":
+    if len(cluster.devices) > 1 and not named:
         console.say(f"of {len(ranking.candidates)} plans the best: {called(best)}")
     return Planned(plan=best.plan, estimate=best.estimate, resolved=resolved)
 

@@ -84,9 +84,10 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare(run: Run) -> Compared | None:
-    """None for a run of one device, and for one without a step or an estimate."""
+    """None for a run of one device, and for one without a step or an estimate of its devices."""
     estimate = run.history.estimate
-    if len(run.plan.devices) < 2 or estimate is None or not run.history.steps:
+    used = sum(len(stage.mesh.ranks) for replica in run.plan.replicas for stage in replica.stages)
+    if used < 2 or estimate is None or len(estimate.memory) != used or not run.history.steps:
         return None
     costs, problem = _costs(run)
     devices = predicting.expected(run.plan, costs) if costs is not None else {}
@@ -130,13 +131,16 @@ def _rows(
     places = {rank: number for number, stage in enumerate(stages) for rank in stage.mesh.ranks}
     for rank, memory in zip(sorted(places), estimate.memory, strict=True):
         device, history = run.plan.devices[rank], run.histories.get(rank)
+        words, one = part_words(run.plan, places[rank]), devices.get(rank)
+        if one is not None and len(stages[one.stage].rows) > 1:
+            words += f"; {one.rows} rows"
         kind = costs.network.devices[rank].kind if costs is not None else device.backend
         rows.append(Row(
-            rank=rank, name=f"rank {rank}, {kind} in {device.host}", words=part_words(run.plan, places[rank]),
+            rank=rank, name=f"rank {rank}, {kind} in {device.host}", words=words,
             stage=places[rank], memory=history.memory_bytes if history and history.memory_bytes else None,
             memory_predicted=memory.total,
             measured=traces.marks(rank, shown) if shown is not None and rank in traces.ranks else (),
-            predicted=devices[rank].marks if rank in devices else (),
+            predicted=one.marks if one is not None else (),
         ))  # fmt: skip
     return tuple(rows)
 

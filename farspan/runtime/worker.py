@@ -122,8 +122,10 @@ def train(plan: Plan, run: RunFolder, rank: int, world: int, store: dist.Store |
         log.write(started(trainer, world))
         try:
             reason = trainer.run()
-            if rank == 0 and reason != "interrupted":
-                sample(worker, trainer.step)
+            if reason != "interrupted":
+                weights = trainer.saves.weights()
+                if rank == 0:
+                    sample(worker, weights, trainer.step)
         except BaseException as error:
             finish("failed", problem := as_problem(error, plan, run, rank))
             raise Refusal.of(problem) from error
@@ -149,14 +151,17 @@ def started(trainer: Trainer, world: int) -> Started:
     )  # fmt: skip
 
 
-def sample(worker: Worker, step: int) -> None:
+def sample(worker: Worker, weights: dict[str, torch.Tensor], step: int) -> None:
     """Let the trained model go on after the first words of two validation documents, for the report."""
+    model = Decoder(worker.plan.model)
+    model.load_state_dict(weights)
+    model.to(worker.group.device)
     tokenizer = tokenizers.load(worker.run.tokenizer)
     folder = Path(load(worker.run.record, RunRecord).corpus)
     val = TokenFile.open(folder, "val", worker.manifest)
     for document in (0, worker.manifest.val.documents // 2):
         prompt = tokenizer.decode(val.document(document)[:PROMPT_TOKENS].tolist())
-        text = generate(worker.model, tokenizer, prompt, tokens=SAMPLE_TOKENS, temperature=0.8, top_k=50, seed=0)
+        text = generate(model, tokenizer, prompt, tokens=SAMPLE_TOKENS, temperature=0.8, top_k=50, seed=0)
         worker.emit(Sampled(at=time.time(), step=step, prompt=prompt, text=text))
 
 

@@ -66,10 +66,10 @@ class Fleet:
         """`function(group, *args)` on `world` workers; their results, by rank. Raises Failed."""
         while len(self._members) < world:
             self._members.append(self._start(len(self._members)))
-        # The store's other server, libuv's, keeps a connection waiting for five seconds now and then in some sandboxes.
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=False)
+        # A file, as a server looks up the names of who calls: where no name server answers, for five seconds.
+        store = str(Path(self._folder.name) / f"store-{time.monotonic_ns()}")
         for rank, member in enumerate(self._members[:world]):
-            member.pipe.send((rank, world, store.port, function, args, kwargs))
+            member.pipe.send((rank, world, store, function, args, kwargs))
         answers, problems = self._answers(self._members[:world])
         if problems:
             self._kill()
@@ -129,14 +129,14 @@ def serve(pipe: Connection, stacks: Path) -> None:
         faulthandler.register(signal.SIGUSR1, file, all_threads=True)
         while True:
             try:
-                rank, world, port, function, args, kwargs = pipe.recv()
+                rank, world, store, function, args, kwargs = pipe.recv()
             except EOFError:
                 return
             # Where whoever asked is gone there is nobody else to end this.
             faulthandler.dump_traceback_later(2 * DEADLINE_S, exit=True, file=file)
             try:
-                store = dist.TCPStore("127.0.0.1", port, use_libuv=False) if world > 1 else None
-                with Group(rank, world, torch.device("cpu"), store) as group:
+                met = dist.FileStore(store, world) if world > 1 else None
+                with Group(rank, world, torch.device("cpu"), met) as group:
                     found = True, function(group, *args, **kwargs)
             except BaseException:
                 found = False, traceback.format_exc()

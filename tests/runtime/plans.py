@@ -86,7 +86,7 @@ def flat() -> dict[str, Plan]:
             replica(stage(whole, range(6), [2, 1, 1, 2, 1, 1], topology="hierarchical"), microbatches=2),
             sites=[0, 0, 1, 1, 1, 2],
         ),
-        "recomputed": plan(replica(stage(whole, range(2), [4, 4], recompute=True), microbatches=2), model=LLAMA),
+        "recomputed": plan(replica(stage((0, 5), range(2), [4, 4], recompute=True), microbatches=2), model=LLAMA),
         "a site axis": plan(replica(stage(whole, range(2), [4, 4], axes=("site",), zero=3)), sites=[0, 1]),
     }
     three = (5, 2, 4)

@@ -1,0 +1,84 @@
+"""A run's report: what it took beside what was predicted, and what planning again with that would give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from farspan.domain.cluster import Cluster
+from farspan.domain.codec import load, load_yaml
+from farspan.domain.config import RunConfig
+from farspan.domain.problems import Refusal
+from farspan.domain.run import RunFolder
+
+if TYPE_CHECKING:
+    from farspan.report.compared import Compared
+    from farspan.report.history import Run
+
+#: Another plan is named if it reads this share of tokens a second more.
+GAIN = 0.01
+
+
+def write_report(path: Path) -> tuple[Run, Compared | None, Path]:
+    """A run, what is told of its devices if it has several, and its page, written."""
+    from farspan.report.compared import compare
+    from farspan.report.history import open_run
+    from farspan.report.page import write_page
+
+    run = open_run(path)
+    found = compare(run)
+    if found is not None:
+        paces = {rank: pace for drift in found.drifts for rank, pace in drift.paces.items()}
+        found = msgspec.structs.replace(found, again=planned_again(run, paces) if paces else "")
+    return run, found, write_page(run, found)
+
+
+def planned_again(run: Run, paces: dict[int, float]) -> str:
+    """What the planner would choose if it knew these ranks' paces, measured over assumed compute time; "" where it
+    cannot be asked."""
+    from farspan import models
+    from farspan.cli import job
+    from farspan.domain.engine import engine
+    from farspan.estimate.price import estimate
+    from farspan.planning.compare import called
+    from farspan.planning.rank import rank
+
+    folder, plan = RunFolder(run.folder), run.plan
+    try:
+        asked = load_yaml(folder.config, RunConfig).parallel
+        cluster = paced(load(folder.cluster, Cluster), {
+            (plan.devices[rank].host, plan.devices[rank].index): pace for rank, pace in paces.items()
+        })  # fmt: skip
+        ranking = rank(
+            plan.model, cluster, plan.train, engine(plan.engine), objective=asked.objective, allow=job.allowed(asked),
+            corpus=plan.inputs.corpus, parts=asked.technique == "auto" and len(cluster.devices) <= job.FEW,
+        )  # fmt: skip
+    except Refusal:
+        return ""
+    best = next((one for one in ranking.candidates if one.eligible and 0 in one.places), None)
+    if best is None or best.plan is None or best.estimate is None:
+        return ""
+    now = estimate(plan, models.graph(plan.model), cluster, engine(plan.engine))
+    speed, old = (one.tokens_per_s * one.token_efficiency for one in (best.estimate, now))
+    if (best.plan.replicas, best.plan.devices) == (plan.replicas, plan.devices) or (
+        asked.objective == "time" and speed <= (1 + GAIN) * old
+    ):
+        return "planned again with this pace, no plan would be faster than this one"
+    return f"planned again with this pace, {called(best)} would be chosen: {speed / old:.2g}x as many tokens a second"
+
+
+def paced(cluster: Cluster, paces: dict[tuple[str, int], float]) -> Cluster:
+    """The cluster whose devices, by host and place in it, take so many times as long to compute."""
+    sites = []
+    for site in cluster.sites:
+        hosts = []
+        for host in site.hosts:
+            devices = tuple(
+                msgspec.structs.replace(device, pace=device.pace * paces.get((host.name, index), 1.0))
+                for index, device in enumerate(host.devices)
+            )
+            hosts.append(msgspec.structs.replace(host, devices=devices))
+        sites.append(msgspec.structs.replace(site, hosts=tuple(hosts)))
+    return msgspec.structs.replace(cluster, sites=tuple(sites))

@@ -1,0 +1,116 @@
+"""What is said to drift is what was made to drift, by as much, and nothing else is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from farspan.cli.reports import paced, write_report
+from farspan.domain.cluster import Cluster
+from farspan.domain.codec import load
+from farspan.domain.run import RunFolder
+from farspan.estimate.price import price
+from farspan.planning.compare import called
+from farspan.planning.rank import rank
+from farspan.report.compared import compare
+from farspan.report.compared_text import sentences
+from farspan.report.drift import Drift
+from farspan.report.history import open_run
+from tests.report.fake_fleet import costs_of, fleet_run, piped, side_by_side
+
+
+def drifts(folder: Path, **changes: object) -> list[Drift]:
+    found = compare(open_run(fleet_run(folder, **changes)))  # type: ignore[arg-type]
+    assert found is not None
+    return list(found.drifts)
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2])
+@pytest.mark.parametrize("make", [piped, side_by_side])
+@pytest.mark.parametrize("pace", [1.8, 0.5])
+def test_a_device_with_another_pace_is_named_with_it(tmp_path: Path, slow: int, make, pace: float):
+    paces = tuple(pace if rank == slow else 1.0 for rank in range(3))
+    (one,) = drifts(tmp_path / "run", paces=paces, make=make, clocks=(0, 0.7, -40))
+    assert one.what == "device" and one.paces == {slow: pytest.approx(pace, rel=0.01)}
+    place = ("gat", "amst", "star")[slow]
+    assert str(one).startswith(f"rank {slow} (epyc in {place}) computes {pace:.2g}x as long as the plan assumed: ")
+
+
+def test_an_interval_allows_what_it_allows(tmp_path: Path):
+    assert drifts(tmp_path / "inside", paces=(1.2, 1.3, 1.2)) == []
+    assert [one.what for one in drifts(tmp_path / "beyond", paces=(1.9, 2.0, 2.1))] == ["device"] * 3
+
+
+@pytest.mark.parametrize(("links", "who"), [((5, 1), "gat and amst"), ((1, 5), "amst and star")])
+def test_a_link_is_named_without_comparing_clocks(tmp_path: Path, links: tuple[float, float], who: str):
+    (one,) = drifts(tmp_path / "run", links=links, clocks=(0, 12.5, -3))
+    assert (one.what, one.who) == ("messages", who)
+    assert one.factor == pytest.approx(5, rel=0.1)
+    assert str(one).startswith(f"messages between {who} take {one.factor:.2g}x as long as the plan assumed: ")
+
+
+def test_sums_of_gradients_are_told_from_waiting_for_the_slowest(tmp_path: Path):
+    (one,) = drifts(tmp_path / "sums", make=side_by_side, sums=4, clocks=(0, 1, 2))
+    assert (one.what, one.who) == ("gradients", "gat, amst and star")
+    assert one.factor == pytest.approx(4, rel=0.01)
+    assert [one.what for one in drifts(tmp_path / "slow", make=side_by_side, paces=(1, 4, 1))] == ["device"]
+
+
+def test_nothing_is_claimed_without_data(tmp_path: Path):
+    slow = {"paces": (1, 1, 3), "links": (6, 6)}
+    assert drifts(tmp_path / "short", steps=9, traced=(2, 3), **slow) == []
+    assert drifts(tmp_path / "untraced", traced=(), **slow) == []
+    assert len(drifts(tmp_path / "traced", steps=10, traced=(2, 3), **slow)) == 3
+    # Of a device whose log lies elsewhere nothing is known, nor of links of its pipeline.
+    assert drifts(tmp_path / "missing", missing=(2,), **slow) == []
+
+
+def test_a_step_that_stood_still_says_nothing_of_the_others(tmp_path: Path):
+    assert drifts(tmp_path / "one", steps=30, traced=(3,), slow={3: 3.0}) == []
+    # A traced step that was somewhat slow counts as if it had not been.
+    (one,) = drifts(tmp_path / "two", steps=30, traced=(3,), slow={3: 1.2}, paces=(1, 1, 2))
+    assert one.factor == pytest.approx(2, rel=0.05)
+
+
+def test_what_hardly_matters_is_left_out(tmp_path: Path):
+    # The second stage computes for a twelfth of a step: twice as long is not a tenth of one.
+    folder = fleet_run(tmp_path / "run", paces=(1, 1, 1))
+    found = compare(open_run(folder))
+    assert found is not None
+    shares = [sum(mark.end - mark.start for mark in row.predicted if mark.kind != "sums") / found.steps.predicted_s
+              for row in found.rows]  # fmt: skip
+    least = min(range(3), key=shares.__getitem__)
+    few = 1 + 0.09 / shares[least]
+    assert drifts(tmp_path / "few", paces=tuple(few if rank == least else 1 for rank in range(3))) == []
+
+
+def test_planning_again_ranks_with_the_measured_pace(tmp_path: Path):
+    folder = fleet_run(tmp_path / "run", paces=(1, 1, 2.5), make=side_by_side)
+    (folder / "run.yaml").write_text("data: docs\nparallel: {allow: [data, pipeshard]}\n")
+    run, found, written = write_report(folder)
+    assert found is not None and found.again in sentences(found)
+    cluster = paced(load(RunFolder(folder).cluster, Cluster), {("star", 0): found.drifts[0].paces[2]})
+    assert [device.pace for device in cluster.devices] == pytest.approx([1, 1, 2.5], rel=0.01)
+    costs = costs_of(run.plan, cluster)
+    ranking = rank(run.plan.model, cluster, run.plan.train, costs.engine, allow=("data", "pipeshard"))
+    best = next(one for one in ranking.candidates if one.eligible and 0 in one.places)
+    assert best.estimate is not None
+    speed = best.estimate.tokens_per_s / price(run.plan, costs).tokens_per_s
+    assert found.again == (
+        f"planned again with this pace, {called(best)} would be chosen: {speed:.2g}x as many tokens a second"
+    )
+    assert speed > 1.01 and found.again[1:] in written.read_text()
+
+
+def test_where_no_plan_is_faster_that_is_said(tmp_path: Path):
+    slow = {"paces": (1, 1, 2.5), "steps": 30, "traced": (3,)}
+    run = open_run(fleet_run(tmp_path / "first", make=side_by_side, **slow))  # type: ignore[arg-type]
+    cluster = paced(load(RunFolder(run.folder).cluster, Cluster), {("star", 0): 2.5})
+    engine = costs_of(run.plan, cluster).engine
+    (best,) = rank(run.plan.model, cluster, run.plan.train, engine, allow=("data",), parts=False).candidates
+    assert best.plan is not None
+    folder = fleet_run(tmp_path / "best", make=lambda steps: best.plan, **slow)  # type: ignore[arg-type,return-value]
+    (folder / "run.yaml").write_text("data: docs\nparallel: {technique: data}\n")
+    found = write_report(folder)[1]
+    assert found is not None and found.again == "planned again with this pace, no plan would be faster than this one"
