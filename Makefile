@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 RUN ?= runs/demo
 
-.PHONY: demo test check bench quality clean
+.PHONY: demo test check bench quality lab-table clean
 
 demo: $(VENV)/.demo
 	$(BIN)/farspan demo --run $(RUN)
@@ -33,6 +33,13 @@ bench: $(VENV)/.test
 
 quality: $(VENV)/.test
 	$(BIN)/python benchmarks/quality.py
+
+# Seconds a step of every technique and of stock PyTorch over emulated links: hours on two cores with nothing else
+# running; goes on where it was stopped. Needs a machine that allows labs (docs/lab.md).
+lab-table: $(VENV)/.test
+	$(BIN)/python benchmarks/wan.py
+	$(BIN)/python benchmarks/wan.py --sequences 32 --only 'gpipe-*,1f1b-*,pipeshard-*,ddp-25,data,planner'
+	$(BIN)/python benchmarks/wan.py --model paper
 
 $(VENV)/.demo: constraints.txt pyproject.toml | $(VENV)/.made
 	$(BIN)/python tools/download_size.py '.[train]'

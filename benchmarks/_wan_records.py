@@ -121,7 +121,8 @@ def table(records: Sequence[Record], work: Work, names: Sequence[str]) -> str:
         f"Seconds a step, median (spread of the repeats' medians); * fewer than {ENOUGH} steps; DiLoCo: mean.",
         grid(_step, there), "Predicted before / measured, seconds a step.",
         grid(_prediction, [name for name in there if name.startswith("farspan/")]),
-        "A core's share that the relay took; MB a step through it; packets a step dropped from full queues.", grid(_relay, there),
+        "A core's share that the relay took; MB a step through it; packets a step dropped from full queues.",
+        grid(_relay, there),
         "\n".join([*picks, *dict.fromkeys(failed)]),
     ]  # fmt: skip
     return "\n\n".join(part for part in parts if part) + "\n"

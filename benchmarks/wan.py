@@ -198,13 +198,13 @@ def labs(rtts_ms: Sequence[float]) -> Iterator[dict[float, str]]:
         sys.exit("this benchmark needs two cores, one for each site")
     names = {rtt_ms: f"wan-{os.getpid()}-{number}" for number, rtt_ms in enumerate(rtts_ms)}
     with contextlib.ExitStack() as stack:
-        stack.callback(os.sched_setaffinity, 0, cores)
         os.sched_setaffinity(0, cores[:2])  # A lab gives its sites what this process may use.
         for rtt_ms, name in names.items():
             link = f"{{between: [a, b], rtt: {rtt_ms}ms, bandwidth: {BANDWIDTH}}}"
             text = f"name: {name}\nsites: {{a: {{devices: 2}}, b: {{devices: 2}}}}\nlinks: [{link}]\n"
             state.up(spec.read(convert(parse_yaml(text, "lab.yaml"), spec.LabFile, "lab.yaml", text), "lab.yaml"))
             stack.callback(state.down, name)
+        os.sched_setaffinity(0, cores)
         yield names
 
 

@@ -73,6 +73,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     schedule: Literal["cosine", "constant", "wsd"] = "cosine"
     warmup: Annotated[int, msgspec.Meta(ge=0)] | Literal["auto"] = "auto"
     recompute: bool = False
+    #: Bits of a number on its way between sites.
+    wan_bits: Literal[8, 16, 32] = 32
     compile: bool = False
     seed: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0
     validate_every: Positive | Literal["auto"] = "auto"

@@ -45,6 +45,9 @@ class TrainSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     attention: Literal["sdpa", "vanilla"] = "sdpa"
     recompute: bool = False
     compile: bool = False
+    #: Bits of a number on its way between sites: gradients, activations, replicas' changes. Fewer than the precision's
+    #: keep what rounding left for the next time (arXiv 1901.09847), but for activations: each is another sample's.
+    wan_bits: Literal[8, 16, 32] = 32
     seed: int = 0
     #: Steps between validations, and how many tokens of the validation split each reads (0: all).
     validate_every: Positive = 100

@@ -155,10 +155,11 @@ class Network:
         topology: str = "flat", bits: int = 32,
     ) -> float:  # fmt: skip
         """A ring of 2 (n - 1) steps; or inside each site first, then once between the sites, and back. `size` is of
-        numbers of so many bits, as they go between sites; fewer than 32 go straight to everyone."""
+        numbers of so many bits; an engine that sends straight rounds between sites only, and to everyone at once."""
         if topology == "hierarchical" and len({self.sites[rank] for rank in group}) > 1:
-            return self._hierarchical_s(group, size, messages, concurrent, size * 32 / bits)
-        if bits < 32:
+            inside = size * 32 / bits if self.engine.direct else size
+            return self._hierarchical_s(group, size, messages, concurrent, inside)
+        if bits < 32 and self.engine.direct:
             return self.direct_s(group, size, messages=messages, concurrent=concurrent)
         return self._ring_s(group, size, 2 * (len(group) - 1), messages, concurrent)
 

@@ -246,11 +246,12 @@ def _tie(replica: Replica, costs: Costs, times: list[StageTime]) -> Tie:
     if not costs.graph.tied or len(replica.stages) == 1:
         return Tie()
     first, last = replica.stages[0], replica.stages[-1]
-    size = 4.0 * costs.graph.size("vd")
+    size = costs.graph.size("vd") * (4.0 if costs.engine.direct else first.grad_sync.bits / 8)
     if costs.engine.ties_collective:
         # Each device of a stage meets its peer of the other; the update waits for the sum.
         return Tie(both=costs.network.all_reduce_s((first.mesh.ranks[0], last.mesh.ranks[-1]), size))
-    wire = costs.network.wire(last.mesh.ranks[-1], first.mesh.ranks[0], collective=False)
+    streams = 1 if costs.engine.direct else max(costs.engine.streams, *(edge.streams for edge in replica.edges))
+    wire = costs.network.wire(last.mesh.ranks[-1], first.mesh.ranks[0], collective=False, streams=streams)
     across = costs.network.send_s(wire, size) + wire.delay_s
     if not costs.engine.receives_ahead:
         return Tie(both=2 * across)
@@ -276,8 +277,9 @@ def _outer(plan: Plan, costs: Costs, slowest: Step) -> tuple[float, dict[str, fl
 
 def _memory(plan: Plan, costs: Costs) -> tuple[Memory, ...]:
     found: dict[int, Memory] = {}
-    # Replicas that meet keep the parameters of their last meeting, and the outer momentum (arXiv 2311.08105).
-    outer = 8 if plan.sync is not None else 0
+    # Replicas that meet keep the parameters of their last meeting, and the outer momentum (arXiv 2311.08105); while an
+    # exchange goes on, what it left from too.
+    outer = 0 if plan.sync is None else 12 if plan.sync.overlap else 8
     for replica in plan.replicas:
         for i, stage in enumerate(replica.stages):
             for coordinate, ranks in enumerate(stage.mesh.batch):

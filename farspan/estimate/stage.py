@@ -256,7 +256,8 @@ class Costs:
             if not self.engine.scatters:
                 summed = network.all_reduce_s
             apart = messages if self.engine.gathers_combined else tensors
-            reduce = max(summed(g, size * 32 / bits, messages=messages, concurrent=ways) for g in groups)
+            scattered = size * 32 / bits if self.engine.direct else size
+            reduce = max(summed(g, scattered, messages=messages, concurrent=ways) for g in groups)
             gather = max(network.all_gather_s(g, gathered, messages=apart, concurrent=ways) for g in groups)
             part, together = size / max(1, mesh.size("data")), len(mesh.groups("site"))
             met = network.direct_s if self.engine.direct else network.all_reduce_s
@@ -269,8 +270,8 @@ class Costs:
         """Bytes that leave each site in a step: a hop of a ring carries all parts but one, of a sum twice; what goes
         straight crosses for every pair."""
         mesh, sent = stage.mesh, dict[str, float]()
-        whole = 4.0 * self.parameters(stage)
-        across = whole * stage.grad_sync.bits / 32
+        across = self.parameters(stage) * stage.grad_sync.bits / 8
+        whole = 4.0 * self.parameters(stage) if self.engine.direct else across
         straight: list[tuple[Sequence[int], float]] = []
         rings: list[tuple[Sequence[int], float]] = []
         if stage.zero == 0:
@@ -279,7 +280,7 @@ class Costs:
             for group in mesh.transposed:
                 if by_sites:
                     group = tuple({self.network.sites[rank]: rank for rank in group}.values())
-                if by_sites or stage.grad_sync.bits < 32:
+                if by_sites or (stage.grad_sync.bits < 32 and self.engine.direct):
                     straight.append((group, across))
                 else:
                     rings.append((group, 2 * whole))

@@ -113,7 +113,7 @@ def _batch_axes(replica: Replica, stage: Stage, costs: Costs, ledger: _Ledger) -
         _slowest(ledger, "gradients", mesh.transposed, lambda group, s: network.all_reduce_s(
             group, s, messages=messages, concurrent=ways, topology=sync.topology, bits=sync.bits), size)  # fmt: skip
         return
-    groups, whole = list(mesh.groups("data")), 4.0 * parameters
+    groups, whole = list(mesh.groups("data")), 4.0 * parameters if costs.engine.direct else size
     sums = parts if stage.zero == 3 or (stage.zero == 2 and parts > 1) else 1
     gathers = 2 * parts if stage.zero == 3 else 1
     apart = messages if costs.engine.gathers_combined else tensors
@@ -154,11 +154,11 @@ def _sum_bytes(ledger: _Ledger, network: Network, group: Sequence[int], size: fl
     for rank in group:
         sites.setdefault(network.sites[rank], []).append(rank)
     if sync.topology == "hierarchical" and len(sites) > 1:
-        inside = size * 32 / sync.bits
+        inside = size * 32 / sync.bits if network.engine.direct else size
         for ranks in sites.values():
             ledger.ring("gradients", ranks, 2 * inside * (len(ranks) - 1) / len(ranks))
         ledger.straight("gradients", [ranks[0] for ranks in sites.values()], size)
-    elif sync.bits < 32:
+    elif sync.bits < 32 and network.engine.direct:
         ledger.straight("gradients", group, size)
     else:
         ledger.ring("gradients", group, 2 * size * (len(group) - 1) / len(group))

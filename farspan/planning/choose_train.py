@@ -62,7 +62,8 @@ def draft(config: RunConfig, chosen: ChosenModel, workers: int) -> TrainSpec:
         steps=1, batch=max(1, min(rows, MOST_PROBE_TOKENS // seq_len)), seq_len=seq_len, precision="fp32",
         optimizer=Optimizer(**msgspec.structs.asdict(asked.optimizer) | {"lr": lr}),
         schedule=Schedule(kind=asked.schedule), attention="sdpa" if asked.attention == "auto" else asked.attention,
-        recompute=asked.recompute, compile=asked.compile, seed=asked.seed, patience=asked.patience,
+        recompute=asked.recompute, wan_bits=asked.wan_bits, compile=asked.compile, seed=asked.seed,
+        patience=asked.patience,
         keep=config.checkpoint.keep, checkpoint_every_s=save_every_s(config),
     )  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -35,6 +36,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     precision: str = "auto"
     attention: str = "sdpa"
     recompute: bool = False
+    wan_bits: Literal[8, 16, 32] = 32
 
 
 def model_of(name: str) -> ModelSpec:
@@ -73,6 +75,7 @@ def train_of(question: Question, model: ModelSpec, cluster: Cluster) -> TrainSpe
         steps=max(1, round(tokens / (batch * seq_len))), batch=batch, seq_len=seq_len,
         precision=_precision(question.precision, cluster),
         attention="vanilla" if question.attention == "vanilla" else "sdpa", recompute=question.recompute,
+        wan_bits=question.wan_bits,
     )  # fmt: skip
 
 

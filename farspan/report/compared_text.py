@@ -23,21 +23,20 @@ def sentences(found: Compared) -> list[str]:
         f"interval ({low} to {high}); half of the steps took {' to '.join(map(short_time, steps.half))}",
         *map(str, found.drifts),
     ]  # fmt: skip
+    if not steps.inside and not found.drifts:
+        told.append("what was traced names no device and no link as the cause")
     return [*told, found.again] if found.again else told
 
 
 def part_rows(found: Compared) -> list[tuple[str, str, str, str]]:
     """Rows (part, predicted, measured, measured / predicted) of the step of the slowest device."""
-    least = COMPARED * found.steps.predicted_s
-    return [
-        (
-            part.name,
-            "" if part.predicted_s is None else _time(part.predicted_s),
-            _time(part.measured_s),
-            f"{part.measured_s / part.predicted_s:.2f}" if (part.predicted_s or 0.0) >= least else "",
-        )
-        for part in found.parts
-    ]
+    rows = []
+    for part in found.parts:
+        predicted = "" if part.predicted_s is None else _time(part.predicted_s)
+        told = part.predicted_s is not None and part.predicted_s >= COMPARED * found.steps.predicted_s
+        ratio = f"{part.measured_s / part.predicted_s:.2f}" if told and part.predicted_s else ""
+        rows.append((part.name, predicted, _time(part.measured_s), ratio))
+    return rows
 
 
 def _time(seconds: float) -> str:
@@ -59,10 +58,8 @@ def memory_rows(found: Compared) -> list[tuple[str, str, str, str]]:
 
 def traced_line(found: Compared) -> str:
     """Which step the rows show, and whether it was like the others."""
-    return (
-        f"step {found.traced:,}, the last that was traced on all of them, took {short_time(found.traced_s)}; the median "
-        f"step {short_time(found.steps.measured_s)}"
-    )
+    usual, this = map(short_time, (found.steps.measured_s, found.traced_s))
+    return f"step {found.traced:,}, the last that was traced on all of them, took {this}; the median step {usual}"
 
 
 def timeline(found: Compared, width: int) -> Iterator[Line]:

@@ -1,7 +1,8 @@
 """Which device or link keeps another pace than the plan assumed, by more than the estimate's interval allows.
 
 Told only of runs with some steps, from traced steps that took about as long as the others (their parts count as if
-they had been no slower), and where it makes a noticeable part of a step. Clocks of hosts are never compared: what a link takes is the way there and back together.
+they had been no slower), and where it makes a noticeable part of a step. Clocks of hosts are never compared: what a
+link takes is the way there and back together.
 """
 
 from __future__ import annotations

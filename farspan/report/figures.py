@@ -28,6 +28,7 @@ def figures(run: Run) -> list[Chart]:
     entropies = (("unigram entropy", run.corpus.unigram_nats), ("bigram entropy", run.corpus.bigram_nats))
     speed = _both("tokens/s", [step.tokens / step.step_s for step in steps], "speed")
     size, unit = (1e9, "GB") if history.memory_bytes >= 1e9 else (1e6, "MB")
+    whose = "rank 0" if run.others else "the largest worker"
     memory = Series(f"memory ({unit})", [step.memory_bytes / size for step in steps], "line", "memory")
     rate = Series("learning rate", [step.lr for step in steps], "line", "lr")
     norm = _both("gradient norm", [step.grad_norm for step in steps], "norm")
@@ -35,7 +36,7 @@ def figures(run: Run) -> list[Chart]:
         Chart("loss-tokens", "Loss against tokens", by_tokens, loss, levels=entropies),
         Chart("loss-time", "Loss against time", by_time, loss, levels=entropies),
         Chart("speed", "Tokens a second", by_time, speed, "zero"),
-        Chart("memory", f"Memory of the largest worker, {unit}", by_time, (memory,), "zero"),
+        Chart("memory", f"Memory of {whose}, {unit}", by_time, (memory,), "zero"),
         Chart("lr", "Learning rate", by_tokens, (rate,), "zero"),
         Chart("grad-norm", "Gradient norm", by_tokens, norm, "log"),
     ]

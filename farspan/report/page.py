@@ -38,7 +38,8 @@ def page(run: Run, found: Compared | None = None) -> str:
     """The whole page as HTML, with what is `found` of a run of several devices. The same events give the same bytes."""
     measured = measure(run)
     return environment().get_template("page.html").render(
-        run=run, history=run.history, measured=measured, found=found, name=run.folder.resolve().name, figures=figures(run),
+        run=run, history=run.history, measured=measured, found=found, figures=figures(run),
+        name=run.folder.resolve().name,
         chart_style=_with_light_colours((_TEMPLATES / "chart.css").read_text()),
         comparison=text.comparison(run, measured), references=text.references(run, measured),
         timeline=timeline(run), environments=_environments(run), config_hash=content_hash(run.config),

@@ -32,6 +32,10 @@ class Edges:
 
     def __init__(self, place: Place, groups: Groups, wire: Wire, depths: list[int]) -> None:
         self._place, self._groups, self._wire = place, groups, wire
+        for replica in place.plan.replicas:
+            for edge, one in enumerate(replica.edges):
+                for k in range(one.streams if one.streams > 1 else 0):
+                    groups.together(*_stream(replica, edge, k))
         s = place.stage_index
         # A stage is ahead of the next by what it has in flight, and maybe the first message of its next step.
         if not place.first:
@@ -134,11 +138,14 @@ def rows_held(replica: Replica, stage: int) -> list[Part]:
 
 def streams(place: Place, edge: int, groups: Groups) -> list[dist.ProcessGroup | None]:
     """The connections of an edge: the one that all messages share, or several of its own."""
-    count, stages = place.replica.edges[edge].streams, place.replica.stages[edge : edge + 2]
-    if count == 1:
-        return [None]
-    ranks = sorted(rank for stage in stages for rank in stage.mesh.ranks)
-    return [groups.of(ranks, f"edge {edge}, stream {k}") for k in range(count)]
+    count = place.replica.edges[edge].streams
+    return [groups.of(*_stream(place.replica, edge, k)) for k in range(count)] if count > 1 else [None]
+
+
+def _stream(replica: Replica, edge: int, k: int) -> tuple[list[int], str]:
+    """The ranks of one connection, and its purpose."""
+    ranks = sorted(rank for stage in replica.stages[edge : edge + 2] for rank in stage.mesh.ranks)
+    return ranks, f"edge {edge}, stream {k}"
 
 
 def _codec(bits: int, dtype: torch.dtype) -> Codec | None:

@@ -8,7 +8,8 @@ to its result (arXiv 2501.18512, section 2.3).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from farspan.domain.problems import Refusal
 from farspan.runtime.compress import Codec, ErrorFeedback
 from farspan.runtime.place import Place
 from farspan.runtime.state import TrainState
-from farspan.runtime.whole import Manifest, Whole
+from farspan.runtime.whole import Manifest, Piece, Whole
 from farspan.runtime.wire import Posted, Wire, tag
 
 #: Channels of messages (`wire.tag`): one for each replica that sends, and what is handed on inside a site.
@@ -123,7 +124,7 @@ class Outer:
 
     def _received(self, r: int, route: _Route) -> Tensor:
         """What replica `r` changed, of what this worker owns; handed on to those of its site that own it too."""
-        found = torch.empty(self._space.size)
+        found = torch.zeros(self._space.size)  # What fills up a bucket comes from nobody.
         coming = self._coming.pop(r)
         for one, posted in coming[: len(route.receives)]:
             self._space.put(found, one.start, self._feedback.codec.decode(posted.wait(), one.stop - one.start))
@@ -136,35 +137,74 @@ class Outer:
 
 
 class _Range(NamedTuple):
-    """Elements [start, stop) of all parameters together that a worker owns, and where they begin among its own."""
+    """Elements [start, stop) of all parameters together that a worker owns. They are of a part that begins at `first`
+    and consists of lines of `width`; these lie `stride` apart among the worker's own, the first of them at `at`."""
 
     start: int
     stop: int
+    first: int
+    width: int
+    stride: int
     at: int
+
+    def places(self, start: int, stop: int) -> slice | Tensor:
+        """Where elements [start, stop) of it are among the worker's own."""
+        if self.width == self.stride:
+            return slice(self.at + start - self.first, self.at + stop - self.first)
+        k = torch.arange(start - self.first, stop - self.first)
+        return self.at + k // self.width * self.stride + k % self.width
 
 
 class _Space:
-    """All parameters one after another, as one range of elements, and what each worker owns of it."""
+    """All parameters one after another, as one range of elements, and what each worker owns of it.
+
+    Tensor axes may divide a parameter unlike each other in two replicas: it is cut wherever one of them is, and each
+    of these parts is a range of its own, so that a worker's elements of it follow one another.
+    """
 
     def __init__(self, manifests: Sequence[Manifest], rank: int) -> None:
-        sizes = {(p.name, p.slice): math.prod(p.shape) for m in manifests for pieces in m.pieces for p in pieces}
-        self._offsets: dict[object, int] = {}
+        pieces = [piece for manifest in manifests for one in manifest.pieces for piece in one]
+        shapes = {piece.name: piece.shape for piece in pieces}
+        self._dims = {piece.name: piece.slice.dim for piece in pieces if piece.slice is not None}
+        bounds: dict[str, set[int]] = {name: set() for name in shapes}
+        for piece in pieces:
+            bounds[piece.name].update(bound for part in self._held(piece) for bound in part)
+        self._bounds = {name: sorted(found) for name, found in bounds.items()}
+        self._first: dict[tuple[str, int], int] = {}
         end = 0
-        for key in sorted(sizes, key=repr):
-            self._offsets[key], end = end, end + sizes[key]
+        for name, shape in sorted(shapes.items()):
+            for low, high in pairwise(self._bounds[name]):
+                self._first[name, low] = end
+                end += math.prod(shape) // shape[self._dims.get(name, 0)] * (high - low)
         self.parts = [[Part(r, one.start, one.stop) for one in self._ranges(m)] for r, m in enumerate(manifests)]
         self.replicas = [m.replica for m in manifests]
         self._mine, self._lengths = self._ranges(manifests[rank]), manifests[rank].sizes
         self.size = sum(self._lengths)
 
+    def _held(self, piece: Piece) -> tuple[tuple[int, int], ...]:
+        """The ranges of the dim that a parameter is divided along, of which a worker has the slice."""
+        return piece.slice.ranges if piece.slice else ((0, piece.shape[self._dims.get(piece.name, 0)]),)
+
     def _ranges(self, manifest: Manifest) -> list[_Range]:
-        found, before = [], 0
+        found, before = list[_Range](), 0
         for pieces, size in zip(manifest.pieces, manifest.sizes, strict=True):
             for piece in pieces:
-                start = self._offsets[piece.name, piece.slice] + piece.start
-                found.append(_Range(start, start + piece.stop - piece.start, before + piece.at))
+                found += self._of(piece, before + piece.at - piece.start)
             before += size
         return sorted(found)
+
+    def _of(self, piece: Piece, at: int) -> Iterator[_Range]:
+        """The ranges of one piece, of which the slice would begin at `at` among the worker's own."""
+        dim = self._dims.get(piece.name, 0)
+        inner, lines = math.prod(piece.shape[dim + 1 :]), math.prod(piece.shape[:dim])
+        stride, begin = piece.shape[dim] * inner, 0
+        for low, high in self._held(piece):
+            for a, b in pairwise(bound for bound in self._bounds[piece.name] if low <= bound <= high):
+                first, width, offset = self._first[piece.name, a], (b - a) * inner, begin + (a - low) * inner
+                start, stop = (_counted(edge - offset, width, stride) for edge in (piece.start, piece.stop))
+                if start < stop:
+                    yield _Range(first + start, first + stop, first, width, stride if lines > 1 else width, at + offset)
+            begin += (high - low) * inner
 
     def of(self, replica: int) -> list[Part]:
         """What the workers of a replica own."""
@@ -175,24 +215,28 @@ class _Space:
 
     def read(self, own: Tensor, start: int, stop: int) -> Tensor:
         """Elements [start, stop) from this worker's own."""
-        return torch.cat([own[at : at + n] for _, at, n in self._overlaps(start, stop)])
+        return torch.cat([own[places] for _, places in self._overlaps(start, stop)])
 
     def put(self, own: Tensor, start: int, content: Tensor) -> None:
         """Write elements from `start` on where they belong among this worker's own."""
-        for offset, at, n in self._overlaps(start, start + len(content)):
-            own[at : at + n] = content[offset : offset + n]
+        for part, places in self._overlaps(start, start + len(content)):
+            own[places] = content[part]
 
     def by_bucket(self, own: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         return [part.to(flat.device) for part, flat in zip(own.split(self._lengths), like, strict=True)]
 
-    def _overlaps(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """(offset in [start, stop), place among this worker's own, elements) of what it owns of a range."""
-        found = []
+    def _overlaps(self, start: int, stop: int) -> Iterator[tuple[slice, slice | Tensor]]:
+        """Every part of a range that this worker owns, and its places among the worker's own."""
         for one in self._mine:
             low, high = max(one.start, start), min(one.stop, stop)
             if high > low:
-                found.append((low - start, one.at + low - one.start, high - low))
-        return found
+                yield slice(low - start, high - start), one.places(low, high)
+
+
+def _counted(end: int, width: int, stride: int) -> int:
+    """Elements before `end` of lines of `width` that lie `stride` apart."""
+    lines, rest = divmod(max(0, end), stride)
+    return lines * width + min(rest, width)
 
 
 class _Route:

@@ -118,7 +118,7 @@ class Place:
 class Groups:
     """Process groups by their ranks and purpose, made when first asked for; None for a rank alone.
 
-    Whoever shares a group must ask for its groups in the same order.
+    A group's ranks have the order given. Whoever shares a group must have made as many groups before it.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,15 @@ class Groups:
         if len(ranks) < 2:
             return None
         if key not in self._made:
-            made = dist.new_group(list(ranks), use_local_synchronization=True)
+            # torch names such a group by how many there are, which must therefore be the same on all of its ranks.
+            made = dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
             assert isinstance(made, dist.ProcessGroup)
             self._made[key] = made
         return self._made[key]
+
+    def together(self, ranks: Sequence[int], purpose: str) -> None:
+        """Make a group of workers that have made unlike numbers of them: all workers of the run call this at once, its
+        members or not."""
+        made = dist.new_group(list(ranks), sort_ranks=False)
+        if isinstance(made, dist.ProcessGroup):
+            self._made[tuple(ranks), purpose] = made

@@ -82,12 +82,15 @@ class Task:
         )  # fmt: skip
 
     def replica(self, stages: Sequence[Stage], microbatches: int, in_flight: Sequence[int]) -> Replica:
-        bits: Literal[16, 32] = 32 if self.train.precision == "fp32" else 16
-        edges = tuple(
-            Edge(bits=bits, streams=self.streams(a.mesh.ranks[-1], b.mesh.ranks[0]))
-            for a, b in itertools.pairwise(stages)
-        )
+        edges = tuple(self._edge(a.mesh.ranks[-1], b.mesh.ranks[0]) for a, b in itertools.pairwise(stages))
         return Replica(stages=tuple(stages), edges=edges, microbatches=microbatches, in_flight=tuple(in_flight))
+
+    def _edge(self, a: int, b: int) -> Edge:
+        """What crosses between stages that meet at these ranks: rounded no further inside a site."""
+        bits: Literal[8, 16, 32] = 32 if self.train.precision == "fp32" else 16
+        if self.costs.network.sites[a] != self.costs.network.sites[b] and self.train.wan_bits < bits:
+            bits = self.train.wan_bits
+        return Edge(bits=bits, streams=self.streams(a, b))
 
     def streams(self, a: int, b: int) -> int:
         """TCP streams that fill the line between two ranks, where one stream's window does not."""

@@ -47,7 +47,7 @@ def plan(task: Task) -> Plan | Problem:
             return made
         replicas.append(_moved(made.replicas[0], ranks))
     found = [
-        task.plan("diloco", replicas, Sync(every=every, overlap=overlap))
+        task.plan("diloco", replicas, Sync(every=every, overlap=overlap, bits=task.train.wan_bits))
         for every in EVERY if every <= max(EVERY[0], task.train.steps // 10) for overlap in (False, True)
     ]  # fmt: skip
     return best(task, found)

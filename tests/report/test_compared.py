@@ -1,8 +1,9 @@
-"""Measured beside predicted: what is read from the logs of all ranks, the rows of the timeline, the words and the page."""
+"""Measured beside predicted: what is read from the logs of all ranks, the timeline, the words and the page."""
 
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -27,7 +28,7 @@ from farspan.report.text import report, summary
 from tests import tiny
 from tests.report.fake_fleet import fleet_run, side_by_side
 from tests.report.fake_run import make_plan, resumed_run, train_events, write_run
-from tests.report.test_page import Reader
+from tests.report.test_page import Reader, browse
 
 
 def found_in(folder: Path) -> Compared:
@@ -144,7 +145,7 @@ def test_steps_that_a_resumption_undid_are_not_shown(tmp_path: Path):
 def test_runs_without_spans_and_without_a_cluster_open(tmp_path: Path):
     folder = fleet_run(tmp_path / "run", traced=())
     html = page(open_run(folder), found_in(folder))
-    assert "Device by device" in html and "<figure class=\"chartless" not in html
+    assert "Device by device" in html and '<figure class="chartless' not in html
     assert shown(found_in(folder)) == ""
     (folder / "cluster.json").unlink()
     assert [row.predicted for row in found_in(folder).rows] == [()] * 3
@@ -163,7 +164,9 @@ def test_a_run_of_one_device_looks_as_before(tmp_path: Path):
     assert report(run, found) == report(run)
 
 
-@pytest.mark.parametrize("changes", [{}, {"make": side_by_side}, {"missing": (1,)}, {"traced": ()}, {"backend": "cuda"}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"make": side_by_side}, {"missing": (1,)}, {"traced": ()}, {"backend": "cuda"}]
+)
 def test_the_page_is_whole_and_stays_inside_its_rows(tmp_path: Path, changes: dict):
     run, found, written = write_report(fleet_run(tmp_path / "run", steps=40, **{"traced": (2, 3), **changes}))
     html = written.read_text()
@@ -182,6 +185,25 @@ def test_a_gpu_takes_orders_ahead_so_nothing_is_split(tmp_path: Path):
     found = found_in(fleet_run(tmp_path / "run", backend="cuda", paces=(1, 1, 3)))
     assert found.slowest is None and found.drifts == () and len(found.drawn) == 3
     assert any("GPU" in note for note in found.notes)
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium: apt-get install chromium")
+def test_a_browser_draws_every_mark_without_a_complaint(tmp_path: Path):
+    _, found, written = write_report(fleet_run(tmp_path / "run", steps=40, traced=(3,)))
+    probe = """<script>
+      const rows = document.querySelectorAll(".rows svg.plan"), page = document.documentElement;
+      const seen = [...rows].map((row) => row.querySelectorAll("rect.mark").length).join(" ");
+      const inside = [...document.querySelectorAll(".rows rect.mark")].every(
+        (mark) => mark.getBoundingClientRect().right <= page.clientWidth);
+      document.body.innerHTML = `<pre id=read>${seen} ${page.scrollWidth <= innerWidth} ${inside}</pre>`;
+    </script></body>"""
+    probed = tmp_path / "probed.html"
+    probed.write_text(written.read_text().replace("</body>", probe))
+    done = browse(probed, tmp_path / "profile", "--window-size=400,900", "--dump-dom")
+    assert "CONSOLE" not in done.stderr, done.stderr
+    assert found is not None
+    marks = [len(part) for row in found.drawn for part in (row.measured, row.predicted)]
+    assert f'<pre id="read">{" ".join(map(str, marks))} 0 true true</pre>' in done.stdout
 
 
 @pytest.mark.parametrize("width", [76, 110])

@@ -61,6 +61,9 @@ def test_nothing_is_claimed_without_data(tmp_path: Path):
     slow = {"paces": (1, 1, 3), "links": (6, 6)}
     assert drifts(tmp_path / "short", steps=9, traced=(2, 3), **slow) == []
     assert drifts(tmp_path / "untraced", traced=(), **slow) == []
+    found = compare(open_run(tmp_path / "untraced"))
+    assert found is not None and not found.steps.inside
+    assert sentences(found)[1:] == ["what was traced names no device and no link as the cause"]
     assert len(drifts(tmp_path / "traced", steps=10, traced=(2, 3), **slow)) == 3
     # Of a device whose log lies elsewhere nothing is known, nor of links of its pipeline.
     assert drifts(tmp_path / "missing", missing=(2,), **slow) == []

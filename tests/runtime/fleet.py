@@ -30,7 +30,7 @@ Arguments, Result = ParamSpec("Arguments"), TypeVar("Result")
 DEADLINE_S = 60.0
 #: After the first failure the others may say what they saw, and after the deadline write where they are.
 GRACE_S = 1.0
-MODULES = ["tests.runtime.jobs"]
+MODULES = ["tests.runtime.verify"]
 
 
 class Failed(AssertionError):

@@ -31,6 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     asked.add_argument("--precision", default="auto", help="auto, bf16, fp16 or fp32")
     asked.add_argument("--attention", default="sdpa", choices=("sdpa", "vanilla"), help="flash, or the textbook's")
     asked.add_argument("--recompute", action="store_true", help="keep only the blocks' inputs of the forward pass")
+    asked.add_argument("--wan-bits", type=int, default=32, choices=(8, 16, 32), help="of a number between sites")
     parser.add_argument("--objective", choices=OBJECTIVES, help="what is best (default: time)")
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="how much slower fewest_devices may be")
     parser.add_argument("--technique", action="append", default=[], help="price this one only; may be repeated")
@@ -82,7 +83,7 @@ def answer(given: argparse.Namespace) -> Ranking:
     model, cluster = model_of(given.model), clusters.find(given.cluster)
     question = Question(
         model=given.model, tokens=given.tokens, batch=given.batch, seq_len=given.seq_len, precision=given.precision,
-        attention=given.attention, recompute=given.recompute,
+        attention=given.attention, recompute=given.recompute, wan_bits=given.wan_bits,
     )  # fmt: skip
     train = train_of(question, model, cluster)
     return rank(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
@@ -62,14 +63,22 @@ def plans(
     rows = stage_rows(task, mesh, splits or {}, task.train.batch)
     found = []
     for recompute in (True,) if task.train.recompute else (False, True):
-        for topology in ("flat", "hierarchical") if len(sites) > 1 and len(mesh.batch) > len(sites) else ("flat",):
-            sync = GradSync(bucket_bytes=BUCKET_BYTES, topology=topology)
+        for topology in _topologies(task, mesh, len(sites)):
+            bits = task.train.wan_bits if len(sites) > 1 else 32
+            sync = GradSync(bucket_bytes=BUCKET_BYTES, topology=topology, bits=bits)
             stage = Stage(
                 units=(0, task.graph.units), mesh=mesh, rows=rows, grad_sync=sync, zero=zero, splits=splits or {},
                 recompute=recompute,
             )  # fmt: skip
             found.append(task.plan(technique, [in_fewest_parts(task, stage)]))
     return found
+
+
+def _topologies(task: Task, mesh: Mesh, sites: int) -> tuple[Literal["flat", "hierarchical"], ...]:
+    """How gradients may be summed: what is rounded goes between sites only, so inside them first."""
+    if sites == 1 or len(mesh.batch) == sites:
+        return ("flat",)
+    return ("hierarchical",) if task.train.wan_bits < 32 else ("flat", "hierarchical")
 
 
 def in_fewest_parts(task: Task, stage: Stage) -> Replica:
