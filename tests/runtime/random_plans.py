@@ -107,9 +107,9 @@ def _splits(rng: random.Random, model: ModelSpec, ways: int) -> dict[str, str]:
     """Megatron's, or any that divide every operator's dims."""
     if ways == 1:
         return {}
-    if rng.random() < 0.4:
-        return MEGATRON | rng.choice(({}, VOCABULARY)) | rng.choice(({}, SEQUENCE))
     graph = models.graph(model)
+    if rng.random() < 0.4 and graph.sizes["n"] % ways == 0:
+        return MEGATRON | rng.choice(({}, VOCABULARY)) | rng.choice(({}, SEQUENCE))
     found = {RESIDUAL: rng.choice(("", "b"))} if rng.random() < 0.6 else {}
     for op in (op for unit in (graph.embedding, graph.block, graph.head) for op in unit):
         found[op.name] = rng.choice(strategies(op, graph.sizes, ways, ways)).split

@@ -206,7 +206,7 @@ class Meetings:
     def __init__(self, sync: Sync, replicas: list[Replica]) -> None:
         self.sync, self.replicas = sync, replicas
         self.anchor = {name: w.clone().requires_grad_() for name, w in replicas[0].now.items()}
-        self.sgd = torch.optim.SGD(self.anchor.values(), lr=sync.lr, momentum=sync.momentum, nesterov=True)
+        self.sgd = torch.optim.SGD(self.anchor.values(), lr=sync.lr, momentum=sync.momentum, nesterov=sync.momentum > 0)
         #: Models as they left for the exchange that goes on, and the mean of their changes.
         self.left: list[Weights] | None = None
         self.change: Weights = {}
