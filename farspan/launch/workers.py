@@ -227,7 +227,17 @@ class Workers:
             if waited > GRACE_S or saving > SAVE_S:
                 self._end()
             time.sleep(POLL_S)
+        self._gather()
         self._refuse_if_failed()
+
+    def _gather(self) -> None:
+        """Fetch what workers on hosts of their own disk have recorded, for the report."""
+        for process in self.processes:
+            folder = run_folder(process.host, self.plan, self.run)
+            for rank in process.ranks if process.host.folder is not None else ():
+                name = f"rank-{rank}.events.jsonl"
+                if content := process.read(folder.logs / name):
+                    (self.run.logs / name).write_bytes(content)
 
     def _refuse_if_failed(self) -> None:
         failed = [process for process in self.processes if process.ranks and process.poll()]

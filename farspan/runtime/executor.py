@@ -53,7 +53,7 @@ class Executor:
 
     def __init__(self, place: Place, device: torch.device) -> None:
         plan, stage = place.plan, place.stage
-        self.place, self.device, self.wire, self.spans = place, device, Wire(), Spans()
+        self.place, self.device, self.wire, self.spans = place, device, Wire(), Spans(settling(device))
         self.groups = groups = Groups()
         with torch.device("meta"):
             self.model = Decoder(
@@ -174,3 +174,8 @@ class Executor:
         """After the masters changed otherwise than by `update`."""
         self.state.publish()
         self.gatherer.publish()
+
+
+def settling(device: torch.device) -> Callable[[], None]:
+    """Waits until a device has done what it was told."""
+    return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
