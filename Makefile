@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 RUN ?= runs/demo
 
-.PHONY: demo test check bench quality lab-table clean
+.PHONY: demo test check bench quality lab-table gpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/farspan demo --run $(RUN)
@@ -30,6 +30,11 @@ bench: $(VENV)/.test
 	$(BIN)/python benchmarks/retrieval.py
 	$(BIN)/python benchmarks/planner.py
 	$(BIN)/python benchmarks/fit_engines.py
+
+# What needs an NVIDIA GPU; without one it says so and skips.
+gpu: $(VENV)/.test
+	$(BIN)/python -m pytest -rs tests/runtime/test_gpu.py
+	$(BIN)/python benchmarks/gpu.py
 
 quality: $(VENV)/.test
 	$(BIN)/python benchmarks/quality.py

@@ -54,7 +54,7 @@ def farspan(corpus: Path, precision: str, out: int) -> None:
         norm="layernorm", activation="gelu_tanh", positions="learned", bias=True, tied=True,
     )  # fmt: skip
     mesh = Mesh(ranks=(0,), shape=(1,), axes=("data",))
-    stage = Stage(layers=(0, L), mesh=mesh, rows=(B,), micro_rows=B, grad_sync=GradSync(bucket_bytes=2**20))
+    stage = Stage(units=(0, L + 2), mesh=mesh, rows=(B,), grad_sync=GradSync(bucket_bytes=2**20))
     manifest = load(corpus / "corpus.json", CorpusManifest)
     plan = Plan(
         technique="data", model=spec, train=TrainSpec(

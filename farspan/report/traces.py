@@ -10,7 +10,7 @@ from farspan.report.history import Run
 from farspan.report.plan_picture import Mark
 
 #: Backends whose passes have ended when the span of the pass ends; others only take orders in it.
-IN_STEP = ("cpu",)
+IN_STEP = ("cpu", "cuda")
 #: What a span of a kind is counted as: the three parts of an Estimate's step.
 PARTS = {
     "forward": "compute", "backward": "compute", "update": "compute", "collective": "communication",

@@ -181,7 +181,8 @@ def _stages(
     sync = GradSync(
         bucket_bytes=draw(st.sampled_from([None, 20_000])), topology=draw(st.sampled_from(["flat", "hierarchical"]))
     )
+    zero, recompute = draw(st.integers(0, 3)), draw(st.booleans())
+    shares = tuple(times * len(part) for part in rows)
     return Stage(
-        units=units, mesh=on, rows=tuple(times * len(part) for part in rows), grad_sync=sync, zero=draw(st.integers(0, 3)),
-        splits=splits, recompute=draw(st.booleans()),
+        units=units, mesh=on, rows=shares, grad_sync=sync, zero=zero, splits=splits, recompute=recompute
     )  # fmt: skip

@@ -1,0 +1,172 @@
+"""One NVIDIA GPU: gpt2-medium at context 1024, our own step beside a plain compiled PyTorch loop in the same run.
+
+    python benchmarks/gpu.py [--rows 16] [--rounds 8] [--steps 10]      # writes results/gpu.json
+
+Both train in bf16 with torch.compile, flash attention and AdamW on random tokens; they take turns. tokens/s are medians
+over rounds; MFU is model FLOPs (`domain.model.train_flops_per_token`) by the peak that the catalogue states. Without an NVIDIA GPU it says so and writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from farspan import models
+from farspan.domain import catalog
+from farspan.domain.model import ModelSpec, train_flops_per_token
+from farspan.domain.plan import GradSync, Inputs, Mesh, Plan, PlannedDevice, Replica, Stage
+from farspan.domain.train import Optimizer, TrainSpec
+from farspan.runtime.executor import Executor
+from farspan.runtime.model import drawn
+from farspan.runtime.place import Place
+from farspan.runtime.worker import compile_blocks
+
+RESULTS = Path(__file__).parent / "results" / "gpu.json"
+#: At least as fast as the plain loop, and this share of the peak on an H100 or H200.
+TARGETS = {"ratio": 1.0, "mfu": 0.5}
+Step = Callable[[], None]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--preset", default="gpt2-medium")
+    parser.add_argument("--rows", type=int, default=16, help="sequences of a step")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=10, help="steps of a round")
+    given = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("skipped: this waits for a machine with an NVIDIA GPU")
+        return
+    spec = models.presets()[given.preset].spec
+    contestants = {"farspan": ours(spec, given.rows), "pytorch": plain(spec, given.rows)}
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for step in contestants.values():
+        timed(step, 5)  # Compiles.
+    for _ in range(given.rounds):
+        for name, step in contestants.items():
+            seconds[name].append(timed(step, given.steps) / given.steps)
+    report(given, spec, seconds)
+
+
+def timed(step: Step, count: int) -> float:
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(count):
+        step()
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def report(given: argparse.Namespace, spec: ModelSpec, seconds: dict[str, list[float]]) -> None:
+    tokens, name = given.rows * spec.context, torch.cuda.get_device_name()
+    peak = catalog.peak_flops(name, "bf16", 1)
+    rows = {}
+    for contestant, found in seconds.items():
+        rate = tokens / statistics.median(found)
+        mfu = rate * train_flops_per_token(spec, spec.context) / peak if peak else None
+        rows[contestant] = {"tokens_per_s": rate, "mfu": mfu, "step_s": found}
+        print(f"{contestant}: {rate:,.0f} tokens/s, MFU {f'{mfu:.1%}' if mfu else 'n/a'}")
+    ratio = statistics.median(b / a for a, b in zip(seconds["farspan"], seconds["pytorch"], strict=True))
+    print(f"farspan / pytorch: {ratio:.2f} (asked {TARGETS['ratio']}; MFU asked {TARGETS['mfu']:.0%})")
+    RESULTS.write_text(json.dumps({
+        "device": name, "peak_flops": peak, "torch": torch.__version__, "python": platform.python_version(),
+        "preset": given.preset, "rows": given.rows, "context": spec.context, "ratio": ratio, "contestants": rows,
+        "memory_bytes": torch.cuda.max_memory_allocated(),
+    }, indent=1))  # fmt: skip
+
+
+def batch(spec: ModelSpec, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(spec.vocab_size, (rows, spec.context + 1), device="cuda")
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def ours(spec: ModelSpec, rows: int) -> Step:
+    """The worker's own step: passes, gradient norm, clipping, update."""
+    train = TrainSpec(steps=1, batch=rows, seq_len=spec.context, precision="bf16", compile=True)
+    stage = Stage(
+        units=(0, spec.layers + 2), mesh=Mesh(ranks=(0,), shape=(1,), axes=("data",)), rows=(rows,),
+        grad_sync=GradSync(bucket_bytes=25 * 2**20),
+    )  # fmt: skip
+    plan = Plan(
+        technique="data", model=spec, train=train, replicas=(Replica(stages=(stage,)),),
+        inputs=Inputs(cluster="", corpus=""),
+        devices=(PlannedDevice(host="here", backend="cuda", index=0, threads=1),),
+    )  # fmt: skip
+    executor = Executor(Place(plan, 0), torch.device("cuda", 0))
+    executor.load(drawn(spec, 0))
+    compile_blocks(executor.model, torch.device("cuda", 0))
+    data, scale, count, optimizer = batch(spec, rows), 1 / (rows * spec.context), iter(range(1, 10**9)), Optimizer()
+
+    def step() -> None:
+        outcome = executor.gradients(data[0].cpu().numpy(), lambda i: data, scale)
+        executor.update(optimizer, 6e-4, next(count), max(1.0, outcome.norm))
+
+    return step
+
+
+class PlainBlock(nn.Module):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        D, self.heads = spec.d_model, spec.heads
+        self.ln_1, self.ln_2 = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.up, self.down = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+
+    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
+        B, S, D = x_BSD.shape
+        parts = self.qkv(self.ln_1(x_BSD)).split(D, dim=2)
+        q, k, v = (part.view(B, S, self.heads, -1).transpose(1, 2) for part in parts)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x_BSD = x_BSD + self.out(y.transpose(1, 2).reshape(B, S, D))
+        return x_BSD + self.down(F.gelu(self.up(self.ln_2(x_BSD)), approximate="tanh"))
+
+
+class Plain(nn.Module):
+    """GPT-2 as people write it: nanoGPT's model without dropout."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.tok, self.pos = nn.Embedding(spec.vocab_size, spec.d_model), nn.Embedding(spec.context, spec.d_model)
+        self.blocks = nn.ModuleList(PlainBlock(spec) for _ in range(spec.layers))
+        self.norm = nn.LayerNorm(spec.d_model)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
+        x_BSD = self.tok(tokens_BS) + self.pos.weight[: tokens_BS.shape[1]]
+        for block in self.blocks:
+            x_BSD = block(x_BSD)
+        logits = F.linear(self.norm(x_BSD), self.tok.weight)
+        return F.cross_entropy(logits.flatten(0, 1), targets_BS.flatten())
+
+
+def plain(spec: ModelSpec, rows: int) -> Step:
+    """A plain loop: autocast, the whole model compiled, clipping, fused AdamW."""
+    model = Plain(spec).cuda()
+    compiled = torch.compile(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    tokens, targets = batch(spec, rows)
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = compiled(tokens, targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+if __name__ == "__main__":
+    main()
