@@ -3,7 +3,8 @@
     python benchmarks/gpu.py [--rows 16] [--rounds 8] [--steps 10]      # writes results/gpu.json
 
 Both train in bf16 with torch.compile, flash attention and AdamW on random tokens; they take turns. tokens/s are medians
-over rounds; MFU is model FLOPs (`domain.model.train_flops_per_token`) by the peak that the catalogue states. Without an NVIDIA GPU it says so and writes nothing.
+over rounds; MFU is model FLOPs (`domain.model.train_flops_per_token`) by the peak that the catalogue states.
+Without an NVIDIA GPU it says so and writes nothing.
 """
 
 from __future__ import annotations

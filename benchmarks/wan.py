@@ -281,7 +281,10 @@ def main() -> None:
         out = Path(temporary, RESULTS.name) if temporary else given.out or RESULTS
         out.parent.mkdir(exist_ok=True)
         file = stack.enter_context(open(out, "ab"))
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            sys.exit(f"another start of this benchmark writes to {out}")
         bench = Bench(given, work, stack.enter_context(labs(given.rtt)), file, read(out))
         bench.write(started(bench))
         bench.predict([name for name in names if name in plans.ours(work)])

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from farspan.cli.clusters import of_lab
 from farspan.domain.cluster import Cluster, Host, Site
-from farspan.domain.plan import PlannedDevice
+from farspan.domain.plan import Edge, Mesh, PlannedDevice, Replica, Sync
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Step, Validated, read_events
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
@@ -25,6 +25,7 @@ from farspan.lab import state
 from farspan.launch.launchers import launch, names
 from farspan.launch.launchers.ray import installed, refuse_public, require_ray, require_token
 from farspan.launch.workers import run_folder
+from farspan.runtime import checkpoint
 from tests import tiny
 from tests.launch.conftest import up
 
@@ -51,6 +52,26 @@ def planned(train: TrainSpec = TRAIN):
         PlannedDevice(host=host, backend="cpu", index=index, threads=1) for host in ("utah", "star") for index in (0, 1)
     )
     return replace(tiny.plan(train, rows=(2, 2, 2, 2), micro_rows=2), devices=devices)
+
+
+def divided(kind: str, train: TrainSpec = TRAIN):
+    """Over the same devices: a stage a site, parameters divided over all, or a replica a site."""
+    flat = planned(train)
+    (whole,) = flat.replicas[0].stages
+
+    def stage(ranks, units=(0, 4), **changes):
+        mesh = Mesh(ranks=ranks, shape=(len(ranks),), axes=("data",))
+        rows = (train.batch // len(ranks),) * len(ranks)
+        return replace(whole, **({"units": units, "mesh": mesh, "rows": rows} | changes))
+
+    if kind == "pipeline":
+        stages = (stage((0, 1), (0, 2)), stage((2, 3), (2, 4)))
+        made = (Replica(stages=stages, edges=(Edge(bits=32, streams=2),), microbatches=4, in_flight=(4, 4)),)
+    elif kind == "zero3":
+        made = (Replica(stages=(stage((0, 1, 2, 3), zero=3),)),)
+    else:
+        made = tuple(Replica(stages=(stage(ranks, rows=(2, 2)),)) for ranks in ((0, 1), (2, 3)))
+    return replace(flat, replicas=made, sync=Sync(every=5) if kind == "replicas" else None)
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +103,14 @@ def test_two_sites_of_two_workers_lose_what_one_process_loses(sites, alone, tmp_
     sent = Path(sites[1].hosts[1].folder) / "cache" / "corpora" / "sent-tiny"
     assert (sent / "train.bin").read_bytes() == (tmp_path / "corpus" / "train.bin").read_bytes()
     assert not left_over(run)
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "zero3"])
+def test_divided_models_on_two_sites_lose_what_one_process_loses(sites, alone, tmp_path, kind):
+    run = tiny.run_folder(tmp_path / "run", divided(kind))
+    assert losses(run, "local", sites[1]) == pytest.approx(alone, abs=1e-5)
+    # What workers on hosts with a disk of their own have recorded was fetched for the report.
+    assert all((run.logs / f"rank-{rank}.events.jsonl").exists() for rank in (1, 2, 3))
 
 
 def left_over(run):
@@ -160,6 +189,31 @@ def test_a_link_that_is_cut_while_training_names_a_rank_behind_it(sites, tmp_pat
     assert problem.code == "worker-lost"
     assert re.fullmatch(r"rank [23] on star was lost", problem.what)
     assert seconds < 35
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("kind", ["pipeline", "zero3", "replicas"])
+def test_whatever_the_plan_a_killed_worker_ends_all_within_half_a_minute(sites, tmp_path, kind, rank):
+    run = tiny.run_folder(tmp_path / f"{kind}-{rank}", divided(kind, replace(LONG, checkpoint_every_s=0.01)))
+    problem, took = lost(run, "local", sites[1], lambda: os.kill(worker_of(run, rank), signal.SIGKILL))
+    assert problem.code == "worker-lost" and f"rank {rank}" in problem.what and "SIGKILL" in problem.fact
+    assert took < 30 and "resume" in problem.remedy
+    assert not left_over(run)
+    assert all(checkpoint.verify(path) for path in checkpoint.newest_first(run.checkpoints))
+
+
+def test_a_pipeline_whose_link_is_cut_in_mid_step_ends_and_goes_on_later(sites, tmp_path):
+    lab, cluster = sites
+    run = tiny.run_folder(tmp_path / "cut-pipe", divided("pipeline", replace(LONG, steps=300, checkpoint_every_s=0.01)))
+    try:
+        problem, took = lost(
+            run, "local", cluster, lambda: state.change(lab.lab.name, ["utah", "star"], {"up": False}, one_way=False)
+        )
+    finally:
+        state.change(lab.lab.name, ["utah", "star"], {"up": True}, one_way=False)
+    assert problem.code == "worker-lost" and re.fullmatch(r"rank [23] on star was lost", problem.what)
+    assert took < 35
+    assert losses(run, "local", cluster)
 
 
 def test_a_host_that_cannot_be_reached_ends_the_job_before_it_starts(sites, tmp_path):

@@ -6,6 +6,7 @@ They are forked from a server that has imported everything, so that killing all 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -87,7 +88,8 @@ class Fleet:
                 try:
                     well, answers[rank] = pipe.recv()
                 except (EOFError, ConnectionError):
-                    well, answers[rank] = False, f"the process ended: {members[rank].process.exitcode}"
+                    members[rank].process.join(GRACE_S)
+                    well, answers[rank] = False, f"the process ended with {members[rank].process.exitcode}"
                 if not well:
                     problems.append(f"rank {rank}: {answers[rank]}")
                     end = min(end, time.monotonic() + GRACE_S)
@@ -125,6 +127,7 @@ def serve(pipe: Connection, stacks: Path) -> None:
     torch.set_num_threads(1)
     # Small models must be divided as large ones are: over streams, and the logits in chunks.
     wire.LEAST_PART, kernels.LOGITS_CHUNK_BYTES = 512, 40_000
+    os.fsync = lambda descriptor: None  # Nobody reads these runs after a power cut.
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file, all_threads=True)
         while True:
@@ -141,4 +144,5 @@ def serve(pipe: Connection, stacks: Path) -> None:
             except BaseException:
                 found = False, traceback.format_exc()
             faulthandler.cancel_dump_traceback_later()
+            gc.collect()  # A worker's parts know each other; with them go the threads of their connections.
             pipe.send(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,41 +39,48 @@ class Trained(NamedTuple):
     validation: float | None
 
 
-def trainer(group: Group, plan: Plan, path: Path) -> tuple[Trainer, list[Event]]:
+@contextmanager
+def trainer(group: Group, plan: Plan, path: Path) -> Iterator[tuple[Trainer, list[Event]]]:
     """A worker's trainer, with weights of which none is idle; and the events that it emits."""
     events: list[Event] = []
     worker = build(plan, RunFolder(path), group, events.append)
     worker.executor.load(iter(reference.start(plan.model).items()))
-    return Trainer(worker), events
+    yield Trainer(worker), events
+    for parameter in worker.state.parameters:
+        # A hook that knows its parameter's owner would keep both, and all connections, for as long as this process is.
+        parameter._post_accumulate_grad_hooks.clear()
 
 
 def gradients(group: Group, plan: Plan, path: Path, step: int) -> Gradients:
     """Of one step at the first weights."""
-    return _gradients(trainer(group, plan, path)[0], step)
+    with trainer(group, plan, path) as (made, _):
+        return _gradients(made, step)
 
 
 def check(group: Group, plan: Plan, path: Path, step: int) -> tuple[Gradients, Trained]:
     """The gradients of one step, and then the training from the first."""
-    made, events = trainer(group, plan, path)
-    found = _gradients(made, step)
-    made.w.executor.skip()
-    return found, _trained(made, events)
+    with trainer(group, plan, path) as (made, events):
+        found = _gradients(made, step)
+        made.w.executor.skip()
+        return found, _trained(made, events)
 
 
 def train(group: Group, plan: Plan, path: Path, until: int | None = None) -> Trained:
     """From the newest checkpoint to the end, or to where all stop who were asked to at a step."""
-    made, events = trainer(group, plan, path)
-    if until is not None:
-        made.w.stop = lambda: made.step >= until
-    made.restore()
-    return _trained(made, events)
+    with trainer(group, plan, path) as (made, events):
+        if until is not None:
+            made.w.stop = lambda: made.step >= until
+        made.restore()
+        return _trained(made, events)
 
 
 def _gradients(made: Trainer, step: int) -> Gradients:
     valid, outcome = made.gradients(step)
     whole, state = made.w.executor.whole, made.w.state
     found = [whole.collect(state.grad, replica) for replica in range(len(made.w.plan.replicas))]
-    return Gradients(outcome.loss / valid, outcome.norm, [{n: g.numpy().copy() for n, g in one.items()} for one in found])
+    return Gradients(
+        outcome.loss / valid, outcome.norm, [{n: g.numpy().copy() for n, g in one.items()} for one in found]
+    )
 
 
 def _trained(made: Trainer, events: list[Event]) -> Trained:

@@ -29,7 +29,9 @@ def random_cluster(rng: random.Random) -> Cluster:
         Device(kind=f"k{i}", backend="cpu", memory=rng.choice(MEMORIES), flops={"fp32": rng.choice((1, 4, 6)) * 1e12},
                bandwidth=rng.choice((1, 4)) * 1e11) for i in range(2)
     ]  # fmt: skip
-    left, sites = rng.randint(1, MOST_DEVICES), list[Site]()
+    left, sites = rng.randint(2, MOST_DEVICES), list[Site]()
+    if rng.random() < 0.2:
+        return _linked(rng, _alike(rng, kinds[0]))
     for s in range(rng.randint(1, 3)):
         hosts = list[Host]()
         for h in range(rng.randint(1, 2)):
@@ -38,6 +40,17 @@ def random_cluster(rng: random.Random) -> Cluster:
             devices = [rng.choice(kinds)] * count if rng.random() < 0.8 else rng.choices(kinds, k=count)
             hosts += [Host(name=f"s{s}h{h}", devices=tuple(devices))] if count else []
         sites += [Site(name=f"s{s}", hosts=tuple(hosts))] if hosts else []
+    return _linked(rng, sites)
+
+
+def _alike(rng: random.Random, kind: Device) -> list[Site]:
+    """Two or more sites with as many devices in each."""
+    sites = rng.randint(2, 3)
+    devices = (kind,) * rng.randint(2, MOST_DEVICES // sites)
+    return [Site(name=f"s{s}", hosts=(Host(name=f"s{s}h0", devices=devices),)) for s in range(sites)]
+
+
+def _linked(rng: random.Random, sites: list[Site]) -> Cluster:
     links = tuple(
         Link(a=a.name, b=b.name, rtt_s=rng.choice((1e-3, 0.02, 0.1)), bandwidth=rng.choice((1e9, 1e10)) / 8)
         for i, a in enumerate(sites) for b in sites[i + 1 :]
@@ -47,7 +60,9 @@ def random_cluster(rng: random.Random) -> Cluster:
 
 def random_model(rng: random.Random) -> ModelSpec:
     if rng.random() < 0.4:
-        return models.family("gpt2").shape(d_model=768, layers=rng.randint(3, 6), heads=12, vocab_size=32768, context=256)
+        return models.family("gpt2").shape(
+            d_model=768, layers=rng.randint(3, 6), heads=12, vocab_size=32768, context=256
+        )
     return models.family("llama").shape(
         d_model=rng.choice((768, 1536)), layers=rng.randint(3, 6), heads=12, kv_heads=rng.choice((4, 6)),
         vocab_size=32768, context=256, tied=rng.random() < 0.5,
@@ -69,7 +84,11 @@ def planned(seed: int) -> Iterator[Plan]:
 def structure(plan: Plan) -> object:
     """What makes two plans exercise the same: everything but the numbers of rows, layers and buckets."""
     sites = [device.site for device in plan.devices]
-    return tuple(map(functools.partial(_structure, sites), plan.replicas)), plan.sync and plan.sync.overlap, plan.model.tied
+    return (
+        tuple(map(functools.partial(_structure, sites), plan.replicas)),
+        plan.sync and plan.sync.overlap,
+        plan.model.tied,
+    )
 
 
 def _structure(sites: list[str], replica: Replica) -> object:

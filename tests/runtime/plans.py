@@ -175,9 +175,7 @@ def piped() -> dict[str, Plan]:
 
 def apart() -> dict[str, Plan]:
     """Replicas that meet."""
-    data, hybrid = (
-        replica(stage((0, 4), range(2), [2, 1], zero=zero), microbatches=2) for zero in (0, 2)
-    )
+    data, hybrid = (replica(stage((0, 4), range(2), [2, 1], zero=zero), microbatches=2) for zero in (0, 2))
     pipeline = replica(stage((0, 2), [2], [4]), stage((2, 4), [3], [4]), microbatches=2)
     return {
         "replicas alike": plan(

@@ -73,7 +73,9 @@ def _mesh(rng: random.Random, ranks: Sequence[int]) -> Mesh:
     axes = list[Axis]()
     shape, left = list[int](), len(ranks)
     named: tuple[Axis, ...] = rng.choice((("site", "data"), ("data", "site"), ("data",), ("data",)))
-    tensor = rng.choice([n for n in range(1, left + 1) if left % n == 0 and n <= 6 and n != 5]) if rng.random() < 0.5 else 1
+    tensor = (
+        rng.choice([n for n in range(1, left + 1) if left % n == 0 and n <= 6 and n != 5]) if rng.random() < 0.5 else 1
+    )
     left //= tensor
     for axis in named[:-1]:
         size = rng.choice([n for n in range(1, left + 1) if left % n == 0])

@@ -9,7 +9,7 @@ Shapes: B rows, S positions, D d_model, H heads, K kv heads, E head size.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -148,8 +148,20 @@ def gradients(plan: Plan, data: Data, weights: Weights, step: int) -> list[Gradi
         leaves = {name: value.double().requires_grad_() for name, value in weights.items()}
         loss = mean_loss(leaves, plan.model, *batch)
         loss.backward()
-        found.append(Gradient(float(loss.detach()), {n: leaf.grad for n, leaf in leaves.items() if leaf.grad is not None}))
+        found.append(
+            Gradient(float(loss.detach()), {n: leaf.grad for n, leaf in leaves.items() if leaf.grad is not None})
+        )
     return found
+
+
+def share_of_gradient(plan: Plan, data: Data, weights: Weights, spans: Sequence[tuple[int, int]]) -> Weights:
+    """What some samples of the first step add to the gradient of a plan of one replica."""
+    leaves = {name: value.double().requires_grad_() for name, value in weights.items()}
+    _, targets = data.read(np.arange(plan.train.batch))
+    tokens, mine = data.read(np.concatenate([np.arange(*span) for span in spans]))
+    share = (mine >= 0).sum() / (targets >= 0).sum()
+    (share * mean_loss(leaves, plan.model, tokens, mine)).backward()
+    return {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
 
 class Replica:
@@ -161,7 +173,9 @@ class Replica:
         decayed, others = ([w for w in self.weights.values() if (w.dim() >= 2) == matrix] for matrix in (True, False))
         with_ = train.optimizer
         groups = [{"params": decayed, "weight_decay": with_.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], betas=(with_.beta1, with_.beta2), eps=with_.eps)
+        self.adamw = torch.optim.AdamW(
+            [g for g in groups if g["params"]], betas=(with_.beta1, with_.beta2), eps=with_.eps
+        )
 
     def step(self, number: int, spec: ModelSpec, batch: tuple[Tensor, Tensor]) -> None:
         loss = mean_loss(self.weights, spec, *batch)
@@ -210,6 +224,8 @@ class Meetings:
         #: Models as they left for the exchange that goes on, and the mean of their changes.
         self.left: list[Weights] | None = None
         self.change: Weights = {}
+        #: Of any number in any replica between two meetings.
+        self.greatest_change = 0.0
 
     def meet(self, last: bool) -> None:
         if self.left is not None:
@@ -220,10 +236,9 @@ class Meetings:
 
     def _exchange(self) -> None:
         self.left = [replica.now for replica in self.replicas]
-        self.change = {
-            name: torch.stack([anchor.detach() - one[name] for one in self.left]).mean(0)
-            for name, anchor in self.anchor.items()
-        }
+        changes = {n: torch.stack([a.detach() - one[n] for one in self.left]) for n, a in self.anchor.items()}
+        self.change = {name: each.mean(0) for name, each in changes.items()}
+        self.greatest_change = max(self.greatest_change, *(float(each.abs().max()) for each in changes.values()))
 
     def _apply(self, left: list[Weights]) -> None:
         for name, anchor in self.anchor.items():
@@ -236,12 +251,14 @@ class Meetings:
 
 
 class Trained(NamedTuple):
-    """Losses and gradient norms of each replica, step by step; the model in the end, and its validation loss."""
+    """Losses and gradient norms of each replica, step by step; the model in the end, and its validation loss; and the
+    greatest change of a number between two meetings of replicas."""
 
     losses: list[list[float]]
     norms: list[list[float]]
     weights: Weights
     validation: float
+    greatest_change: float
 
 
 def train(plan: Plan, data: Data, weights: Weights) -> Trained:
@@ -260,4 +277,5 @@ def train(plan: Plan, data: Data, weights: Weights) -> Trained:
     inputs, targets = map(torch.from_numpy, data.val.read(np.arange(data.val.count, dtype=np.uint64)))
     with torch.no_grad():
         validation = float(mean_loss(final, plan.model, inputs, targets))
-    return Trained([one.losses for one in replicas], [one.norms for one in replicas], final, validation)
+    greatest = meetings.greatest_change if meetings is not None else 0.0
+    return Trained([one.losses for one in replicas], [one.norms for one in replicas], final, validation, greatest)

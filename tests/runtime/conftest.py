@@ -1,0 +1,22 @@
+"""The worker processes that all tests of plans share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.fleet import Fleet
+
+
+@pytest.fixture(scope="session")
+def fleet() -> Iterator[Fleet]:
+    with Fleet() as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where run folders and the corpus that they share lie."""
+    return tmp_path_factory.mktemp("plans")

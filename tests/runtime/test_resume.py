@@ -1,0 +1,50 @@
+"""A run that was stopped in the middle goes on as if it had not been: the same bits, in whatever way state is divided."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from farspan.domain.run import RunFolder
+from farspan.runtime import checkpoint
+from tests.runtime import jobs
+from tests.runtime.fleet import Fleet
+from tests.runtime.plans import HAND_PICKED
+from tests.runtime.verify import Case
+
+STEPS, UNTIL = 8, 3
+NAMES = (
+    "uneven rows, fewer than microbatches", "zero 1", "zero 2", "zero 3", "hybrid 3", "data and tensor, zero 1",
+    "tensor widths by stage", "unlike rows and depths, several streams", "replicas unlike",
+    "replicas unlike, overlapped", "tensor axis against ZeRO, overlapped",
+)  # fmt: skip
+
+
+def state(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the newest checkpoint, by file and name."""
+    newest = next(checkpoint.newest_first(RunFolder(path).checkpoints))
+    return {
+        f"{file.name}: {name}": tensor
+        for file in newest.glob("*.safetensors") for name, tensor in checkpoint.read(newest, file.name).items()
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_that_was_stopped_ends_with_the_same_bits(fleet: Fleet, folder: Path, name: str):
+    plan = replace(HAND_PICKED[name], train=replace(HAND_PICKED[name].train, steps=STEPS))
+    whole, stopped = Case(folder, plan), Case(folder, plan)
+    wanted = fleet.run(jobs.train, whole.world, plan, whole.path)
+    first = fleet.run(jobs.train, stopped.world, plan, stopped.path, UNTIL)
+    again = fleet.run(jobs.train, stopped.world, plan, stopped.path)
+    assert {one.reason for one in first} == {"interrupted"} and UNTIL <= len(first[0].losses) < STEPS
+    assert {one.reason for one in again} == {"done"}
+    for rank, one in enumerate(wanted):
+        assert first[rank].losses + again[rank].losses == one.losses
+        assert first[rank].norms + again[rank].norms == one.norms
+    assert again[0].validation == wanted[0].validation
+    ours, theirs = state(stopped.path), state(whole.path)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
