@@ -128,6 +128,19 @@ class Convert(torch.autograd.Function):
         return _moved(gradients[0], edge.gradient, edge.returned, edge, ctx.axis), None, None
 
 
+class Uncounted(torch.autograd.Function):
+    """A copy whose gradient another rank counts. It gets none, but not before that one does: gradients must be complete
+    in the same order on all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        return None
+
+
 def _moved(x: Tensor, source: str, target: str, edge: Edge, axis: TensorAxis) -> Tensor:
     """x in another layout, by at most one collective."""
     if source == target:
@@ -283,4 +296,4 @@ class Layouts:
             return weight_VD
         if (shard := self.shard(op)) is not None:
             return weight_VD.narrow(0, shard.first, self.vocabulary // self.axis.size)
-        return weight_VD if self.axis.coordinate == 0 else weight_VD.detach()
+        return weight_VD if self.axis.coordinate == 0 else Uncounted.apply(weight_VD)

@@ -204,7 +204,7 @@ def test_whatever_the_plan_a_killed_worker_ends_all_within_half_a_minute(sites, 
 
 def test_a_pipeline_whose_link_is_cut_in_mid_step_ends_and_goes_on_later(sites, tmp_path):
     lab, cluster = sites
-    run = tiny.run_folder(tmp_path / "cut-pipe", divided("pipeline", replace(LONG, steps=300, checkpoint_every_s=0.01)))
+    run = tiny.run_folder(tmp_path / "cut-pipe", divided("pipeline", replace(LONG, steps=60, checkpoint_every_s=0.01)))
     try:
         problem, took = lost(
             run, "local", cluster, lambda: state.change(lab.lab.name, ["utah", "star"], {"up": False}, one_way=False)
