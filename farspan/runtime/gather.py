@@ -20,7 +20,7 @@ class Gatherer:
 
     def __init__(self, place: Place, state: TrainState, blocks: dict[str, nn.Module], groups: Groups) -> None:
         self._state = state
-        self._group = groups.of(place.group("data"), "gather")
+        self._group = groups.of(place.group("data"), "gather") if place.zero else None
         self._divided = state.division.zero == 3
         self._coming: dict[int, dist.Work | None] = {}
         self._backward: set[int] = set()

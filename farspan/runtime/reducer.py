@@ -38,13 +38,11 @@ class Reducer:
     def __init__(self, place: Place, state: TrainState, groups: Groups, wire: Wire) -> None:
         self._place, self._state, self._wire = place, state, wire
         self._sync = place.stage.grad_sync
-        self._tensor = groups.of(place.group("tensor"), "partial")
         self._data, self._batch = place.group("data"), place.peers
-        self._scatter = groups.of(self._data, "scatter")
         self._sites = [tuple(ranks) for ranks in place.sites(self._batch).values()]
         self._home = next(ranks for ranks in self._sites if place.rank in ranks)
-        self._all = groups.of(self._batch, "sum")
-        self._inside, self._back = (groups.of(self._home, name) for name in ("inside", "back"))
+        self._by_site = self._sync.topology == "hierarchical" and len(self._sites) > 1
+        self._connect(groups)
         self._feedback = ErrorFeedback(Codec(self._sync.bits))
         # Gloo does not say whether a message has come but to who waits for it; those of a phase come in order.
         self._waiters = {channel: ThreadPoolExecutor(1) for channel in (SCATTER, ACROSS)}
@@ -57,6 +55,20 @@ class Reducer:
         self.passed: Callable[[int], None] = lambda bucket: None
         self.done: Callable[[int], None] = lambda bucket: None
         state.on_grad = self._arrived
+
+    def _connect(self, groups: Groups) -> None:
+        """Only the groups that the plan needs: over a long line each takes seconds to make."""
+        buckets, place = self._state.buckets, self._place
+        whole = any(bucket.ways == 1 for bucket in buckets)
+
+        def group(needed: bool, ranks: Sequence[int], purpose: str) -> dist.ProcessGroup | None:
+            return groups.of(ranks, purpose) if needed else None
+
+        self._tensor = group(any(bucket.partial for bucket in buckets), place.group("tensor"), "partial")
+        self._scatter = group(place.zero > 0 and self._state.device.type == "cuda", self._data, "scatter")
+        self._all = group(whole and not self._by_site and self._sync.bits == 32, self._batch, "sum")
+        self._inside = group(whole and self._by_site, self._home, "inside")
+        self._back = group(whole and self._by_site, self._home, "back")
 
     def arm(self, last: bool) -> None:
         """The next backward pass is coming; the step's last one if `last`."""
@@ -112,7 +124,7 @@ class Reducer:
         yield [_all_reduce(full, self._tensor)] if bucket.partial and self._tensor else []
         if bucket.ways > 1:
             yield from self._divided(b, full, last, count)
-        elif self._sync.topology == "hierarchical" and len(self._sites) > 1:
+        elif self._by_site:
             yield from self._hierarchical(b, full, count)
         elif self._sync.bits < 32:
             yield []
