@@ -30,6 +30,7 @@ from farspan.domain.problems import Refusal
 from farspan.domain.results import Step
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.lab import state
+from farspan.lab.lab import Status
 from farspan.launch.hosts import command
 from farspan.launch.launchers import launch
 from farspan.launch.meeting import arrange
@@ -37,7 +38,7 @@ from farspan.launch.workers import Workers, place, with_environment, worker_envi
 
 CHILD = Path(__file__).parent / "wan_contestants.py"
 #: How often processes and the relay are looked at.
-POLL_S, SAMPLE_S = 0.2, 1.0
+POLL_S, SAMPLE_S, TRIES = 0.2, 1.0, 5
 #: After one rank has failed the others' own words are not waited for longer.
 GRACE_S = 5.0
 
@@ -52,6 +53,15 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     began: float
     ended: float
     raw: tuple[dict[str, Any], ...]
+
+
+def status(lab: str) -> Status:
+    """A lab as it is; asked again where it had no patience with a process that waited for a core."""
+    for _ in range(TRIES):
+        with contextlib.suppress(Refusal):
+            return state.status(lab)
+        time.sleep(POLL_S)
+    return state.status(lab)
 
 
 class Relay:
@@ -74,9 +84,9 @@ class Relay:
         last = False
         while not last:
             last = self._ended.wait(SAMPLE_S)
-            status, at = state.status(self._lab), time.time()
-            carried, dropped = (sum(getattr(link, key) for link in status.traffic) for key in ("bytes", "dropped"))
-            self._seen.append((at, status.relay_cpu_s, carried, dropped))
+            seen, at = status(self._lab), time.time()
+            carried, dropped = (sum(getattr(link, key) for link in seen.traffic) for key in ("bytes", "dropped"))
+            self._seen.append((at, seen.relay_cpu_s, carried, dropped))
 
     def between(self, began: float, ended: float) -> tuple[float, ...]:
         """Processor seconds, bytes, and packets dropped, between two times."""

@@ -82,7 +82,7 @@ class Bench:
                 continue
             if not self.known(Probed, rtt_ms=rtt_ms):
                 print(f"probing {rtt_ms:g} ms", flush=True)
-                status = state.status(self.labs[rtt_ms])
+                status = cells.status(self.labs[rtt_ms])
                 found = shared(measure(of_lab(status), self.work.spec, lambda text: None), status)
                 plain = msgspec.to_builtins(found)
                 self.write(Probed(session=self.session, work=self.work, rtt_ms=rtt_ms, cluster=plain))
@@ -114,7 +114,7 @@ class Bench:
         """Every cell that is not there yet, in the order that spreads a contestant's cells over the whole time."""
         for repeat in range(self.given.repeat):
             for rtt_ms in self.given.rtt:
-                cluster = of_lab(state.status(self.labs[rtt_ms]))
+                cluster = of_lab(cells.status(self.labs[rtt_ms]))
                 for name in names:
                     if not self._done(name, rtt_ms, repeat):
                         self.write(cell := self._cell(name, rtt_ms, repeat, cluster))
@@ -209,8 +209,8 @@ def labs(rtts_ms: Sequence[float]) -> Iterator[dict[float, str]]:
 
 
 def started(bench: Bench) -> Session:
-    windows = {f"{rtt_ms:g} ms": state.status(name).lab.window for rtt_ms, name in bench.labs.items()}
-    status = state.status(next(iter(bench.labs.values())))
+    windows = {f"{rtt_ms:g} ms": cells.status(name).lab.window for rtt_ms, name in bench.labs.items()}
+    status = cells.status(next(iter(bench.labs.values())))
     git = ["git", "-C", str(Path(__file__).parent)]
     cpus = Path("/proc/cpuinfo").read_text().splitlines()
     packages = {name: metadata.version(name) for name in ("farspan", "torch", "numpy")}

@@ -1,5 +1,5 @@
-"""`python -m tests.runtime.all_plans`: every plan by hand, all that techniques emit on random clusters, and random valid
-ones, each run by real workers against the reference. A table says how many of each kind there were, and the worst."""
+"""`python -m tests.runtime.all_plans`: every plan by hand, all that techniques emit on random clusters, and random
+valid ones, each run by real workers against the reference. A table says how many there were, and the worst."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="a kind, or one plan: random:97")
     asked = parser.parse_args()
     tried, failed, worst = Counter[str](), Counter[str](), dict.fromkeys(KINDS, (0.0, 0.0))
-    seconds, seen = Counter[str](), Counter[str]()
+    seconds, seen = dict.fromkeys(KINDS, 0.0), Counter[str]()
     with Fleet() as fleet:
         for name, plan in named(range(asked.first, asked.first + asked.seeds)):
             kind = name.split(":")[0]
@@ -78,10 +78,8 @@ def main() -> int:
     for kind in KINDS:
         print(f"{kind:<12}{tried[kind]:>8}{failed[kind]:>8}{worst[kind][0]:>10.3f}{worst[kind][1]:>12.3f}"
               f"{seconds[kind]:>9.0f}")  # fmt: skip
-    print(
-        "Worst errors are shares of what is allowed. Plans with",
-        ", ".join(f"{k}: {n}" for k, n in sorted(seen.items())),
-    )
+    print("\nThe worst errors are shares of what is allowed. Plans by what they exercise:")
+    print(", ".join(f"{what} {count}" for what, count in sorted(seen.items())))
     return 1 if failed.total() else 0
 
 

@@ -26,7 +26,8 @@ import torch.distributed as dist
 from farspan.runtime import kernels, wire
 from farspan.runtime.collective import Group
 
-Arguments, Result = ParamSpec("Arguments"), TypeVar("Result")
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 #: A case that takes longer stands still.
 DEADLINE_S = 60.0
 #: After the first failure the others may say what they saw, and after the deadline write where they are.
@@ -126,8 +127,9 @@ def serve(pipe: Connection, stacks: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     # Small models must be divided as large ones are: over streams, and the logits in chunks.
-    wire.LEAST_PART, kernels.LOGITS_CHUNK_BYTES = 512, 40_000
-    os.fsync = lambda descriptor: None  # Nobody reads these runs after a power cut.
+    for module, name, value in ((wire, "LEAST_PART", 512), (kernels, "LOGITS_CHUNK_BYTES", 40_000)):
+        setattr(module, name, value)
+    os.fsync = lambda fd: None  # Nobody reads these runs after a power cut.
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file, all_threads=True)
         while True:

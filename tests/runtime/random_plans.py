@@ -3,6 +3,7 @@ may have and the runtime promises to run."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Sequence
@@ -47,7 +48,7 @@ def random_plan(seed: int) -> Plan:
 def _divided(rng: random.Random, ranks: Sequence[int], count: int) -> list[Sequence[int]]:
     """Consecutive parts, one rank at least in each."""
     cuts = [0, *sorted(rng.sample(range(1, len(ranks)), count - 1)), len(ranks)]
-    return [ranks[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [ranks[a:b] for a, b in itertools.pairwise(cuts)]
 
 
 def _replica(rng: random.Random, model: ModelSpec, ranks: Sequence[int]) -> Replica:

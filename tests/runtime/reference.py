@@ -37,8 +37,8 @@ class Data(NamedTuple):
 
     @classmethod
     def of(cls, corpus: Path, train: TrainSpec) -> Data:
-        found = [Windows(np.fromfile(corpus / f"{name}.bin", "<u2"), train.seq_len) for name in ("train", "val")]
-        return cls(*found, Order(found[0].count, train.seed))
+        windows, val = (Windows(np.fromfile(corpus / f"{n}.bin", "<u2"), train.seq_len) for n in ("train", "val"))
+        return cls(windows, val, Order(windows.count, train.seed))
 
     def read(self, samples: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         inputs, targets = self.train.read(self.order.window(samples))

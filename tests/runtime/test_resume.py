@@ -1,4 +1,4 @@
-"""A run that was stopped in the middle goes on as if it had not been: the same bits, in whatever way state is divided."""
+"""A run that was stopped in the middle goes on as if it had not been: the same bits, however its state is divided."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def in_fewer_bits(bits: Any) -> dict[str, tuple[Plan, list[list[int]]]]:
         "between sites": ([[0, 1], [2, 3]], stage(whole, range(4), [2, 2, 3, 1], topology="hierarchical", **each)),
         "between all": ([[0], [1], [2], [3]], stage(whole, range(4), [2, 2, 3, 1], **each)),
     } | {
-        f"divided by ZeRO {zero} inside sites": ([[0, 1], [2, 3]], stage(whole, range(4), [2, 2, 3, 1], zero=zero, **both))
+        f"by ZeRO {zero} inside sites": ([[0, 1], [2, 3]], stage(whole, range(4), [2, 2, 3, 1], zero=zero, **both))
         for zero in (1, 3)
     }  # fmt: skip
     return {f"{name}, {bits} bits": (plan(replica(one), sites=sites), of) for name, (of, one) in found.items()}
@@ -95,7 +95,7 @@ def errors(fleet: Fleet, folder: Path, made: Plan) -> dict[str, float]:
     (wanted,) = reference.gradients(made, case.data, case.weights, 0)
     exact = {name: gradient.numpy() for name, gradient in wanted.by_name.items()}
     return {
-        name: float(np.linalg.norm(found[name] - one) / max(np.linalg.norm(one), 1e-3 * wanted.norm))
+        name: float(np.linalg.norm(found[name] - one)) / max(float(np.linalg.norm(one)), 1e-3 * wanted.norm)
         for name, one in exact.items()
     }  # fmt: skip
 

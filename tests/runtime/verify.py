@@ -15,7 +15,7 @@ from tests.runtime import jobs, reference
 from tests.runtime.fleet import Fleet
 from tests.runtime.reference import Data
 
-#: A gradient's error may be so much of it, and of the norm of all: fp32 rounds to 6e-8 and adds up to hundreds of terms.
+#: A gradient's error may be so much of it, and of the norm of all: fp32 rounds to 6e-8 and adds up hundreds of terms.
 RELATIVE, OF_ALL = 1e-5, 1e-7
 #: Losses and norms.
 SCALAR = 1e-5
