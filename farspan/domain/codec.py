@@ -23,7 +23,8 @@ def content_hash(*parts: object) -> str:
     """A stable 16-digit hash of any structs, strings and numbers: same content, same hash, on any machine."""
     digest = hashlib.sha256()
     for part in parts:
-        digest.update(msgspec.json.encode(part, order="sorted"))
+        # Keys as text first: tables by a number, as of what a probe measured, cannot be sorted otherwise.
+        digest.update(msgspec.json.encode(msgspec.to_builtins(part, str_keys=True), order="sorted"))
         digest.update(b"\0")
     return digest.hexdigest()[:16]
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from farspan.domain import catalog
 from farspan.domain.cluster import Cluster, Device, Host, Link, MatmulRate, Site
 from farspan.domain.clusterfile import load_cluster, save_cluster
+from farspan.domain.codec import content_hash
 from farspan.domain.problems import Refusal
 from farspan.launch import clusters
 
@@ -196,3 +197,12 @@ def test_every_catalogue_figure_has_a_source_and_a_date():
 )  # fmt: skip
 def test_a_drivers_name_finds_its_kind_and_no_other(name, kind):
     assert catalog.kind_of(name) == kind
+
+
+def test_a_measured_cluster_has_one_hash_whatever_the_order_of_its_tables():
+    def measured(streams):
+        link = Link(a="utah", b="star", rtt_s=0.1, in_flight={count: 100 * count for count in streams})
+        return Cluster(sites=(Site(name="utah", hosts=()),), links=(link,), allreduce_s={64: 1.0, 8: 0.1})
+
+    assert content_hash(measured((1, 16, 2))) == content_hash(measured((16, 2, 1)))
+    assert content_hash(measured((1, 2))) != content_hash(measured((1, 4)))
