@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 RUN ?= runs/demo
 
-.PHONY: demo test check bench quality lab-table gpu clean
+.PHONY: demo test check gradients bench quality lab-table gpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/farspan demo --run $(RUN)
@@ -20,6 +20,10 @@ check: $(VENV)/.test
 	$(BIN)/ruff format --check farspan tests benchmarks tools
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Hundreds of plans, by hand, of every technique and at random, each against one process: a quarter of an hour.
+gradients: $(VENV)/.test
+	$(BIN)/python -m tests.runtime.all_plans
 
 # The figures of docs/benchmarks.md: half an hour on two cores with nothing else running, without `quality`, which
 # trains six models (an hour and a half) and goes on where it was stopped.

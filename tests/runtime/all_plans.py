@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from farspan.domain.plan import Plan
 from tests.runtime.fleet import Failed, Fleet
 from tests.runtime.planned import planned, structure
@@ -60,6 +62,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--only", default="", help="a kind, or one plan: random:97")
     asked = parser.parse_args()
+    torch.set_num_threads(1)
     tried, failed, worst = Counter[str](), Counter[str](), dict.fromkeys(KINDS, (0.0, 0.0))
     seconds, seen = dict.fromkeys(KINDS, 0.0), Counter[str]()
     with Fleet() as fleet:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.runtime.fleet import Fleet
 
@@ -14,6 +15,15 @@ from tests.runtime.fleet import Fleet
 def fleet() -> Iterator[Fleet]:
     with Fleet() as made:
         yield made
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """On a busy machine two threads spend tiny steps waiting for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from tests.runtime.plans import HAND_PICKED
 from tests.runtime.random_plans import random_plan
 from tests.runtime.verify import verify
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 #: One of each mechanism, trained for longer.
 LONG = (
     "hierarchical", "zero 1", "zero 2", "zero 3", "hybrid 3", "recomputed", "megatron", "two axes out of order",

@@ -15,6 +15,7 @@ from tests.runtime.fleet import Fleet
 from tests.runtime.plans import HAND_PICKED
 from tests.runtime.verify import Case
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS, UNTIL = 8, 3
 NAMES = (
     "uneven rows, fewer than microbatches", "zero 1", "zero 2", "zero 3", "hybrid 3", "data and tensor, zero 1",

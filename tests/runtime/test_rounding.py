@@ -17,6 +17,7 @@ from tests.runtime.fleet import Fleet
 from tests.runtime.plans import HAND_PICKED, plan, replica, stage
 from tests.runtime.verify import Case
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 #: A number in bf16 is off by this share of it; one of 8 bits by half a step of its block, which has 127, and whose
 #: length is itself rounded to bf16.
 BF16, EIGHT_BITS = 2.0**-8, (1 + 2.0**-8) / 254
