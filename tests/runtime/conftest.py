@@ -11,7 +11,7 @@ import torch
 from tests.runtime.fleet import Fleet
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def fleet() -> Iterator[Fleet]:
     with Fleet() as made:
         yield made

@@ -101,7 +101,8 @@ class Fleet:
     def _stacks(self, members: dict[int, Member]) -> list[str]:
         """Where these workers stand still."""
         for member in members.values():
-            os.kill(member.process.pid or 0, signal.SIGUSR1)
+            assert member.process.pid is not None
+            os.kill(member.process.pid, signal.SIGUSR1)
         time.sleep(GRACE_S)
         return [f"rank {r} stands still after {DEADLINE_S:.0f} s:\n{m.stacks.read_text()}" for r, m in members.items()]
 

@@ -113,6 +113,13 @@ def divided() -> dict[str, Plan]:
         ),
         "rows": plan(replica(stage((0, 4), range(2), [8], splits=ROWS, recompute=True, **alone), microbatches=2)),
         "tied ends unlike": plan(replica(stage((0, 4), range(2), [4], splits={"tok": "v"}, **alone))),
+        "a table with a copy and parts, rows between blocks": plan(
+            replica(stage((0, 4), range(4), [4, 4], axes=("data", "tensor"), shape=(2, 2), zero=3,
+                          splits=MEGATRON | SEQUENCE | {"head": "v", "loss": "v"}), microbatches=2),
+        ),
+        "no rows for one": plan(
+            replica(stage((0, 4), range(4), [0, 4], axes=("data", "tensor"), shape=(2, 2), splits=MEGATRON))
+        ),
         "two axes out of order": plan(
             replica(stage((0, 4), (3, 1, 2, 0), [3, 5], axes=("data", "tensor"), shape=(2, 2), zero=3,
                           splits=MEGATRON | VOCABULARY), microbatches=2),

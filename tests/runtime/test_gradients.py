@@ -5,14 +5,19 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator
+import math
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
+from farspan import models
+from farspan.domain.cluster import Cluster, Device, Host, Link, Site
+from farspan.domain.engine import engine
 from farspan.domain.plan import Plan
+from farspan.estimate.price import estimate
 from tests.runtime.fleet import Fleet
 from tests.runtime.planned import planned, structure
 from tests.runtime.plans import HAND_PICKED
@@ -28,22 +33,19 @@ LONG = (
 PLANNED, RANDOM = 10, 14
 
 
-def sample() -> Iterator[tuple[str, Plan]]:
-    """The planner's plans for several workers, of as many kinds and clusters as may be; and random ones."""
-    seen = set[object]()
-    for seed in range(40):
+@functools.cache
+def sample() -> list[tuple[str, Plan]]:
+    """The planner's plans for several workers, of as many kinds and clusters as may be."""
+    found: dict[object, tuple[str, Plan]] = {}
+    for seed in itertools.count():
         for plan in planned(seed):
             key = plan.technique, len(plan.replicas[0].stages) > 1, plan.model.tied
-            if len(plan.devices) > 1 and key not in seen:
-                seen.add(key)
-                yield f"planned: {plan.technique} of cluster {seed}", plan
+            if len(plan.devices) > 1 and key not in found:
+                found[key] = f"{plan.technique} of cluster {seed}", plan
                 break
-        if len(seen) == PLANNED:
+        if len(found) == PLANNED:
             break
-    yield from ((f"random: {seed}", random_plan(seed)) for seed in range(RANDOM))
-
-
-SAMPLE = dict(sample())
+    return list(found.values())
 
 
 @pytest.mark.parametrize("name", HAND_PICKED)
@@ -54,12 +56,33 @@ def test_a_plan_computes_what_one_process_would(fleet: Fleet, folder: Path, name
     assert not verdict.faults
 
 
-@pytest.mark.parametrize("name", SAMPLE)
-def test_so_does_a_plan_of_the_planners_and_a_random_one(fleet: Fleet, folder: Path, name: str):
-    assert not verify(fleet, folder, SAMPLE[name]).faults
+@pytest.mark.parametrize("number", range(PLANNED))
+def test_so_does_a_plan_of_the_planners(fleet: Fleet, folder: Path, number: int):
+    name, plan = sample()[number]
+    assert not verify(fleet, folder, plan).faults, name
+
+
+@pytest.mark.parametrize("seed", range(RANDOM))
+def test_so_does_a_random_one(fleet: Fleet, folder: Path, seed: int):
+    assert not verify(fleet, folder, random_plan(seed)).faults
 
 
 def test_the_planners_plans_are_of_many_kinds():
     found = list(itertools.chain.from_iterable(map(planned, range(12))))
     assert len({structure(plan) for plan in found}) > 40
     assert {plan.technique for plan in found} >= {"data", "zero1", "zero2", "fsdp", "pipeshard", "diloco"}
+
+
+def cluster(plan: Plan) -> Cluster:
+    """One of CPUs that has the plan's devices."""
+    device = Device(kind="cpu", backend="cpu", memory=2**30, flops={"fp32": 1e11}, bandwidth=1e10)
+    hosts = dict.fromkeys((device.site, device.host) for device in plan.devices)
+    sites = [Site(name=site, hosts=(Host(name=host, devices=(device,) * len(plan.devices)),)) for site, host in hosts]
+    links = (Link(a=a.name, b=b.name, rtt_s=0.05, bandwidth=1e8) for a, b in itertools.combinations(sites, 2))
+    return Cluster(sites=tuple(sites), links=tuple(links))
+
+
+def test_whatever_runs_has_a_price():
+    for plan in (*HAND_PICKED.values(), *map(random_plan, range(100))):
+        found = estimate(plan, models.graph(plan.model), cluster(plan), engine("farspan"))
+        assert 0 < found.step_s < math.inf and len(found.memory) == len(plan.devices)

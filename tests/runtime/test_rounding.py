@@ -13,7 +13,7 @@ from farspan.domain.plan import Plan, Stage, Sync
 from farspan.domain.run import RunFolder
 from farspan.runtime import checkpoint
 from tests.runtime import jobs, reference
-from tests.runtime.fleet import Fleet
+from tests.runtime.fleet import Failed, Fleet
 from tests.runtime.plans import HAND_PICKED, plan, replica, stage
 from tests.runtime.verify import Case
 
@@ -174,3 +174,11 @@ def test_replicas_that_meet_in_fewer_bits_are_off_by_the_rounding_of_their_chang
     allowed = sync.lr * (1 + sync.momentum) * most + FP32
     off = max(float((found[name] - exact).abs().max()) for name, exact in wanted.weights.items())
     assert allowed / 100 < off <= allowed
+
+
+def test_replicas_that_would_round_unlike_each_other_refuse_to_meet_in_fewer_bits(fleet: Fleet, folder: Path):
+    alone = [replica(stage((0, 4), [rank], [2])) for rank in (0, 3)]
+    made = plan(*alone, replica(stage((0, 4), [1, 2], [1, 1], zero=1)), sync=Sync(every=2, bits=8))
+    case = Case(folder, made)
+    with pytest.raises(Failed, match="cannot meet in 8 bits"):
+        fleet.run(jobs.train, case.world, made, case.path)
