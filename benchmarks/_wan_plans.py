@@ -21,10 +21,12 @@ ENGINE = "farspan"
 #: Two sites of two workers.
 RANKS, SITES = (0, 1, 2, 3), ((0, 1), (2, 3))
 BUCKETS_MB, MICROBATCHES = (1, 5, 25, 100), (4, 8, 16)
-BUCKET_BYTES = 25 * 2**20
+BUCKET_BYTES = 4 * 2**20
 #: Steps between meetings of DiLoCo's replicas: a mean over whole periods holds as many meetings as the run does.
 EVERY = 10
 CORPUS = "wan"
+#: Of a number between sites.
+Bits = Literal[8, 16, 32]
 
 
 class Size(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,7 +106,20 @@ def stock(work: Work) -> dict[str, list[str]]:
 def ours(work: Work) -> tuple[str, ...]:
     """Names of farspan's contestants, all of which `plan` can make."""
     pipelines = (f"pipeshard-{count}" for count in work.microbatches)
-    names = ("data", "data-sites", "zero1", "zero2", "fsdp", "hsdp", "shard", *pipelines, "diloco", "planner")
+    names = (
+        "data",
+        "data-sites",
+        "data-sites-16",
+        "data-sites-8",
+        "zero1",
+        "zero2",
+        "fsdp",
+        "hsdp",
+        "shard",
+        *pipelines,
+        "diloco",
+        "planner",
+    )
     return tuple(f"farspan/{name}" for name in names)
 
 
@@ -124,6 +139,7 @@ def question(work: Work, cluster: Cluster, steps: int) -> Task:
 def plan(name: str, work: Work, task: Task) -> Plan:
     """The plan of one of `ours`, each technique's in its plainest form; ValueError where the planner has none."""
     kind, _, count = name.removeprefix("farspan/").partition("-")
+    bits: dict[str, Bits] = {"sites-16": 16, "sites-8": 8}
     batch = task.train.batch
     zero: dict[str, Zero] = {"zero1": 1, "zero2": 2, "fsdp": 3}
     if kind == "planner":
@@ -132,17 +148,19 @@ def plan(name: str, work: Work, task: Task) -> Plan:
         replicas = [Replica(stages=(stage(task, site, batch // 2),)) for site in SITES]
         return planned(task, kind, replicas, Sync(every=EVERY))
     if kind == "pipeshard":
-        # A stage a site, data parallelism inside it, all microbatches in flight.
+        # A stage a site, data parallelism inside it. All microbatches of the first stage are in flight; the last one
+        # returns each at once.
         cut, parts = 1 + work.cut, int(count)
         units = ((0, cut), (cut, task.graph.units))
         stages = [stage(task, site, batch, units=part) for site, part in zip(SITES, units, strict=True)]
-        return planned(task, kind, [task.replica(stages, parts, (parts, parts))])
+        return planned(task, kind, [task.replica(stages, parts, (parts, 1))])
     if kind == "hsdp":
         made = stage(task, RANKS, batch, ("site", "data"), zero=3)
     elif kind == "shard":
         made = stage(task, RANKS, batch, ("data", "tensor"))
     else:
-        made = stage(task, RANKS, batch, zero=zero.get(kind, 0), topology="hierarchical" if count else "flat")
+        topology = "hierarchical" if count else "flat"
+        made = stage(task, RANKS, batch, zero=zero.get(kind, 0), topology=topology, bits=bits.get(count, 32))
     return planned(task, kind, [Replica(stages=(made,))])
 
 
@@ -159,6 +177,7 @@ def picked(task: Task) -> Plan:
 def stage(
     task: Task, ranks: tuple[int, ...], batch: int, axes: tuple[Axis, ...] = ("data",), *,
     units: tuple[int, int] | None = None, zero: Zero = 0, topology: Literal["flat", "hierarchical"] = "flat",
+    bits: Bits = 32,
 ) -> Stage:  # fmt: skip
     """`batch` sequences shared evenly over one axis of all ranks, or over two axes of which the last is of two ranks.
 
@@ -170,5 +189,5 @@ def stage(
     splits = {op.name: op.divisible for op in operators if op.divisible} if "tensor" in axes else {}
     return Stage(
         units=units or (0, task.graph.units), mesh=mesh, rows=(batch // len(mesh.batch),) * len(mesh.batch), zero=zero,
-        splits=splits, grad_sync=GradSync(bucket_bytes=BUCKET_BYTES, topology=topology),
+        splits=splits, grad_sync=GradSync(bucket_bytes=BUCKET_BYTES, topology=topology, bits=bits),
     )  # fmt: skip

@@ -7,11 +7,11 @@ Two sites of two workers in a `farspan lab`, 1 Gbit/s between them, TCP alike fo
 (so the machine needs two) and each worker one thread: the two of a site share it. Contestants are stock PyTorch
 (`torch/...`, see wan_contestants.py) and farspan's own workers running one plan each (`farspan/...`: _wan_plans.py).
 
-Before any plan runs, the lab is measured over every link as `farspan probe` does, and every plan is priced; a device's
-rates, which a probe measures one device at a time, count by its share of its core. Then cells run one at a time in
-fresh processes: all contestants over all links, then all again. All is appended to results/wan.jsonl as it comes. What
-is there already is not run again (a failed cell is, with --retry), so the same command goes on where it was stopped;
-delete the file to start over. The table is printed, and written beside it as Markdown.
+Before any plan runs, the lab is measured over every link as `farspan probe` does, and every plan is priced. Then cells
+run one at a time in fresh processes: all contestants over all links, then all again. All is appended to
+results/wan.jsonl as it comes. What is there already is not run again (a failed cell is, with --retry), so the same
+command goes on where it was stopped; delete the file to start over. The table is printed, and written beside it as
+Markdown.
 
 It needs a Linux machine that allows labs, with nothing else running.
 """
@@ -47,7 +47,6 @@ from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.estimate.price import estimate
 from farspan.lab import spec, state
-from farspan.lab.lab import Status
 from farspan.launch.measure import measure
 
 RESULTS = Path(__file__).parent / "results" / "wan.jsonl"
@@ -83,7 +82,9 @@ class Bench:
             if not self.known(Probed, rtt_ms=rtt_ms):
                 print(f"probing {rtt_ms:g} ms", flush=True)
                 status = cells.status(self.labs[rtt_ms])
-                found = shared(measure(of_lab(status), self.work.spec, lambda text: None), status)
+                found = measure(
+                    of_lab(status), self.work.spec, lambda text: None, seq_len=self.work.seq_len, dtypes=("fp32",)
+                )
                 plain = msgspec.to_builtins(found)
                 self.write(Probed(session=self.session, work=self.work, rtt_ms=rtt_ms, cluster=plain))
             measured = msgspec.convert(self.known(Probed, rtt_ms=rtt_ms)[0].cluster, Cluster, str_keys=True)
@@ -163,30 +164,6 @@ def why(error: Exception) -> str:
     if isinstance(error, Refusal):
         return f"{error.problem.code}: {error.problem.what}: {error.problem.fact}"
     return str(error) if isinstance(error, cells.Failed) else f"{type(error).__name__}: {error}"
-
-
-def shared(cluster: Cluster, status: Status) -> Cluster:
-    """A measured lab with the rates that each device has while all that share its core compute.
-
-    All devices are alike: the fastest measurement of any is what they can do, the others were disturbed. The commands
-    that enter this lab are left out: it ends.
-    """
-    devices, sites = cluster.devices, []
-    for site, there in zip(cluster.sites, status.lab.sites, strict=True):
-        host = site.hosts[0]
-        crowd = max(1.0, sum(one.cores for one in there.devices) / len(there.devices[0].cpus))
-        rates = tuple(
-            msgspec.structs.replace(
-                same[0], flops={t: max(one.flops[t] for one in same) / crowd for t in same[0].flops}
-            )
-            for same in zip(*(device.rates for device in devices), strict=True)
-        )
-        bandwidth = max(device.bandwidth or 0.0 for device in devices) / crowd
-        made = (msgspec.structs.replace(one, rates=rates, bandwidth=bandwidth, enter=None) for one in host.devices)
-        sites.append(
-            msgspec.structs.replace(site, hosts=(msgspec.structs.replace(host, devices=tuple(made), enter=None),))
-        )
-    return msgspec.structs.replace(cluster, sites=tuple(sites))
 
 
 @contextlib.contextmanager

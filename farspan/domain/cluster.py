@@ -25,6 +25,20 @@ class MatmulRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     flops: dict[DType, float]
 
 
+class UnitTime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Measured seconds of passes over one unit of a model, by our own runtime on the device: of `rows` sequences of
+    `seq_len` tokens."""
+
+    #: `OpGraph.units_hash` of the model.
+    model: str
+    unit: Literal["embedding", "block", "head"]
+    dtype: DType
+    rows: int
+    seq_len: int
+    forward_s: float
+    backward_s: float
+
+
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One accelerator, or the share of a CPU that one worker gets. Unknown figures are None, never guessed."""
 
@@ -40,6 +54,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     bandwidth: float | None = None
     #: Matrix products timed on the device itself; they go before `flops` where they exist.
     rates: tuple[MatmulRate, ...] = ()
+    #: Units of a model timed on the device itself; they go before `rates` where they are of the model at hand.
+    units: tuple[UnitTime, ...] = ()
     usd_per_hour: float | None = None
     watts: float | None = None
     #: CPU threads for the worker of this device.
@@ -60,6 +76,8 @@ class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     devices: tuple[Device, ...]
     cpus: int | None = None
     memory: int | None = None
+    #: Measured bytes a second of a collective between its devices, all taking part.
+    local_rate: float | None = None
     #: What other hosts connect to; None is the name itself.
     address: str | None = None
     #: The network interface that workers use; None lets the route to the other hosts decide.

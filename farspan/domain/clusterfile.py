@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from farspan.domain import catalog
-from farspan.domain.cluster import Cluster, Device, DType, Host, Link, MatmulRate, Origin, Site
+from farspan.domain.cluster import Cluster, Device, DType, Host, Link, MatmulRate, Origin, Site, UnitTime
 from farspan.domain.codec import load_yaml, write_atomically
 from farspan.domain.problems import Refusal, nearest
 from farspan.domain.units import parse_bytes, parse_fraction, parse_rate, parse_seconds
@@ -40,6 +40,7 @@ class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     #: What it computes in hardware, where `flops` does not say it.
     dtypes: tuple[DType, ...] | None = None
     rates: tuple[MatmulRate, ...] = ()
+    units: tuple[UnitTime, ...] = ()
     watts: float | None = None
     #: Dollars an hour.
     price: float | None = None
@@ -52,6 +53,8 @@ class HostEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     devices: tuple[Name | DeviceEntry, ...]
     cpus: int | None = None
     memory: Quantity | None = None
+    #: Bytes a second between its devices.
+    local_rate: Quantity | None = None
     address: str | None = None
     interface: str | None = None
     enter: tuple[str, ...] | None = None
@@ -149,6 +152,7 @@ class _Reader:
         return Host(
             name=name, devices=tuple(devices), cpus=entry.cpus,
             memory=self._quantity(parse_bytes, entry.memory, f"{where}.memory", 2**20, 2**50),
+            local_rate=self._quantity(parse_rate, entry.local_rate, f"{where}.local_rate", 1e6, 1e15),
             address=entry.address, interface=entry.interface, enter=() if here and not entry.enter else entry.enter,
             python=entry.python,
             folder=FAR_FOLDER if far and entry.folder is None else entry.folder,
@@ -163,7 +167,8 @@ class _Reader:
                                 f"write {{kind: {entry.kind}, memory: 8GB}}")  # fmt: skip
         prices = (entry.price, site_price, self._file.prices.get(entry.kind), device.usd_per_hour)
         set_here = {
-            "backend": entry.backend, "flops": entry.flops, "rates": entry.rates or None, "watts": entry.watts,
+            "backend": entry.backend, "flops": entry.flops, "rates": entry.rates or None,
+            "units": entry.units or None, "watts": entry.watts,
             "dtypes": entry.dtypes or (tuple(entry.flops) if entry.flops else None), "threads": entry.threads,
             "enter": entry.enter,
             "bandwidth": self._quantity(parse_rate, entry.bandwidth, f"{where}.bandwidth", 1e6, 1e15),
@@ -263,14 +268,14 @@ def _host_entry(host: Host) -> HostEntry:
     devices = tuple(
         DeviceEntry(
             kind=device.kind, backend=device.backend, memory=device.memory, bandwidth=device.bandwidth,
-            flops=device.flops or None, rates=device.rates, enter=device.enter, watts=device.watts,
-            price=device.usd_per_hour,
+            flops=device.flops or None, rates=device.rates, units=device.units, enter=device.enter,
+            watts=device.watts, price=device.usd_per_hour,
             dtypes=None if device.dtypes == tuple(device.flops) else device.dtypes, threads=device.threads,
             origin=device.origin,
         )
         for device in host.devices
     )  # fmt: skip
     return HostEntry(
-        devices=devices, cpus=host.cpus, memory=host.memory, address=host.address, interface=host.interface,
-        enter=host.enter, python=host.python, folder=host.folder,
+        devices=devices, cpus=host.cpus, memory=host.memory, local_rate=host.local_rate, address=host.address,
+        interface=host.interface, enter=host.enter, python=host.python, folder=host.folder,
     )  # fmt: skip

@@ -12,6 +12,8 @@ from typing import Literal
 
 import msgspec
 
+from farspan.domain.codec import content_hash
+
 Kind = Literal["matmul", "attention", "pointwise", "lookup", "loss"]
 
 
@@ -61,6 +63,11 @@ class OpGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def units(self) -> int:
         """Where stages can be cut: before any of these."""
         return self.layers + 2
+
+    @property
+    def units_hash(self) -> str:
+        """The same for all models of the same units, however many blocks they have."""
+        return content_hash(msgspec.structs.replace(self, layers=1))
 
     def unit(self, number: int) -> tuple[Operator, ...]:
         """The operators of unit 0 (embedding), 1 to layers (blocks), or layers + 1 (head)."""

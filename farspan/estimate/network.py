@@ -55,6 +55,7 @@ class Network:
     def __init__(self, cluster: Cluster, devices: Sequence[PlannedDevice], engine: Engine) -> None:
         self.cluster, self.engine = cluster, engine
         self.hosts = [device.host for device in devices]
+        self._local = {host.name: host.local_rate or engine.local_rate for host in cluster.hosts}
         by_name = {host.name: host for host in cluster.hosts}
         sites = {host.name: site for site in cluster.sites for host in site.hosts}
         self.devices: list[Device] = [by_name[device.host].devices[device.index] for device in devices]
@@ -100,7 +101,7 @@ class Network:
     def _make(self, a: str, b: str, collective: bool, streams: int) -> Wire:
         engine, sites = self.engine, (self._site_of[a], self._site_of[b])
         if a == b:
-            return Wire(LOCAL_DELAY_S, engine.local_rate, engine.local_rate, (a, b), sites)
+            return Wire(LOCAL_DELAY_S, self._local[a], self._local[a], (a, b), sites)
         link = self.link(a, b)
         line = assumed_bandwidth(link, sites) if link.bandwidth is None else link.bandwidth
         if engine.host_rate is not None:

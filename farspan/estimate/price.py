@@ -20,8 +20,8 @@ from farspan.estimate.assumptions import assumptions
 from farspan.estimate.loss import loss
 from farspan.estimate.network import Network
 from farspan.estimate.replicas import token_efficiency
-from farspan.estimate.schedule import Hop, Simulated, simulate
-from farspan.estimate.stage import Costs, StageTime, effective_depths, leaving
+from farspan.estimate.schedule import Hop, Simulated, effective_depths, simulate
+from farspan.estimate.stage import Costs, StageTime, leaving
 
 #: Share of a run that validation, checkpoints, start-up and noise take beside its steps. A planning margin.
 RESERVE = 0.1

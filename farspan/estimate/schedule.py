@@ -11,6 +11,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from farspan.domain.plan import Replica
+
 
 class Hop(NamedTuple):
     """One direction of an edge between stages: seconds that a message keeps the wire busy, then its delay."""
@@ -47,6 +49,16 @@ def order(microbatches: int, depth: int) -> list[tuple[str, int]]:
         if ahead + i < microbatches:
             passes.append(("forward", ahead + i))
     return passes
+
+
+def effective_depths(replica: Replica) -> list[int]:
+    """Microbatches that each stage has begun and not finished at most: no stage can have more than the one before it
+    lets through, nor more than there are."""
+    depths, most = [], replica.microbatches
+    for depth in replica.in_flight:
+        most = min(most, depth)
+        depths.append(most)
+    return depths
 
 
 def simulate(

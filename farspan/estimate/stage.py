@@ -24,8 +24,10 @@ from farspan.estimate.memory import (
     state_bytes,
 )
 from farspan.estimate.network import Network
+from farspan.estimate.schedule import effective_depths
 from farspan.estimate.sharding import PARTIAL, between, strategy, weight_share, work_share
 from farspan.estimate.sharding import RESIDUAL as RESIDUAL
+from farspan.estimate.units import TimedUnits
 
 
 class Pass(NamedTuple):
@@ -64,6 +66,10 @@ class Costs:
             kind: Rates(self.signature[rank][0], train.precision, engine, self.signature[rank][1])
             for rank, kind in reversed(list(enumerate(self.alike)))
         }
+        self._backends = {kind: self.signature[rank][0].backend for rank, kind in enumerate(self.alike)}
+        self._timed = TimedUnits(
+            graph, train, {kind: self.signature[rank][0] for rank, kind in enumerate(self.alike)}, self._alone
+        )
         self._units: dict[tuple[object, ...], tuple[float, float]] = {}
         self._sizes: dict[tuple[object, ...], float] = {}
         self._waits: dict[tuple[object, ...], tuple[float, float]] = {}
@@ -82,14 +88,25 @@ class Costs:
 
     def op_s(self, rank: int, op: Operator, rows: int, split: str, ways: int) -> tuple[float, float]:
         """Seconds of a device for the forward and the backward pass of one operator under one split."""
+        kind = self.alike[rank]
+        forward, backward = self._roofline(kind, op, rows, split, ways)
+        factors = self._timed.factors(kind, op, rows)
+        return forward * factors[0], backward * factors[1]
+
+    def _alone(self, kind: int, op: Operator, rows: int) -> tuple[float, float]:
+        """Seconds of one whole operator on a device that nobody else uses."""
+        forward, backward = self._roofline(kind, op, rows, "", 1)
+        return forward / self.rates[kind].slowdown, backward / self.rates[kind].slowdown
+
+    def _roofline(self, kind: int, op: Operator, rows: int, split: str, ways: int) -> tuple[float, float]:
         shares = [weight_share(op, weight.dims, split, ways) for weight in op.weights]
-        flash = not keeps_scores(self.train, self.signature[rank][0].backend)
+        flash = not keeps_scores(self.train, self._backends[kind])
         forward, backward = work(
             self.graph, op, rows, self.train.seq_len, self.width, work_share(split, ways),
             min(shares, default=1.0), flash,
             self.engine.passes,
         )  # fmt: skip
-        rates = self.rates[self.alike[rank]]
+        rates = self.rates[kind]
         return rates.seconds(forward), rates.seconds(backward)
 
     # -- the tensor axis ---------------------------------------------------------------------------------------------
@@ -174,14 +191,14 @@ class Costs:
         tail = sync.reduce + sync.gather
         if stage.zero == 3:
             # arXiv 2304.11277: gathered before each pass, the next unit's while one computes; scattered after each.
-            forward += self._exposed(sync.gather, forward, sync.messages)
-            backward += self._exposed(sync.gather + sync.reduce, backward, sync.messages)
+            forward += self._exposed(sync.gather, forward, 1 / max(1.0, sync.messages))
+            backward += self._exposed(sync.gather + sync.reduce, backward, 1 / max(1.0, sync.messages))
             tail = sync.rest
         elif stage.zero == 2 and microbatches > 1:
-            backward += self._exposed(sync.reduce, backward, sync.messages)
+            backward += self._exposed(sync.reduce, backward, 1 / max(1.0, sync.messages))
             tail = sync.gather + sync.rest
         else:
-            tail = self._exposed(sync.reduce + sync.rest, passes.backward, sync.messages) + sync.gather
+            tail = self._exposed(sync.reduce + sync.rest, passes.backward, sync.last) + sync.gather
         waits = (forward - passes.forward, backward - passes.backward)
         adjusted = Pass(forward, backward, passes.forward_wait + waits[0], passes.backward_wait + waits[1])
         return StageTime(adjusted, tail, max(map(self._update, self._states(stage))), self._sent(stage, microbatches))
@@ -194,9 +211,16 @@ class Costs:
         sums = slower / (1 if stage.zero >= 2 else microbatches) if sync.reduce else 0.0
         return passes.forward * (1 + gathers), passes.backward * (1 + sums)
 
-    def _exposed(self, seconds: float, cover: float, messages: float) -> float:
-        """What of a series of messages does not hide behind `cover` seconds of arithmetic: at least the last one."""
-        return max(seconds / max(1.0, messages), seconds - self.engine.overlap * cover) if seconds else 0.0
+    def _exposed(self, seconds: float, cover: float, last: float) -> float:
+        """What of a series of messages does not hide behind `cover` seconds of arithmetic: at least the last one, which
+        is such a share of them."""
+        return max(seconds * last, seconds - self.engine.overlap * cover) if seconds else 0.0
+
+    def _last(self, stage: Stage, messages: float) -> float:
+        """The share of a stage's gradients that is complete only when its backward pass ends: a bucket, or the
+        embedding's tables where these are more."""
+        tables = self.graph.parameters(0, 1) / self.graph.parameters(*stage.units) if stage.units[0] == 0 else 0.0
+        return max(1 / max(1.0, messages), tables)
 
     def parameters(self, stage: Stage) -> float:
         """Parameters that each device of a stage holds before ZeRO divides them."""
@@ -264,7 +288,7 @@ class Costs:
             rest = max(met(g, part, messages=messages, concurrent=together) for g in mesh.groups("site"))
         if ways > 1:
             rest += self._partial_weights(stage, width)
-        return Sync(reduce, gather, rest, messages)
+        return Sync(reduce, gather, rest, messages, self._last(stage, messages))
 
     def _sent(self, stage: Stage, microbatches: int) -> dict[str, float]:
         """Bytes that leave each site in a step: a hop of a ring carries all parts but one, of a sum twice; what goes
@@ -360,27 +384,19 @@ class Costs:
 
 
 class Sync(NamedTuple):
-    """Seconds a step over the batch axes: sums, gathers of weights, sums over other axes; messages of one series."""
+    """Seconds a step over the batch axes: sums, gathers of weights, sums over other axes; messages of one series, and
+    the share of the one that comes last."""
 
     reduce: float
     gather: float
     rest: float
     messages: float
+    last: float
 
 
 def returns_to_residual(op: Operator) -> bool:
     """Whether an operator's output is added to the residual stream, or starts it."""
     return op.output == "bsd" and op.kind in ("matmul", "lookup")
-
-
-def effective_depths(replica: Replica) -> list[int]:
-    """Microbatches that each stage has begun and not finished at most: no stage can have more than the one before it
-    lets through, nor more than there are."""
-    depths, most = [], replica.microbatches
-    for depth in replica.in_flight:
-        most = min(most, depth)
-        depths.append(most)
-    return depths
 
 
 def leaving(network: Network, group: Sequence[int]) -> dict[str, int]:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import combinations
+from typing import NamedTuple
 
 import msgspec
 
-from farspan.domain.cluster import Cluster, Device, Host, Link
+from farspan.domain.cluster import Cluster, DType, Host, Link
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import PlannedDevice
 from farspan.domain.problems import Refusal
@@ -26,6 +27,10 @@ PINGS = 40
 DATAGRAMS, GAP_S = 2000, 0.0005
 #: Bytes of the all-reduces: one that only the round trips cost, a bucket, and one that the line decides.
 ALLREDUCE_BYTES = (8, 4_000_000, 64_000_000)
+#: Bytes of the all-reduce over the devices of one host.
+INSIDE_BYTES = 16_000_000
+#: Sequences that a model's units are timed over.
+SEQUENCES = (1, 2, 4, 8, 16)
 #: Rows of the matrix products: a CPU is busy with a few hundred, a GPU with a few thousand.
 ROWS = {"cpu": 512, "mps": 2048, "cuda": 8192}
 #: Sequences whose activations are sent at once, and bytes of one of their numbers: a microbatch of a pipeline in bf16.
@@ -34,8 +39,12 @@ SENT_ROWS, SENT_BYTES = 8, 2
 LIMITED = 1.5
 
 
-def measure(cluster: Cluster, model: ModelSpec, say: Callable[[str], None]) -> Cluster:
-    """The same cluster with measured devices, links and collectives, at the shapes of `model`.
+def measure(
+    cluster: Cluster, model: ModelSpec, say: Callable[[str], None], *, seq_len: int | None = None,
+    dtypes: Sequence[DType] | None = None,
+) -> Cluster:  # fmt: skip
+    """The same cluster with measured devices, links and collectives, at the shapes of `model`; its units over sequences
+    of `seq_len` tokens, by default as long as its context, in `dtypes`, by default those that a device has.
 
     Raises Refusal (host-unreachable) for a host or a link that does not work.
     """
@@ -50,13 +59,12 @@ def measure(cluster: Cluster, model: ModelSpec, say: Callable[[str], None]) -> C
         }
         for probe in itertools.chain.from_iterable(probes.values()):
             probe.describe("cpu", None)  # It has started: what it takes for that disturbs nobody's rates any more.
+        units = _Units(model, seq_len or model.context, dtypes)
         with ThreadPoolExecutor(len(cluster.hosts)) as pool:
-            measured = list(pool.map(lambda host: _devices(host, probes[host.name], model, say), cluster.hosts))
-        by_name = dict(zip(probes, measured, strict=True))
+            measured = list(pool.map(lambda host: _host(host, probes[host.name], units, say), cluster.hosts))
+        by_name = {host.name: host for host in measured}
         sites = tuple(
-            msgspec.structs.replace(
-                site, hosts=tuple(msgspec.structs.replace(h, devices=by_name[h.name]) for h in site.hosts)
-            )
+            msgspec.structs.replace(site, hosts=tuple(by_name[host.name] for host in site.hosts))
             for site in cluster.sites
         )
         allreduce = _allreduce(cluster, probes, say) if len(cluster.devices) > 1 else {}
@@ -70,17 +78,36 @@ def shapes(model: ModelSpec, rows: int) -> list[tuple[int, int, int]]:
     return [(rows, k, n) for k, n in dict.fromkeys(products)]
 
 
-def _devices(host: Host, probes: Sequence[Probe], model: ModelSpec, say: Callable[[str], None]) -> tuple[Device, ...]:
-    """A host's devices one after another: those that share cores must not disturb each other."""
+class _Units(NamedTuple):
+    """What is timed of a model: sequences so long, in these dtypes or all that a device has."""
+
+    model: ModelSpec
+    seq_len: int
+    dtypes: Sequence[DType] | None
+
+
+def _host(host: Host, probes: Sequence[Probe], units: _Units, say: Callable[[str], None]) -> Host:
+    """A host's devices one after another: those that share cores must not disturb each other. Then all together."""
     done = []
     for index, (device, probe) in enumerate(zip(host.devices, probes, strict=True)):
         say(f"device {index} of {host.name}: {device.kind}")
-        found = probe.rates(_planned(host, index), shapes(model, ROWS[device.backend]), device.dtypes)
+        planned, dtypes = _planned(host, index), units.dtypes or device.dtypes
+        found = probe.rates(planned, shapes(units.model, ROWS[device.backend]), dtypes)
+        times = probe.units(planned, units.model, units.seq_len, SEQUENCES, dtypes)
         done.append(msgspec.structs.replace(
-            device, rates=found.rates, bandwidth=found.bandwidth, memory=min(device.memory, found.memory),
+            device, rates=found.rates, units=times, bandwidth=found.bandwidth, memory=min(device.memory, found.memory),
             origin="measured",
         ))  # fmt: skip
-    return tuple(done)
+    return msgspec.structs.replace(host, devices=tuple(done), local_rate=_local_rate(host, probes))
+
+
+def _local_rate(host: Host, probes: Sequence[Probe]) -> float | None:
+    """Bytes a second that each device of a host sends in an all-reduce over all of them: a ring of 2 (n - 1) steps with
+    a part each."""
+    if (n := len(probes)) < 2:
+        return None
+    seconds = _together([(host, index, probe) for index, probe in enumerate(probes)], (INSIDE_BYTES,))[INSIDE_BYTES]
+    return 2 * (n - 1) / n * INSIDE_BYTES / seconds
 
 
 def _planned(host: Host, index: int) -> PlannedDevice:
@@ -90,13 +117,18 @@ def _planned(host: Host, index: int) -> PlannedDevice:
 
 def _allreduce(cluster: Cluster, probes: dict[str, list[Probe]], say: Callable[[str], None]) -> dict[int, float]:
     say(f"all-reduce over {len(cluster.devices)} devices")
-    meeting = arrange(cluster.hosts)
-    ranks = [(host, index) for host in cluster.hosts for index in range(len(host.devices))]
+    every = [(host, index, probe) for host in cluster.hosts for index, probe in enumerate(probes[host.name])]
+    return _together(every, ALLREDUCE_BYTES)
+
+
+def _together(ranks: Sequence[tuple[Host, int, Probe]], sizes: Sequence[int]) -> dict[int, float]:
+    """Seconds of all-reduces over these devices."""
+    meeting = arrange(list({host.name: host for host, _, _ in ranks}.values()))
 
     def ask(rank: int) -> dict[int, float]:
-        host, index = ranks[rank]
-        return probes[host.name][index].allreduce(
-            _planned(host, index), rank, len(ranks), meeting, meeting.interfaces.get(host.name), ALLREDUCE_BYTES
+        host, index, probe = ranks[rank]
+        return probe.allreduce(
+            _planned(host, index), rank, len(ranks), meeting, meeting.interfaces.get(host.name), sizes
         )
 
     with ThreadPoolExecutor(len(ranks)) as pool:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from farspan.domain.cluster import Cluster, DType, Host
+from farspan.domain.cluster import Cluster, DType, Host, UnitTime
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import PlannedDevice
 from farspan.domain.probe import DeviceRates, ProbeResult
@@ -65,6 +65,15 @@ class Probe:
     ) -> DeviceRates:
         """What the device can do: products of these (m, k, n), its memory's speed and size."""
         return self._ask({"type": "rates", "device": device, "shapes": shapes, "dtypes": dtypes}, DeviceRates)
+
+    def units(
+        self, device: PlannedDevice, model: ModelSpec, seq_len: int, rows: Sequence[int], dtypes: Sequence[DType]
+    ) -> tuple[UnitTime, ...]:
+        """Seconds of the model's units over so many sequences."""
+        question = {
+            "type": "units", "device": device, "model": model, "seq_len": seq_len, "rows": rows, "dtypes": dtypes,
+        }  # fmt: skip
+        return self._ask(question, tuple[UnitTime, ...])
 
     def allreduce(
         self, device: PlannedDevice, rank: int, world: int, meeting: Meeting, interface: str | None,

@@ -93,7 +93,7 @@ class Executor:
 
     def _summed(self, bucket: int) -> None:
         if self.tied is not None and self.state.buckets[bucket].tied:
-            self.tied.send()
+            self.tied.complete()
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -106,17 +106,26 @@ class Executor:
         said = (lambda loss: self._say(float(loss), 0.0)) if early else None
         loss = self.pipeline.train(read, scale, said)
         with self.spans("collective"):
-            self.reducer.finish()
             if self.tied is not None:
-                self.tied.add()
+                self.tied.release()
+            self.reducer.finish()
+            if self.place.first:
+                self._add_tied()
         squares = self.state.square_sum(None if early else self._counts)
         if not early:
             self._say(float(loss), squares)
+        with self.spans("collective"):
+            if not self.place.first:
+                self._add_tied()
         with self.spans("receive"):
             parts = self.totals.hear()
         total = squares if early else sum(values[1] for values in parts.values())
         by_rank = {rank: (values[0], squares if early else values[1]) for rank, values in parts.items()}
         return Outcome(sum(values[0] for values in parts.values()), math.sqrt(total), by_rank)
+
+    def _add_tied(self) -> None:
+        if self.tied is not None:
+            self.tied.add()
 
     def update(self, optimizer: Optimizer, lr: float, step: int, divisor: float) -> None:
         """One AdamW step, `step` counting from 1, on gradients divided by `divisor`."""

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from farspan.estimate.schedule import order
-from farspan.estimate.stage import effective_depths
+from farspan.estimate.schedule import effective_depths, order
 from farspan.runtime.edges import Edges, Messages
 from farspan.runtime.gather import Gatherer
 from farspan.runtime.model import Decoder

@@ -27,6 +27,7 @@ from farspan.runtime.device import detect, open_device, peak_memory
 from farspan.runtime.model import Decoder, initialise
 from farspan.runtime.rates import allreduce_seconds, device_rates
 from farspan.runtime.state import TrainState, learning_rate
+from farspan.runtime.units import unit_times
 
 #: Steps before the timed ones: allocators and kernels settle.
 WARMUP_STEPS = 2
@@ -66,6 +67,16 @@ class Rates(msgspec.Struct, frozen=True, tag="rates"):
     dtypes: tuple[DType, ...]
 
 
+class Units(msgspec.Struct, frozen=True, tag="units"):
+    """How long do a model's units take over so many sequences of `seq_len` tokens? Answered by UnitTimes."""
+
+    device: PlannedDevice
+    model: ModelSpec
+    seq_len: int
+    rows: tuple[int, ...]
+    dtypes: tuple[DType, ...]
+
+
 class AllReduce(msgspec.Struct, frozen=True, tag="allreduce"):
     """Time all-reduces with the other probes of a group that meet at the same place. Answered by seconds by bytes."""
 
@@ -78,7 +89,7 @@ class AllReduce(msgspec.Struct, frozen=True, tag="allreduce"):
     sizes: tuple[int, ...]
 
 
-Request = Describe | MatmulRate | Measure | Rates | AllReduce
+Request = Describe | MatmulRate | Measure | Rates | Units | AllReduce
 
 
 def matmul_rate(request: MatmulRate) -> dict[str, float]:
@@ -146,6 +157,9 @@ def answer(request: Request) -> object:
         return detect(request.backend, request.workers)
     if isinstance(request, Rates):
         return device_rates(request.device, request.shapes, request.dtypes)
+    if isinstance(request, Units):
+        device = open_device(request.device)
+        return unit_times(device, request.model, request.seq_len, request.rows, request.dtypes)
     if isinstance(request, AllReduce):
         os.environ |= {"MASTER_ADDR": request.address, "MASTER_PORT": str(request.port)}
         if request.interface:

@@ -1,8 +1,9 @@
 """A table that the first and the last stage of a pipeline both hold: the embedding, and the head's matrix.
 
 Each end adds the other's gradient to its own and makes the same update, so the two copies stay equal. The head's
-gradient is complete before the last blocks' backward pass and travels behind the first stage's passes; the embedding's
-is zero but for the rows of the step's tokens, and only these travel back.
+gradient is complete before the last blocks' backward pass and travels while the first stage makes its own, behind the
+activations' gradient that it waits for; the embedding's is zero but for the rows of the step's tokens, and only these
+travel back.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ TABLE = "tok.weight"
 
 
 class TiedTable:
-    """One worker's part of the exchange, once a step: `expect`, `send` when its own sum is complete, `add` last."""
+    """One worker's part of the exchange, once a step: `expect`; `complete` when its own sum is, and `release` when its
+    passes have ended, in either order; `add` last."""
 
     def __init__(self, place: Place, state: TrainState, wire: Wire, rows: dict[int, tuple[int, int]]) -> None:
         """`rows`: the rows [start, stop) of the table that each worker of both stages holds."""
         self._place, self._state, self._wire, self._held = place, state, wire, rows
         self._bucket = state.home[state.names.index(TABLE)][0]
         self._count = -1
+        self._complete = self._released = False
         ends = place.replica.stages[0].mesh.ranks, place.replica.stages[-1].mesh.ranks
         self._mine, self._theirs = ends if place.first else ends[::-1]
         self._received: list[list[tuple[Send, Posted]]] = []
@@ -40,6 +43,7 @@ class TiedTable:
     def expect(self, tokens: NDArray[np.int64]) -> None:
         """A step begins that reads these tokens: post the receives."""
         self._count += 1
+        self._complete = self._released = False
         every = np.arange(max(stop for _, stop in self._held.values()))
         touched = np.unique(tokens)
         sent, received = (touched, every) if self._place.first else (every, touched)
@@ -55,8 +59,20 @@ class TiedTable:
         self._hands = [one for one in second if one.source == self._place.rank]
         self._incoming = received
 
-    def send(self) -> None:
-        """Send the rows that the other end lacks; this end's own gradient is complete."""
+    def complete(self) -> None:
+        """This end's own gradient is summed."""
+        self._complete = True
+        if self._released:
+            self._send()
+
+    def release(self) -> None:
+        """This worker has no more passes: nothing that is more urgent will be sent."""
+        self._released = True
+        if self._complete:
+            self._send()
+
+    def _send(self) -> None:
+        """Send the rows that the other end lacks."""
         rows, first, _ = self._out
         table = self._table()
         for one in first:

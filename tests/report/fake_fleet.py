@@ -22,8 +22,8 @@ from farspan.domain.results import Event, Finished, Span, Step, Traced
 from farspan.domain.train import TrainSpec
 from farspan.estimate.network import Network
 from farspan.estimate.price import edges, price
-from farspan.estimate.schedule import Hop, order, simulate
-from farspan.estimate.stage import Costs, effective_depths
+from farspan.estimate.schedule import Hop, effective_depths, order, simulate
+from farspan.estimate.stage import Costs
 from tests.report.fake_run import CORPUS, MODEL, START, started, write_run
 
 SITES = ("gat", "amst", "star")

@@ -18,6 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", metavar="CLUSTER", required=True, help="a cluster file, or a name of one")
     parser.add_argument("-o", "--out", metavar="FILE", required=True, help="where to write the measured cluster")
     parser.add_argument("--model", metavar="PRESET", default="gpt2", help="whose shapes to measure at (default: gpt2)")
+    parser.add_argument("--seq-len", metavar="N", type=int, help="tokens of a sequence (default: the model's context)")
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
@@ -27,7 +28,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     job.require_torch()
     model, cluster, out = models.preset(given.model).spec, find(given.cluster), Path(given.out)
     job.refuse_existing(out, f"farspan probe --cluster {given.cluster} -o {out.with_stem(out.stem + '-2')}")
-    measured = measure(cluster, model, console.say)
+    measured = measure(cluster, model, console.say, seq_len=given.seq_len)
     save_cluster(measured, out, f"Measured by farspan probe --cluster {given.cluster} --model {given.model}.")
     show(measured, console)
     console.say(f"written: {out}")

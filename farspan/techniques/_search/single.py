@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Literal
@@ -13,8 +14,9 @@ from farspan.domain.plan import GradSync, Mesh, Plan, Replica, Stage, Zero
 from farspan.domain.problems import Problem
 from farspan.techniques._task import Task, best, cannot
 
-#: PyTorch DDP's default, from Li et al., arXiv 2006.15704.
+#: PyTorch DDP's default, from Li et al., arXiv 2006.15704; and one of which less is left when a backward pass ends.
 BUCKET_BYTES = 25 * 2**20
+BUCKETS = (BUCKET_BYTES, 4 * 2**20)
 
 
 def rows_by_speed(rows: int, seconds: Sequence[float], quantum: int = 1) -> list[int]:
@@ -58,14 +60,15 @@ def stage_rows(task: Task, mesh: Mesh, splits: dict[str, str], rows: int, quantu
 def plans(
     task: Task, technique: str, mesh: Mesh, *, zero: Zero = 0, splits: dict[str, str] | None = None
 ) -> list[Plan]:
-    """One stage on this mesh, each topology, with and without recompute, in the fewest microbatches that fit."""
+    """One stage on this mesh, each topology and bucket, with and without recompute, in the fewest microbatches that
+    fit."""
     sites = {task.costs.network.sites[rank] for rank in mesh.ranks}
     rows = stage_rows(task, mesh, splits or {}, task.train.batch)
     found = []
     for recompute in (True,) if task.train.recompute else (False, True):
-        for topology in _topologies(task, mesh, len(sites)):
+        for topology, bucket in itertools.product(_topologies(task, mesh, len(sites)), BUCKETS):
             bits = task.train.wan_bits if len(sites) > 1 else 32
-            sync = GradSync(bucket_bytes=BUCKET_BYTES, topology=topology, bits=bits)
+            sync = GradSync(bucket_bytes=bucket, topology=topology, bits=bits)
             stage = Stage(
                 units=(0, task.graph.units), mesh=mesh, rows=rows, grad_sync=sync, zero=zero, splits=splits or {},
                 recompute=recompute,

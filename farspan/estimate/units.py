@@ -1,0 +1,62 @@
+"""Units of the model that were timed on a device (`farspan probe`): they take so long together, and the roofline only
+divides it among their operators and over a tensor axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from farspan.domain.cluster import Device, UnitTime
+from farspan.domain.graph import Operator, OpGraph
+from farspan.domain.train import TrainSpec
+
+
+class TimedUnits:
+    """What kinds of devices took for the units of one model, at one precision and length of sequences.
+
+    `predicted` gives seconds of the forward and the backward pass of an operator on a kind of device, for so many rows.
+    """
+
+    def __init__(
+        self, graph: OpGraph, train: TrainSpec, devices: Mapping[int, Device],
+        predicted: Callable[[int, Operator, int], tuple[float, float]],
+    ) -> None:  # fmt: skip
+        self._predicted = predicted
+        named = {"embedding": graph.embedding, "block": graph.block, "head": graph.head}
+        self._unit = {op.name: (name, unit) for name, unit in named.items() for op in unit}
+        self._times: dict[tuple[int, str], list[UnitTime]] = {}
+        model = graph.units_hash if any(device.units for device in devices.values()) else ""
+        for kind, device in devices.items():
+            for one in device.units:
+                if (one.model, one.dtype, one.seq_len) == (model, train.precision, train.seq_len):
+                    self._times.setdefault((kind, one.unit), []).append(one)
+        self._found: dict[tuple[int, str, int], tuple[float, float]] = {}
+
+    def factors(self, kind: int, op: Operator, rows: int) -> tuple[float, float]:
+        """What the unit of an operator took over what its operators were predicted to take: forward, backward. 1 where
+        it was not timed."""
+        name, unit = self._unit[op.name]
+        times = self._times.get((kind, name))
+        if times is None or rows == 0:
+            return 1.0, 1.0
+        key = kind, name, rows
+        if key not in self._found:
+            forward, backward = zip(*(self._predicted(kind, one, rows) for one in unit), strict=True)
+            timed = unit_seconds(times, rows)
+            self._found[key] = timed[0] / sum(forward), timed[1] / sum(backward)
+        return self._found[key]
+
+
+def unit_seconds(times: Sequence[UnitTime], rows: int) -> tuple[float, float]:
+    """Forward and backward seconds of a unit over `rows` sequences, from those timed: on the line through the nearest
+    two, or in proportion where there is one."""
+    known = sorted(times, key=lambda one: one.rows)
+    if len(known) == 1:
+        share = rows / known[0].rows
+        return known[0].forward_s * share, known[0].backward_s * share
+    above = next((i for i, one in enumerate(known) if i > 0 and one.rows >= rows), len(known) - 1)
+    a, b = known[above - 1], known[above]
+    share = (rows - a.rows) / (b.rows - a.rows)
+    forward = a.forward_s + share * (b.forward_s - a.forward_s)
+    backward = a.backward_s + share * (b.backward_s - a.backward_s)
+    return max(0.0, forward), max(0.0, backward)
