@@ -165,16 +165,17 @@ def why(error: Exception) -> str:
     return str(error) if isinstance(error, cells.Failed) else f"{type(error).__name__}: {error}"
 
 
-def shared(cluster: Cluster, status: Status) -> Cluster:
-    """A measured lab with the rates that each device has while all that share its core compute.
+def shared(cluster: Cluster, status: Status, workers: int | None = None) -> Cluster:
+    """A measured lab with the rates that each device has while all that share its core compute: all of a site, or its
+    first so many, and then the others are left out.
 
     All devices are alike: the fastest measurement of any is what they can do, the others were disturbed. The commands
     that enter this lab are left out: it ends.
     """
     devices, sites = cluster.devices, []
     for site, there in zip(cluster.sites, status.lab.sites, strict=True):
-        host = site.hosts[0]
-        crowd = max(1.0, sum(one.cores for one in there.devices) / len(there.devices[0].cpus))
+        host, used = site.hosts[0], there.devices[:workers]
+        crowd = max(1.0, sum(one.cores for one in used) / len(used[0].cpus))
         rates = tuple(
             msgspec.structs.replace(
                 same[0], flops={t: max(one.flops[t] for one in same) / crowd for t in same[0].flops}
@@ -182,7 +183,9 @@ def shared(cluster: Cluster, status: Status) -> Cluster:
             for same in zip(*(device.rates for device in devices), strict=True)
         )
         bandwidth = max(device.bandwidth or 0.0 for device in devices) / crowd
-        made = (msgspec.structs.replace(one, rates=rates, bandwidth=bandwidth, enter=None) for one in host.devices)
+        made = (
+            msgspec.structs.replace(one, rates=rates, bandwidth=bandwidth, enter=None) for one in host.devices[:workers]
+        )
         sites.append(
             msgspec.structs.replace(site, hosts=(msgspec.structs.replace(host, devices=tuple(made), enter=None),))
         )
@@ -208,14 +211,29 @@ def labs(rtts_ms: Sequence[float]) -> Iterator[dict[float, str]]:
         yield names
 
 
-def started(bench: Bench) -> Session:
-    windows = {f"{rtt_ms:g} ms": cells.status(name).lab.window for rtt_ms, name in bench.labs.items()}
-    status = cells.status(next(iter(bench.labs.values())))
+@contextlib.contextmanager
+def results(given: argparse.Namespace, usual: Path) -> Iterator[tuple[Path, IO[bytes]]]:
+    """Where results are appended to, by one start at a time: `--out`, with `--quick` a temporary file, or the usual."""
+    with contextlib.ExitStack() as stack:
+        temporary = stack.enter_context(tempfile.TemporaryDirectory()) if given.quick and given.out is None else None
+        out = Path(temporary, usual.name) if temporary else given.out or usual
+        out.parent.mkdir(exist_ok=True)
+        file = stack.enter_context(open(out, "ab"))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            sys.exit(f"another start of this benchmark writes to {out}")
+        yield out, file
+
+
+def started(session: str, labs: dict[float, str]) -> Session:
+    windows = {f"{rtt_ms:g} ms": cells.status(name).lab.window for rtt_ms, name in labs.items()}
+    status = cells.status(next(iter(labs.values())))
     git = ["git", "-C", str(Path(__file__).parent)]
     cpus = Path("/proc/cpuinfo").read_text().splitlines()
     packages = {name: metadata.version(name) for name in ("farspan", "torch", "numpy")}
     return Session(
-        session=bench.session, command=tuple(sys.argv), realtime=status.realtime, bandwidth=BANDWIDTH,
+        session=session, command=tuple(sys.argv), realtime=status.realtime, bandwidth=BANDWIDTH,
         commit=subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True).strip(),
         changed=bool(subprocess.check_output([*git, "status", "--porcelain", "-uno"], text=True).strip()),
         versions={"python": platform.python_version(), **packages}, cores=os.cpu_count() or 1,
@@ -277,16 +295,9 @@ def main() -> None:
     # A lab must be taken down also when the benchmark is told to end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with contextlib.ExitStack() as stack:
-        temporary = stack.enter_context(tempfile.TemporaryDirectory()) if given.quick and given.out is None else None
-        out = Path(temporary, RESULTS.name) if temporary else given.out or RESULTS
-        out.parent.mkdir(exist_ok=True)
-        file = stack.enter_context(open(out, "ab"))
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            sys.exit(f"another start of this benchmark writes to {out}")
+        out, file = stack.enter_context(results(given, RESULTS))
         bench = Bench(given, work, stack.enter_context(labs(given.rtt)), file, read(out))
-        bench.write(started(bench))
+        bench.write(started(bench.session, bench.labs))
         bench.predict([name for name in names if name in plans.ours(work)])
         bench.run(names)
         works = dict.fromkeys(one.work for one in bench.records if isinstance(one, Cell))
