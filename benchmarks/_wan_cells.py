@@ -27,7 +27,7 @@ from farspan.domain.codec import save
 from farspan.domain.corpus import CorpusManifest, Split
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
-from farspan.domain.results import Step
+from farspan.domain.results import Event, Step
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.lab import state
 from farspan.lab.lab import Status
@@ -185,36 +185,47 @@ class Deadline:
 
 def ours(plan: Plan, work: Work, cluster: Cluster, warmup: int, deadline_s: float) -> Measured:
     """A plan run by the product's own workers. Raises Failed, or the Refusal of the worker that made one."""
-    events: list[Step] = []
-    with (
-        _run_folder(plan, work, cluster) as run,
-        launch("local", plan, run, cluster) as workers,
-        Deadline(workers, deadline_s) as deadline,
-    ):
-        try:
-            for event in workers:
-                if isinstance(event, Step):
-                    events.append(event)
-        except Refusal:
-            if not deadline.passed:
-                raise
-            said = {path.stem: _last_line(path) for path in sorted(run.logs.glob("rank-*.log"))}
-            raise Failed(f"not done after {deadline_s:g} s, {len(events)} steps made; last words: {said}") from None
-    if len(events) < plan.train.steps:
-        raise Failed(f"{len(events)} of {plan.train.steps} steps made")
+    with tempfile.TemporaryDirectory(prefix="farspan-wan-") as folder:
+        corpus = Path(folder, "corpus")
+        _corpus(corpus, work)
+        events = [event for event in run(plan, corpus, cluster, deadline_s) if isinstance(event, Step)]
     # Events are written at the end of each step: from the end of the last warm-up step on.
     ends = [event.at for event in events][warmup - 1 :]
     raw = tuple(msgspec.to_builtins(event) for event in events)
     return Measured(step_s=tuple(np.diff(ends).tolist()), began=ends[0], ended=ends[-1], raw=raw)
 
 
+def run(plan: Plan, corpus: Path, cluster: Cluster, deadline_s: float) -> list[Event]:
+    """All events of a plan run to its end on this corpus. Raises as `ours` does."""
+    events: list[Event] = []
+    with (
+        _run_folder(plan, corpus, cluster) as folder,
+        launch("local", plan, folder, cluster) as workers,
+        Deadline(workers, deadline_s) as deadline,
+    ):
+        try:
+            events.extend(workers)
+        except Refusal:
+            if not deadline.passed:
+                raise
+            said = {path.stem: _last_line(path) for path in sorted(folder.logs.glob("rank-*.log"))}
+            steps = _steps(events)
+            raise Failed(f"not done after {deadline_s:g} s, {steps} steps made; last words: {said}") from None
+    if _steps(events) < plan.train.steps:
+        raise Failed(f"{_steps(events)} of {plan.train.steps} steps made")
+    return events
+
+
+def _steps(events: Sequence[Event]) -> int:
+    return sum(isinstance(event, Step) for event in events)
+
+
 @contextlib.contextmanager
-def _run_folder(plan: Plan, work: Work, cluster: Cluster) -> Iterator[RunFolder]:
+def _run_folder(plan: Plan, corpus: Path, cluster: Cluster) -> Iterator[RunFolder]:
     """A run directory as `farspan train` makes it; it goes with what the workers left on far hosts."""
     with tempfile.TemporaryDirectory(prefix="farspan-wan-") as folder:
-        corpus, run = Path(folder, "corpus"), RunFolder(Path(folder, "run"))
+        run = RunFolder(Path(folder, "run"))
         run.logs.mkdir(parents=True)
-        _corpus(corpus, work)
         save(plan, run.plan)
         save(RunRecord(corpus=str(corpus), command=("farspan", "train"), created=time.strftime("%Y-%m-%d")), run.record)
         for name in ("corpus.json", "tokenizer.json"):

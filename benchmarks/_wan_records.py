@@ -99,7 +99,7 @@ def read(path: Path) -> list[Record]:
     return [decoder.decode(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
 
-def append(file: IO[bytes], record: Record) -> None:
+def append(file: IO[bytes], record: msgspec.Struct) -> None:
     file.write(msgspec.json.encode(record) + b"\n")
     file.flush()
 

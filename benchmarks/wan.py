@@ -85,7 +85,7 @@ class Bench:
                 found = measure(
                     of_lab(status), self.work.spec, lambda text: None, seq_len=self.work.seq_len, dtypes=("fp32",)
                 )
-                plain = msgspec.to_builtins(found)
+                plain = msgspec.to_builtins(bare(found))
                 self.write(Probed(session=self.session, work=self.work, rtt_ms=rtt_ms, cluster=plain))
             measured = msgspec.convert(self.known(Probed, rtt_ms=rtt_ms)[0].cluster, Cluster, str_keys=True)
             for name in missing:
@@ -166,6 +166,16 @@ def why(error: Exception) -> str:
     return str(error) if isinstance(error, cells.Failed) else f"{type(error).__name__}: {error}"
 
 
+def bare(cluster: Cluster, workers: int | None = None) -> Cluster:
+    """A lab's cluster without the commands that enter it, as it ends; with the first so many workers of every site."""
+    sites = []
+    for site in cluster.sites:
+        (host,) = site.hosts
+        devices = tuple(msgspec.structs.replace(one, enter=None) for one in host.devices[:workers])
+        sites.append(msgspec.structs.replace(site, hosts=(msgspec.structs.replace(host, devices=devices, enter=None),)))
+    return msgspec.structs.replace(cluster, sites=tuple(sites))
+
+
 @contextlib.contextmanager
 def labs(rtts_ms: Sequence[float]) -> Iterator[dict[float, str]]:
     """A lab for each round trip, all up together and one in use at a time: two sites of two devices, on two cores of
@@ -185,14 +195,29 @@ def labs(rtts_ms: Sequence[float]) -> Iterator[dict[float, str]]:
         yield names
 
 
-def started(bench: Bench) -> Session:
-    windows = {f"{rtt_ms:g} ms": cells.status(name).lab.window for rtt_ms, name in bench.labs.items()}
-    status = cells.status(next(iter(bench.labs.values())))
+@contextlib.contextmanager
+def results(given: argparse.Namespace, usual: Path) -> Iterator[tuple[Path, IO[bytes]]]:
+    """Where results are appended to, by one start at a time: `--out`, with `--quick` a temporary file, or the usual."""
+    with contextlib.ExitStack() as stack:
+        temporary = stack.enter_context(tempfile.TemporaryDirectory()) if given.quick and given.out is None else None
+        out = Path(temporary, usual.name) if temporary else given.out or usual
+        out.parent.mkdir(exist_ok=True)
+        file = stack.enter_context(open(out, "ab"))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            sys.exit(f"another start of this benchmark writes to {out}")
+        yield out, file
+
+
+def started(session: str, labs: dict[float, str]) -> Session:
+    windows = {f"{rtt_ms:g} ms": cells.status(name).lab.window for rtt_ms, name in labs.items()}
+    status = cells.status(next(iter(labs.values())))
     git = ["git", "-C", str(Path(__file__).parent)]
     cpus = Path("/proc/cpuinfo").read_text().splitlines()
     packages = {name: metadata.version(name) for name in ("farspan", "torch", "numpy")}
     return Session(
-        session=bench.session, command=tuple(sys.argv), realtime=status.realtime, bandwidth=BANDWIDTH,
+        session=session, command=tuple(sys.argv), realtime=status.realtime, bandwidth=BANDWIDTH,
         commit=subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True).strip(),
         changed=bool(subprocess.check_output([*git, "status", "--porcelain", "-uno"], text=True).strip()),
         versions={"python": platform.python_version(), **packages}, cores=os.cpu_count() or 1,
@@ -254,16 +279,9 @@ def main() -> None:
     # A lab must be taken down also when the benchmark is told to end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with contextlib.ExitStack() as stack:
-        temporary = stack.enter_context(tempfile.TemporaryDirectory()) if given.quick and given.out is None else None
-        out = Path(temporary, RESULTS.name) if temporary else given.out or RESULTS
-        out.parent.mkdir(exist_ok=True)
-        file = stack.enter_context(open(out, "ab"))
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            sys.exit(f"another start of this benchmark writes to {out}")
+        out, file = stack.enter_context(results(given, RESULTS))
         bench = Bench(given, work, stack.enter_context(labs(given.rtt)), file, read(out))
-        bench.write(started(bench))
+        bench.write(started(bench.session, bench.labs))
         bench.predict([name for name in names if name in plans.ours(work)])
         bench.run(names)
         works = dict.fromkeys(one.work for one in bench.records if isinstance(one, Cell))

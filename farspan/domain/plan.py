@@ -60,6 +60,11 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return tuple(self.ranks[k::ways] for k in range(ways))
 
 
+def row_quantum(mesh: Mesh, splits: dict[str, str]) -> int:
+    """What divides the sequences of every microbatch: the width of a tensor axis whose ranks share them out."""
+    return mesh.size("tensor") if "b" in splits.values() else 1
+
+
 class GradSync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How gradients of the batch axes are summed: buckets of so many bytes (None: one message a tensor), each sent as
     soon as it is whole; over one ring, or inside each site first and between sites once."""
@@ -111,6 +116,13 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ValueError("stages of one pipeline read unlike numbers of sequences")
         if len(self.stages) > 1 and any(rows % self.microbatches for stage in self.stages for rows in stage.rows):
             raise ValueError(f"{self.microbatches} microbatches divide the rows of a stage unevenly")
+        for stage in self.stages:
+            quantum = row_quantum(stage.mesh, stage.splits)
+            if quantum > 1 and (uneven := next((n for n in stage.rows if n % (self.microbatches * quantum)), 0)):
+                raise ValueError(
+                    f"{uneven} rows in {self.microbatches} microbatches: operators that divide rows over a tensor axis "
+                    f"of {quantum} need a multiple of {self.microbatches * quantum}"
+                )
 
     @property
     def batch(self) -> int:

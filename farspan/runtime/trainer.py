@@ -13,7 +13,7 @@ import torch
 from msgspec.structs import replace
 
 from farspan.domain.corpus import CorpusManifest
-from farspan.domain.plan import Plan
+from farspan.domain.plan import Plan, Replica, row_quantum
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Event, Saved, Step, Traced, Validated, Warned
 from farspan.domain.run import RunFolder
@@ -188,10 +188,12 @@ class Trainer:
         return valid_tokens, outcome
 
     def _to_device(self, arrays: tuple[np.ndarray, np.ndarray]) -> Batch:
-        """Tokens and targets on the device; a worker without any reads one row that counts for nothing."""
+        """Tokens and targets on the device; a worker without any reads the fewest rows, which count for nothing."""
         inputs, targets = arrays
         if len(inputs) == 0:
-            inputs, targets = np.zeros((1, inputs.shape[1]), np.int64), np.full((1, inputs.shape[1]), -1, np.int64)
+            place = self.w.executor.place
+            shape = row_quantum(place.mesh, place.stage.splits), inputs.shape[1]
+            inputs, targets = np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
         device = self.w.group.device
         return torch.from_numpy(inputs).to(device, non_blocking=True), torch.from_numpy(targets).to(
             device, non_blocking=True
@@ -263,8 +265,7 @@ class Trainer:
         """The windows of each microbatch that this worker reads: as many microbatches on every worker of a replica, all
         replicas taking turns, each window once."""
         place, replicas = self.w.executor.place, self.w.plan.replicas
-        sizes = [[max(1, r.part(s, c, 0)) for c in range(len(r.stages[s].rows))]
-                 for r, s in ((r, place.stage_index if r is place.replica else 0) for r in replicas)]  # fmt: skip
+        sizes = [_validation_rows(r, place.stage_index if r is place.replica else 0) for r in replicas]
         mine = sizes[place.replica_index]
         total, before = sum(map(sum, sizes)), sum(map(sum, sizes[: place.replica_index]))
         first = before + sum(mine[: place.batch])
@@ -318,3 +319,10 @@ class Trainer:
         self.progress, self.loss_scale, self.quiet = progress, progress.loss_scale, progress.quiet
         self.step = self._saved_step = progress.step
         self.steps = progress.steps or self.w.plan.train.steps
+
+
+def _validation_rows(replica: Replica, index: int) -> list[int]:
+    """Windows of a microbatch that each batch coordinate of a stage reads: without rows, the fewest that it can."""
+    stage = replica.stages[index]
+    least = row_quantum(stage.mesh, stage.splits)
+    return [max(least, replica.part(index, c, 0)) for c in range(len(stage.rows))]

@@ -66,24 +66,30 @@ def _plans(task: Task, ways: int) -> list[Plan]:
     levels = ZEROS if coordinates > 1 else ZEROS[:1]
     found: list[Plan] = []
     for zero in levels:
-        splits = assign(task, mesh, zero)
-        if splits is not None:
+        for splits in assignments(task, mesh, zero):
             found += plans(task, "shard", mesh, zero=zero, splits=splits)
     return found
 
 
-def assign(task: Task, mesh: Mesh, zero: Zero) -> dict[str, str] | None:
-    """Splits of every operator for the whole model on this mesh: the cheapest, or, where these do not fit one sequence
-    at a time, the cheapest that do; None where none does."""
+def assignments(task: Task, mesh: Mesh, zero: Zero) -> list[dict[str, str]]:
+    """Splits of every operator for the whole model on this mesh: the cheapest, and the cheapest that divide no rows
+    where memory wants these in small parts; or, where neither fits one sequence at a time, the cheapest that do."""
     coordinates = len(mesh.batch)
     rows = stage_rows(task, mesh, {}, task.train.batch)
     slowest = max(mesh.batch, key=lambda group: task.costs.unit_s(group[0], task.graph.block, max(rows), {}, 1))
-    cheapest = cheapest_splits(task, slowest, rows, coordinates)
-    if any(task.fits(made.replicas[0]) for made in plans(task, "shard", mesh, zero=zero, splits=cheapest)):
-        return cheapest
+    found = []
+    for by_rows in (True, False):
+        splits = cheapest_splits(task, slowest, rows, coordinates, by_rows=by_rows)
+        made = [one.replicas[0] for one in plans(task, "shard", mesh, zero=zero, splits=splits)]
+        if any(map(task.fits, made)):
+            found.append(splits)
+        if "b" not in splits.values() or all(one.microbatches == 1 and task.fits(one) for one in made):
+            break
+    if found:
+        return found
     tightest = min(task.capacity(rank) for rank in mesh.ranks)
-    found = Assignment(
+    least = Assignment(
         task, (0, task.graph.units), slowest, 1, zero=zero, data=mesh.size("data"), microbatches=max(rows),
         concurrent=coordinates,
     ).solve(tightest)  # fmt: skip
-    return None if isinstance(found, Infeasible) else found[0]
+    return [] if isinstance(least, Infeasible) else [least[0]]

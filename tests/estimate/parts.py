@@ -154,10 +154,8 @@ def _replicas(draw: st.DrawFn, ranks: tuple[int, ...], spec: ModelSpec) -> Repli
     count = draw(st.integers(1, min(3, len(ranks))))
     cuts = _cut(draw, list(range(graph.units)), count)
     microbatches, stages = draw(st.sampled_from([1, 2, 4])), []
-    # Stages of one pipeline read the same sequences as each microbatch.
-    batch, times = (12, 1) if count == 1 else (12 * 4 // microbatches, microbatches)
     for units, group in zip(cuts, _cut(draw, list(ranks), count), strict=True):
-        stages.append(draw(_stages((units[0], units[-1] + 1), tuple(group), batch, times, spec)))
+        stages.append(draw(_stages((units[0], units[-1] + 1), tuple(group), microbatches, spec, piped=count > 1)))
     depths = sorted(draw(st.lists(st.integers(1, 5), min_size=count, max_size=count)), reverse=True)
     edges = tuple(Edge(bits=draw(st.sampled_from([8, 16, 32])), streams=draw(st.integers(1, 3))) for _ in stages[1:])
     return Replica(stages=tuple(stages), edges=edges, microbatches=microbatches, in_flight=tuple(depths))
@@ -165,13 +163,12 @@ def _replicas(draw: st.DrawFn, ranks: tuple[int, ...], spec: ModelSpec) -> Repli
 
 @st.composite
 def _stages(
-    draw: st.DrawFn, units: tuple[int, int], ranks: tuple[int, ...], batch: int, times: int, spec: ModelSpec
+    draw: st.DrawFn, units: tuple[int, int], ranks: tuple[int, ...], microbatches: int, spec: ModelSpec, *, piped: bool
 ) -> Stage:
     ways = draw(st.sampled_from([n for n in (1, 2) if len(ranks) % n == 0]))
     left = len(ranks) // ways
     sites = draw(st.sampled_from([n for n in (1, 2) if left % n == 0]))
     on = Mesh(ranks=ranks, shape=(sites, left // sites, ways), axes=("site", "data", "tensor"))
-    rows = _cut(draw, list(range(batch)), left)
     graph = models.graph(spec)
     splits = {}
     if ways > 1:
@@ -182,7 +179,10 @@ def _stages(
         bucket_bytes=draw(st.sampled_from([None, 20_000])), topology=draw(st.sampled_from(["flat", "hierarchical"]))
     )
     zero, recompute = draw(st.integers(0, 3)), draw(st.booleans())
-    shares = tuple(times * len(part) for part in rows)
+    # Stages of one pipeline read the same sequences as each microbatch, which operators may divide further.
+    by_rows = "b" in splits.values()
+    quantum = microbatches * (ways if by_rows else 1) if piped or by_rows else 1
+    shares = tuple(quantum * len(part) for part in _cut(draw, list(range(48 // quantum)), left))
     return Stage(
         units=units, mesh=on, rows=shares, grad_sync=sync, zero=zero, splits=splits, recompute=recompute
     )  # fmt: skip

@@ -120,6 +120,9 @@ def divided() -> dict[str, Plan]:
         "no rows for one": plan(
             replica(stage((0, 4), range(4), [0, 4], axes=("data", "tensor"), shape=(2, 2), splits=MEGATRON))
         ),
+        "rows, none for one": plan(
+            replica(stage((0, 4), range(4), [0, 4], axes=("data", "tensor"), shape=(2, 2), splits=ROWS), microbatches=2)
+        ),
         "two axes out of order": plan(
             replica(stage((0, 4), (3, 1, 2, 0), [3, 5], axes=("data", "tensor"), shape=(2, 2), zero=3,
                           splits=MEGATRON | VOCABULARY), microbatches=2),

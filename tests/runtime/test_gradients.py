@@ -62,6 +62,12 @@ def test_so_does_a_plan_of_the_planners(fleet: Fleet, folder: Path, number: int)
     assert not verify(fleet, folder, plan).faults, name
 
 
+def test_so_does_one_where_memory_holds_few_of_the_rows_that_operators_would_divide(fleet: Fleet, folder: Path):
+    plan = next(planned(75))
+    assert plan.replicas[0].microbatches > 1 and plan.replicas[0].stages[0].mesh.size("tensor") == 2
+    assert not verify(fleet, folder, plan).faults
+
+
 @pytest.mark.parametrize("seed", range(RANDOM))
 def test_so_does_a_random_one(fleet: Fleet, folder: Path, seed: int):
     assert not verify(fleet, folder, random_plan(seed)).faults

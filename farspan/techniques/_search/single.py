@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 import math
@@ -10,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from farspan.domain.plan import GradSync, Mesh, Plan, Replica, Stage, Zero
+from farspan.domain.plan import GradSync, Mesh, Plan, Replica, Stage, Zero, row_quantum
 from farspan.domain.problems import Problem
 from farspan.techniques._task import Task, best, cannot
 
@@ -61,9 +62,9 @@ def plans(
     task: Task, technique: str, mesh: Mesh, *, zero: Zero = 0, splits: dict[str, str] | None = None
 ) -> list[Plan]:
     """One stage on this mesh, each topology and bucket, with and without recompute, in the fewest microbatches that
-    fit."""
+    fit. Splits of rows need a batch that the tensor axis divides, and as many rows a coordinate as it has ranks."""
     sites = {task.costs.network.sites[rank] for rank in mesh.ranks}
-    rows = stage_rows(task, mesh, splits or {}, task.train.batch)
+    rows = stage_rows(task, mesh, splits or {}, task.train.batch, row_quantum(mesh, splits or {}))
     found = []
     for recompute in (True,) if task.train.recompute else (False, True):
         for topology, bucket in itertools.product(_topologies(task, mesh, len(sites)), BUCKETS):
@@ -85,11 +86,11 @@ def _topologies(task: Task, mesh: Mesh, sites: int) -> tuple[Literal["flat", "hi
 
 
 def in_fewest_parts(task: Task, stage: Stage) -> Replica:
-    """The stage as a replica whose microbatches are as large as every device's memory lets them be.
+    """The stage as a replica whose microbatches are as large as every device's memory and its operators let them be.
 
     Memory is linear in a microbatch's rows but for the logits' cap, so the count follows by bisection.
     """
-    most = max(stage.rows)
+    counts = part_counts(stage)
 
     def replica(parts: int) -> Replica:
         return task.replica([stage], parts, (1,))
@@ -104,11 +105,17 @@ def in_fewest_parts(task: Task, stage: Stage) -> Replica:
             seen.add(key)
         return True
 
-    low, high = 1, most
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle + 1, high)
-    return replica(low)
+    return replica(counts[bisect.bisect_left(counts, True, hi=len(counts) - 1, key=fits)])
+
+
+def part_counts(stage: Stage) -> Sequence[int]:
+    """Numbers of microbatches that a stage's rows may come in: any, or, where operators divide them, those that leave
+    each microbatch as many as its tensor axis divides."""
+    ways = row_quantum(stage.mesh, stage.splits)
+    if ways == 1:
+        return range(1, max(stage.rows) + 1)
+    portions = math.gcd(*stage.rows) // ways
+    return [count for count in range(1, portions + 1) if portions % count == 0]
 
 
 def over_batch(task: Task, technique: str, zero: Zero, *, axes: str = "data") -> Plan | Problem:

@@ -189,11 +189,13 @@ class Tables:
         return seconds, cycle, *worst
 
 
-def cheapest_splits(task: Task, group: Sequence[int], rows: Sequence[int], concurrent: int) -> dict[str, str]:
-    """Strategies of all operators over a tensor axis, memory aside. Rows count by their power of two: which division is
-    best hardly depends on them."""
+def cheapest_splits(
+    task: Task, group: Sequence[int], rows: Sequence[int], concurrent: int, *, by_rows: bool = True
+) -> dict[str, str]:
+    """Strategies of all operators over a tensor axis, memory aside; rows are divided only if all are even, and never
+    without `by_rows`. Rows count by their power of two: which division is best hardly depends on them."""
     ways, typical = len(group), 2 ** round(math.log2(max(rows)))
-    even = all(row % ways == 0 for row in rows)
+    even = by_rows and all(row % ways == 0 for row in rows)
     key = ("splits", task.likeness(group), typical, even)
     if key not in task.memo:
         rounded = max(ways, typical - typical % ways) if even else max(1, typical - (typical % ways == 0))

@@ -1,0 +1,76 @@
+"""Operators that divide rows over a tensor axis: its ranks have as many of every microbatch, in all plans."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from farspan.domain.codec import load, to_json
+from farspan.domain.plan import Plan, Replica, Stage
+from farspan.domain.problems import Refusal
+from farspan.techniques._search.single import part_counts
+from tests.runtime.planned import planned
+from tests.runtime.plans import HAND_PICKED, MEGATRON, ROWS, replica, stage
+
+#: Clusters of all sorts, and those where memory holds few of the rows that the cheapest operators would divide.
+SEEDS = (*range(8), 31, 75, 89, 97, 118)
+
+
+def even(one: Replica, index: int) -> bool:
+    """Whether every microbatch of a stage divides evenly over its tensor axis."""
+    ways, coordinates = one.stages[index].mesh.size("tensor"), range(len(one.stages[index].rows))
+    return all(one.part(index, c, i) % ways == 0 for c in coordinates for i in range(one.microbatches))
+
+
+def by_rows(plan: Plan) -> list[tuple[Replica, int]]:
+    """The stages that divide rows."""
+    found = [(one, index) for one in plan.replicas for index in range(len(one.stages))]
+    return [(one, index) for one, index in found if "b" in one.stages[index].splits.values()]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_techniques_emit_divides_every_microbatch_evenly(seed: int):
+    assert all(even(*stage) for plan in planned(seed) for stage in by_rows(plan))
+
+
+@pytest.mark.parametrize("seed", [31, 118])
+def test_some_of_it_does_so_in_several_microbatches(seed: int):
+    assert any(one.microbatches > 1 for plan in planned(seed) for one, _ in by_rows(plan))
+
+
+def divided(rows: tuple[int, ...], ways: int, splits: dict[str, str]) -> Stage:
+    coordinates = len(rows)
+    return stage(
+        (0, 4), range(coordinates * ways), rows, axes=("data", "tensor"), shape=(coordinates, ways), splits=splits
+    )
+
+
+@pytest.mark.parametrize("ways", [2, 3, 4])
+def test_only_numbers_of_microbatches_that_divide_evenly_are_searched_and_let_through(ways: int):
+    for rows in itertools.product(range(ways, 17, ways), repeat=2):
+        fitting, searched = list[int](), part_counts(divided(rows, ways, ROWS))
+        for count in range(1, 20):
+            if even(replica(divided(rows, ways, MEGATRON), microbatches=count), 0):
+                fitting.append(replica(divided(rows, ways, ROWS), microbatches=count).microbatches)
+            else:
+                with pytest.raises(ValueError, match=f"over a tensor axis of {ways} need a multiple of {count * ways}"):
+                    replica(divided(rows, ways, ROWS), microbatches=count)
+        assert fitting == list(searched)
+
+
+def test_without_splits_of_rows_any_number_of_microbatches_may_be():
+    whole = divided((5, 3), 2, MEGATRON)
+    assert list(part_counts(whole)) == [1, 2, 3, 4, 5]
+    assert replica(whole, microbatches=5).part(0, 1, 0) == 0
+
+
+def test_a_plan_file_whose_microbatches_do_not_divide_evenly_is_refused(tmp_path: Path):
+    uneven = to_json(HAND_PICKED["rows"]).replace(b'"microbatches": 2', b'"microbatches": 8')
+    (tmp_path / "plan.json").write_bytes(uneven)
+    with pytest.raises(Refusal) as refused:
+        load(tmp_path / "plan.json", Plan)
+    problem = refused.value.problem
+    assert problem.code == "out-of-range" and "replicas" in problem.what and problem.remedy
+    assert problem.fact.startswith("8 rows in 8 microbatches") and problem.fact.endswith("need a multiple of 16")
