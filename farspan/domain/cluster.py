@@ -37,6 +37,8 @@ class UnitTime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     seq_len: int
     forward_s: float
     backward_s: float
+    #: Devices of the host that did the same at the same time.
+    together: int = 1
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib import resources
 
 import msgspec
@@ -37,6 +38,11 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     #: Bytes that a collective, and a send, has under way at most; None is the streams' windows.
     collective_bytes: float | None = None
     send_bytes: float | None = None
+    #: Collectives that are under way at once.
+    collectives: int = 1
+    #: A step of a ring begins when the receiver has answered: a round trip of the longest wire. Else parts travel on
+    #: as they come.
+    ring_answered: bool = False
     #: Bytes a second that software moves between hosts at most.
     host_rate: float | None = None
     #: Bytes a second between devices of one host.
@@ -87,6 +93,12 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     interval: tuple[float, float]
     network_interval: tuple[float, float]
     fitted: dict[str, str] = {}
+    #: What of this is otherwise where every device is a CPU.
+    cpu: dict[str, float | bool] = {}
+
+    def on(self, backends: Iterable[str]) -> Engine:
+        """The engine as it is on devices of these backends."""
+        return msgspec.structs.replace(self, cpu={}, **self.cpu) if set(backends) == {"cpu"} else self
 
 
 def engine(name: str) -> Engine:

@@ -53,7 +53,7 @@ class Network:
     """The wires between the devices of a plan, under an engine."""
 
     def __init__(self, cluster: Cluster, devices: Sequence[PlannedDevice], engine: Engine) -> None:
-        self.cluster, self.engine = cluster, engine
+        self.cluster, self.engine = cluster, engine.on(device.backend for device in devices)
         self.hosts = [device.host for device in devices]
         self._local = {host.name: host.local_rate or engine.local_rate for host in cluster.hosts}
         by_name = {host.name: host for host in cluster.hosts}
@@ -124,9 +124,11 @@ class Network:
 
     # -- collectives over a group of ranks, `size` bytes being the whole tensor --------------------------------------
 
-    def all_gather_s(self, group: Sequence[int], size: float, *, messages: float = 1, concurrent: int = 1) -> float:
-        """A ring: n - 1 steps of a part each."""
-        return self._ring_s(group, size, len(group) - 1, messages, concurrent)
+    def all_gather_s(
+        self, group: Sequence[int], size: float, *, messages: float = 1, concurrent: int = 1, at_once: int | None = None
+    ) -> float:
+        """A ring: n - 1 steps of a part each. No more than `at_once` messages are under way, where that is said."""
+        return self._ring_s(group, size, len(group) - 1, messages, concurrent, at_once)
 
     def reduce_scatter_s(self, group: Sequence[int], size: float, *, messages: float = 1, concurrent: int = 1) -> float:
         """A ring like an all-gather's; or every part straight to its owner, where the engine sends so."""
@@ -144,7 +146,7 @@ class Network:
         trip = busy = 0.0
         pairs = Counter((self.hosts[a], self.hosts[b]) for a in group for b in group if a != b)
         for (a, b), count in pairs.items():
-            wire = self.between(a, b, True, self.engine.streams)
+            wire = self.between(a, b, False, self.engine.streams)
             rate = wire.rate if wire.local else min(wire.line / (count * concurrent), wire.rate * connections)
             # A message waits until its receiver has said that it is ready for it.
             trip = max(trip, 2 * wire.delay_s + (0.0 if wire.local else messages * self.engine.message_s))
@@ -168,13 +170,40 @@ class Network:
         """Every rank sends 1/n of its part, `size` / n, to each other rank."""
         return self._ring_s(group, size / max(1, len(group)), len(group) - 1, messages, concurrent)
 
-    def _ring_s(self, group: Sequence[int], size: float, steps: int, messages: float, concurrent: int) -> float:
+    def _ring_s(
+        self,
+        group: Sequence[int],
+        size: float,
+        steps: int,
+        messages: float,
+        concurrent: int,
+        at_once: int | None = None,
+    ) -> float:
         n = len(group)
         if n < 2:
             return 0.0
-        latency, slowest = self._ring(tuple(self.hosts[rank] for rank in group), steps, concurrent)
+        hosts = tuple(self.hosts[rank] for rank in group)
+        if self.engine.ring_answered:
+            return self._answered_s(hosts, size / n, steps, messages, concurrent, at_once or self.engine.collectives)
+        latency, slowest = self._ring(hosts, steps, concurrent)
         # Streams are channels that each work through messages of their own, one after another.
         return math.ceil(messages / self.engine.streams) * latency + steps * size / n * slowest
+
+    def _answered_s(
+        self, hosts: tuple[str, ...], part: float, steps: int, messages: float, concurrent: int, at_once: float
+    ) -> float:
+        """A ring whose every step waits for an answer, of messages that are `part` bytes a step together. A step takes
+        a round trip, or as many as its bytes take where only some may be under way."""
+        pairs = zip(hosts, hosts[1:] + hosts[:1], strict=True)
+        wires = [self.between(a, b, True, self.engine.streams) for a, b in pairs]
+        crossing = Counter(wire.sites for wire in wires if wire.sites[0] != wire.sites[1])
+        at_once = max(1.0, min(at_once, messages))
+        each, slowest = part / max(1.0, messages), 0.0
+        for wire in wires:
+            line = wire.line / (1 if wire.local else concurrent * max(1, crossing[wire.sites]))
+            trip = 2 * wire.delay_s + (0.0 if wire.local else self.engine.message_s)
+            slowest = max(slowest, trip + each / line, each / wire.rate, at_once * each / line)
+        return max(1.0, messages) / at_once * steps * slowest
 
     def _ring(self, hosts: tuple[str, ...], steps: int, concurrent: int) -> tuple[float, float]:
         """Latency of the longest way that a part goes in so many steps, and seconds a byte on the slowest wire."""

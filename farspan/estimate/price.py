@@ -91,7 +91,7 @@ def step(replica: Replica, costs: Costs) -> Step:
         for site, size in stage_time.sent.items():
             sent[site] = sent.get(site, 0.0) + size
     _add_edges(replica, costs, sent)
-    tie = _tie(replica, costs, times)
+    tie = _tie(replica, costs)
     seconds = _period(replica, costs, times, tie, simulated)
     busy = []
     summed = [end + time.exposed for end, time in zip(simulated.ends, times, strict=True)]
@@ -224,12 +224,11 @@ def _begins(simulated: Simulated, stages: int) -> list[float]:
 
 class Tie(NamedTuple):
     """What a tied table costs the first and the last stage: seconds that both wait after their sums; or seconds of the
-    head's gradient on its way to the table, which leaves `early` before the last stage ends, and of the gradient of the
-    step's own rows on its way back."""
+    head's gradient on its way to the table, which leaves when the last stage ends, and of the gradient of the step's
+    own rows on its way back."""
 
     both: float = 0.0
     across: float = 0.0
-    early: float = 0.0
     back: float = 0.0
 
     def waits(self, summed: list[float], ends: list[float]) -> list[float]:
@@ -237,11 +236,11 @@ class Tie(NamedTuple):
         found = [0.0] * len(ends)
         found[0] = found[-1] = self.both
         if self.across:
-            found[0] = max(0.0, ends[-1] - self.early + self.across - summed[0])
+            found[0] = max(0.0, ends[-1] + self.across - summed[0])
         return found
 
 
-def _tie(replica: Replica, costs: Costs, times: list[StageTime]) -> Tie:
+def _tie(replica: Replica, costs: Costs) -> Tie:
     """The exchange of a tied table's gradient between a pipeline's ends."""
     if not costs.graph.tied or len(replica.stages) == 1:
         return Tie()
@@ -255,11 +254,9 @@ def _tie(replica: Replica, costs: Costs, times: list[StageTime]) -> Tie:
     across = costs.network.send_s(wire, size) + wire.delay_s
     if not costs.engine.receives_ahead:
         return Tie(both=2 * across)
-    rows = max(replica.micro_rows(len(times) - 1, c) for c in range(len(last.rows)))
-    head = costs.unit_s(last.mesh.ranks[-1], costs.graph.head, rows, last.splits, last.mesh.size("tensor"))[1]
     touched = min(1.0, replica.batch * costs.train.seq_len / costs.graph.sizes["v"])
     back = costs.network.send_s(wire, touched * size) + wire.delay_s
-    return Tie(across=across, early=max(0.0, times[-1].passes.backward - head), back=back)
+    return Tie(across=across, back=back)
 
 
 def _outer(plan: Plan, costs: Costs, slowest: Step) -> tuple[float, dict[str, float]]:

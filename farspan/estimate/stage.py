@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -53,23 +54,25 @@ class Costs:
     """Seconds and bytes of stages of one model on one network; results are kept, as searches ask again and again."""
 
     def __init__(self, graph: OpGraph, train: TrainSpec, engine: Engine, network: Network) -> None:
-        self.graph, self.train, self.engine, self.network = graph, train, engine, network
+        self.graph, self.train, self.engine, self.network = graph, train, network.engine, network
         self.width = BYTES[train.precision]
         crowd = _crowding(network)
         self.signature = [(device, crowd[host]) for device, host in zip(network.devices, network.hosts, strict=True)]
         #: Ranks whose devices are alike have the same number.
-        known: dict[tuple[bytes, float], int] = {}
-        keys = {id(device): _figures(device) for device in network.devices}
-        self.figures = [(keys[id(device)], crowd) for device, crowd in self.signature]
+        known: dict[tuple[bytes, float, int], int] = {}
+        keys, together = {id(device): _figures(device) for device in network.devices}, Counter(network.hosts)
+        self.figures = [
+            (keys[id(device)], crowd, together[host] if device.units else 1)
+            for (device, crowd), host in zip(self.signature, network.hosts, strict=True)
+        ]
         self.alike = [known.setdefault(figures, len(known)) for figures in self.figures]
         self.rates = {
             kind: Rates(self.signature[rank][0], train.precision, engine, self.signature[rank][1])
             for rank, kind in reversed(list(enumerate(self.alike)))
         }
-        self._backends = {kind: self.signature[rank][0].backend for rank, kind in enumerate(self.alike)}
-        self._timed = TimedUnits(
-            graph, train, {kind: self.signature[rank][0] for rank, kind in enumerate(self.alike)}, self._alone
-        )
+        self._devices = {kind: self.signature[rank][0] for rank, kind in enumerate(self.alike)}
+        crowds = {kind: (self.figures[rank][2], self.signature[rank][1]) for rank, kind in enumerate(self.alike)}
+        self._timed = TimedUnits(graph, train, self._devices, crowds, self._unpaced)
         self._units: dict[tuple[object, ...], tuple[float, float]] = {}
         self._sizes: dict[tuple[object, ...], float] = {}
         self._waits: dict[tuple[object, ...], tuple[float, float]] = {}
@@ -93,14 +96,14 @@ class Costs:
         factors = self._timed.factors(kind, op, rows)
         return forward * factors[0], backward * factors[1]
 
-    def _alone(self, kind: int, op: Operator, rows: int) -> tuple[float, float]:
-        """Seconds of one whole operator on a device that nobody else uses."""
+    def _unpaced(self, kind: int, op: Operator, rows: int) -> tuple[float, float]:
+        """Seconds of one whole operator on a device, by the roofline alone."""
         forward, backward = self._roofline(kind, op, rows, "", 1)
-        return forward / self.rates[kind].slowdown, backward / self.rates[kind].slowdown
+        return forward / self._devices[kind].pace, backward / self._devices[kind].pace
 
     def _roofline(self, kind: int, op: Operator, rows: int, split: str, ways: int) -> tuple[float, float]:
         shares = [weight_share(op, weight.dims, split, ways) for weight in op.weights]
-        flash = not keeps_scores(self.train, self._backends[kind])
+        flash = not keeps_scores(self.train, self._devices[kind].backend)
         forward, backward = work(
             self.graph, op, rows, self.train.seq_len, self.width, work_share(split, ways),
             min(shares, default=1.0), flash,
@@ -280,9 +283,15 @@ class Costs:
             if not self.engine.scatters:
                 summed = network.all_reduce_s
             apart = messages if self.engine.gathers_combined else tensors
+            # Where the parameters are divided one unit is gathered while the one before it computes.
+            at_once = None
+            if stage.zero == 3 and self.engine.gathers_combined:
+                apart, at_once = stage.units[1] - stage.units[0], 1
             scattered = size * 32 / bits if self.engine.direct else size
             reduce = max(summed(g, scattered, messages=messages, concurrent=ways) for g in groups)
-            gather = max(network.all_gather_s(g, gathered, messages=apart, concurrent=ways) for g in groups)
+            gather = max(
+                network.all_gather_s(g, gathered, messages=apart, concurrent=ways, at_once=at_once) for g in groups
+            )
             part, together = size / max(1, mesh.size("data")), len(mesh.groups("site"))
             met = network.direct_s if self.engine.direct else network.all_reduce_s
             rest = max(met(g, part, messages=messages, concurrent=together) for g in mesh.groups("site"))

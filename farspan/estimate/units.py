@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
+
 from farspan.domain.cluster import Device, UnitTime
 from farspan.domain.graph import Operator, OpGraph
 from farspan.domain.train import TrainSpec
@@ -14,11 +16,13 @@ from farspan.domain.train import TrainSpec
 class TimedUnits:
     """What kinds of devices took for the units of one model, at one precision and length of sequences.
 
-    `predicted` gives seconds of the forward and the backward pass of an operator on a kind of device, for so many rows.
+    `predicted` gives seconds of the forward and the backward pass of an operator on a kind of device, for so many rows,
+    at its share of the host that `crowds` says: how many devices there are at work, and how much slower that makes one
+    by the number of threads.
     """
 
     def __init__(
-        self, graph: OpGraph, train: TrainSpec, devices: Mapping[int, Device],
+        self, graph: OpGraph, train: TrainSpec, devices: Mapping[int, Device], crowds: Mapping[int, tuple[int, float]],
         predicted: Callable[[int, Operator, int], tuple[float, float]],
     ) -> None:  # fmt: skip
         self._predicted = predicted
@@ -27,9 +31,12 @@ class TimedUnits:
         self._times: dict[tuple[int, str], list[UnitTime]] = {}
         model = graph.units_hash if any(device.units for device in devices.values()) else ""
         for kind, device in devices.items():
-            for one in device.units:
-                if (one.model, one.dtype, one.seq_len) == (model, train.precision, train.seq_len):
-                    self._times.setdefault((kind, one.unit), []).append(one)
+            fitting = [one for one in device.units
+                       if (one.model, one.dtype, one.seq_len) == (model, train.precision, train.seq_len)]  # fmt: skip
+            count, crowd = crowds[kind]
+            crowded = [one for one in fitting if one.together == count]
+            for one in crowded or [_slowed(one, crowd) for one in fitting if one.together == 1]:
+                self._times.setdefault((kind, one.unit), []).append(one)
         self._found: dict[tuple[int, str, int], tuple[float, float]] = {}
 
     def factors(self, kind: int, op: Operator, rows: int) -> tuple[float, float]:
@@ -45,6 +52,10 @@ class TimedUnits:
             timed = unit_seconds(times, rows)
             self._found[key] = timed[0] / sum(forward), timed[1] / sum(backward)
         return self._found[key]
+
+
+def _slowed(one: UnitTime, times: float) -> UnitTime:
+    return msgspec.structs.replace(one, forward_s=one.forward_s * times, backward_s=one.backward_s * times)
 
 
 def unit_seconds(times: Sequence[UnitTime], rows: int) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from farspan.domain.cluster import Cluster, DType, Host, Link
+from farspan.domain.cluster import Cluster, Device, DType, Host, Link
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import PlannedDevice
 from farspan.domain.problems import Refusal
@@ -30,7 +30,7 @@ ALLREDUCE_BYTES = (8, 4_000_000, 64_000_000)
 #: Bytes of the all-reduce over the devices of one host.
 INSIDE_BYTES = 16_000_000
 #: Sequences that a model's units are timed over.
-SEQUENCES = (1, 2, 4, 8, 16)
+SEQUENCES = (1, 2, 4, 8)
 #: Rows of the matrix products: a CPU is busy with a few hundred, a GPU with a few thousand.
 ROWS = {"cpu": 512, "mps": 2048, "cuda": 8192}
 #: Sequences whose activations are sent at once, and bytes of one of their numbers: a microbatch of a pipeline in bf16.
@@ -88,17 +88,38 @@ class _Units(NamedTuple):
 
 def _host(host: Host, probes: Sequence[Probe], units: _Units, say: Callable[[str], None]) -> Host:
     """A host's devices one after another: those that share cores must not disturb each other. Then all together."""
-    done = []
+    done = list[Device]()
+    bare = [msgspec.structs.replace(device, enter=None) for device in host.devices]
     for index, (device, probe) in enumerate(zip(host.devices, probes, strict=True)):
         say(f"device {index} of {host.name}: {device.kind}")
         planned, dtypes = _planned(host, index), units.dtypes or device.dtypes
         found = probe.rates(planned, shapes(units.model, ROWS[device.backend]), dtypes)
-        times = probe.units(planned, units.model, units.seq_len, SEQUENCES, dtypes)
+        # Those that are alike need not all be timed alone.
+        times = next((one.units for other, one in zip(bare, done, strict=False) if other == bare[index]), ())
+        times = times or probe.units(planned, units.model, units.seq_len, SEQUENCES, dtypes)
         done.append(msgspec.structs.replace(
             device, rates=found.rates, units=times, bandwidth=found.bandwidth, memory=min(device.memory, found.memory),
             origin="measured",
         ))  # fmt: skip
+    if len(done) > 1:
+        say(f"all devices of {host.name} together")
+        done = _crowded(host, done, probes, units)
     return msgspec.structs.replace(host, devices=tuple(done), local_rate=_local_rate(host, probes))
+
+
+def _crowded(host: Host, devices: Sequence[Device], probes: Sequence[Probe], units: _Units) -> list[Device]:
+    """The devices with the times of units while all of them compute."""
+
+    def ask(index: int) -> Device:
+        device = devices[index]
+        times = probes[index].units(
+            _planned(host, index), units.model, units.seq_len, SEQUENCES, units.dtypes or device.dtypes
+        )
+        crowd = (msgspec.structs.replace(one, together=len(devices)) for one in times)
+        return msgspec.structs.replace(device, units=(*device.units, *crowd))
+
+    with ThreadPoolExecutor(len(devices)) as pool:
+        return list(pool.map(ask, range(len(devices))))
 
 
 def _local_rate(host: Host, probes: Sequence[Probe]) -> float | None:

@@ -16,8 +16,8 @@ from farspan.runtime.executor import settling
 from farspan.runtime.model import Decoder, initialise
 from farspan.runtime.state import TrainState
 
-#: Seconds that each figure is taken over, and how often at least.
-TIMED_S, LEAST = 0.3, 3
+#: Seconds that each figure is taken over, and how often at least; passes before those, while memory is first touched.
+TIMED_S, LEAST, WARMUP = 0.6, 8, 3
 #: A pass that takes longer is not repeated with more rows: time is then in proportion to them.
 LONG_S = 1.0
 #: Blocks that are timed together, so that no cache holds the one that comes next.
@@ -63,13 +63,13 @@ def _passes(
 
     times = list[tuple[float, float]]()
     began = time.perf_counter()
-    while len(times) <= LEAST or (time.perf_counter() - began < TIMED_S):
+    while len(times) < WARMUP + LEAST or time.perf_counter() - began < TIMED_S:
         y, forward_s = _timed(forward, settle)
         gradient = torch.ones_like(y)
         _, backward_s = _timed(lambda y=y, gradient=gradient: y.backward(gradient), settle)  # type: ignore[misc]
         times.append((forward_s, backward_s))
     state.clear()
-    return tuple(statistics.median(kind) for kind in zip(*times[1:], strict=True))  # type: ignore[return-value]
+    return tuple(statistics.median(kind) for kind in zip(*times[WARMUP:], strict=True))  # type: ignore[return-value]
 
 
 def _timed(work: Callable[[], Tensor], settle: Callable[[], None]) -> tuple[Tensor, float]:

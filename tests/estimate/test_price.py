@@ -112,8 +112,9 @@ def test_zero_levels_exchange_when_and_what_they_must():
     assert times(2, 1) == ((0, 0, scatter + gather), 2 * half)
     # Gradients of each microbatch are scattered at once; weights are gathered after the update.
     assert times(2, 2) == ((0, scatter, gather), 3 * half)
-    # Full sharding gathers before both passes of each microbatch.
-    assert times(3, 2) == ((gather, gather + scatter, 0), 6 * half)
+    # Full sharding gathers before both passes of each microbatch, unit by unit.
+    units = gather + (using.graph.units - 1) * HOP
+    assert times(3, 2) == ((units, units + scatter, 0), 6 * half)
 
 
 def test_hybrid_sharding_sums_parts_between_sites():
@@ -124,7 +125,7 @@ def test_hybrid_sharding_sums_parts_between_sites():
     # Two rings share the line, each with half of the gradients.
     assert found.exposed == pytest.approx(2 * HOP + gradients / 1e6)
     assert found.sent == pytest.approx({"A": gradients, "B": gradients})
-    inside = using.network.all_gather_s((0, 1), gradients)
+    inside = using.network.all_gather_s((0, 1), gradients, messages=using.graph.units)
     assert found.passes.forward_wait == pytest.approx(inside)
 
 
@@ -191,13 +192,13 @@ def test_tied_tables_meet_while_other_stages_work():
     # The head's part is on its way beside the activations' gradient, which takes longer; so are the rows sent back.
     assert table < 4 * 8 * 16 * 64 / 1e6 + 1e-3 + 0.05
     assert seconds() == seconds(tied=False)
-    # Where little else is sent, the first stage waits for the table, which left when the head's backward pass was done.
+    # Where little else is sent, the first stage waits for the table, which left when the last stage's passes were done.
     thin = pipeline([stage(mesh(0), (1,), (0, 3)), stage(mesh(1), (1,), (3, 6))], 1, (1, 1))
     using = costs(there, plain())
     first, last = (using.passes(one, [1]) for one in thin.stages)
-    head, update = using.unit_s(1, using.graph.head, 1, {}, 1)[1], using.time(thin.stages[0], [1], 1).update
+    update = using.time(thin.stages[0], [1], 1).update
     down = 4 * 16 * 64 / 1e6 + 1e-3 + 0.05
-    assert seconds(thin) == pytest.approx(first.forward + down + last.forward + head + table + update)
+    assert seconds(thin) == pytest.approx(first.forward + down + last.forward + last.backward + table + update)
     assert step(thin, using).sent["A"] == step(thin, using).sent["B"] == 4 * 16 * 64 + 4 * 96 * 64
     # Without receives posted ahead both ends wait for it there and back; as a collective, for its sum.
     late = seconds(receives_ahead=False) - seconds(receives_ahead=False, tied=False)
