@@ -265,9 +265,10 @@ def _outer(plan: Plan, costs: Costs, slowest: Step) -> tuple[float, dict[str, fl
         return 0.0, {}
     leaders = [replica.stages[0].mesh.ranks[0] for replica in plan.replicas]
     size = costs.graph.parameters() * plan.sync.bits / 8
-    took = costs.network.all_reduce_s(leaders, size)
+    straight = costs.engine.direct
+    took = (costs.network.direct_s if straight else costs.network.all_reduce_s)(leaders, size)
     hidden = plan.sync.every * slowest.seconds if plan.sync.overlap else 0.0
-    each = 2 * size * (len(leaders) - 1) / len(leaders) / plan.sync.every
+    each = (1.0 if straight else 2 / len(leaders)) * size * (len(leaders) - 1) / plan.sync.every
     sent = {site: hops * each for site, hops in leaving(costs.network, leaders).items()}
     return max(0.0, took - hidden) / plan.sync.every, sent
 

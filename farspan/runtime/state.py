@@ -211,23 +211,23 @@ class TrainState:
 
 def divide(names: Sequence[str], shapes: Sequence[torch.Size], division: Division) -> list[Bucket]:
     """Buckets of about `bucket_bytes` of fp32 gradient in the parameters' order; of a unit of the model each where the
-    parameters themselves are divided. What is summed differently lies apart."""
+    parameters themselves are divided. What is summed differently lies apart, in buckets that fill side by side."""
     members: list[list[int]] = []
-    last: object = None
+    filling: dict[tuple[object, ...], list[int]] = {}
     for i, (name, shape) in enumerate(zip(names, shapes, strict=True)):
-        unit = name.split(".")[:2] if name.startswith("blocks.") else name.split(".")[:1]
+        unit = tuple(name.split(".")[: 2 if name.startswith("blocks.") else 1])
         key = (
             name == division.tied,
             name in division.partial,
             name in division.sliced,
             unit if division.zero == 3 else None,
         )
-        size = 4 * (sum(shapes[j].numel() for j in members[-1]) + shape.numel()) if members else 0
+        size = 4 * (sum(shapes[j].numel() for j in filling.get(key, ())) + shape.numel())
         full = division.bucket_bytes is None or (division.zero != 3 and size > division.bucket_bytes)
-        if not members or key != last or full:
-            members.append([])
-        members[-1].append(i)
-        last = key
+        if key not in filling or full:
+            filling[key] = []
+            members.append(filling[key])
+        filling[key].append(i)
     return [_bucket(group, names, shapes, division) for group in members]
 
 
