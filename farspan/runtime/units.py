@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,11 +14,13 @@ from farspan import models
 from farspan.domain.cluster import DType, UnitTime
 from farspan.domain.model import ModelSpec
 from farspan.runtime.executor import settling
-from farspan.runtime.model import Decoder, initialise
+from farspan.runtime.model import Decoder
 from farspan.runtime.state import TrainState
 
 #: Seconds that each figure is taken over, and how often at least; passes before those, while memory is first touched.
 TIMED_S, LEAST, WARMUP = 0.6, 8, 3
+#: Slow devices make no more than one pass after so many seconds.
+MOST_S = 5.0
 #: A pass that takes longer is not repeated with more rows: time is then in proportion to them.
 LONG_S = 1.0
 #: Blocks that are timed together, so that no cache holds the one that comes next.
@@ -27,53 +30,64 @@ BLOCKS = 4
 def unit_times(
     device: torch.device, spec: ModelSpec, seq_len: int, rows: Sequence[int], dtypes: Sequence[DType]
 ) -> tuple[UnitTime, ...]:
-    """Forward and backward seconds of every unit over so many sequences, by dtype."""
+    """Forward and backward seconds of every unit over so many sequences, by dtype; without those that do not fit."""
     blocks = min(BLOCKS, spec.layers)
     units = {"embedding": (0, 1), "block": (1, 1 + blocks), "head": (spec.layers + 1, spec.layers + 2)}
-    model, found = models.graph(spec).units_hash, list[UnitTime]()
-    for dtype in dtypes:
-        for name, which in units.items():
-            for count in sorted(rows):
-                forward, backward = _passes(device, spec, which, dtype, count, seq_len)
-                share = blocks if name == "block" else 1
-                found.append(UnitTime(
-                    model=model, unit=name, dtype=dtype, rows=count, seq_len=seq_len,  # type: ignore[arg-type]
-                    forward_s=forward / share, backward_s=backward / share,
-                ))  # fmt: skip
-                if forward + backward > LONG_S:
-                    break
+    hash_, found = models.graph(spec).units_hash, list[UnitTime]()
+    for dtype, (name, which) in itertools.product(dtypes, units.items()):
+        passes, share = _Passes(device, spec, which, dtype, seq_len), blocks if name == "block" else 1
+        for count in sorted(rows):
+            try:
+                forward, backward = passes.time(count)
+            except torch.OutOfMemoryError:
+                break
+            found.append(UnitTime(
+                model=hash_, unit=name, dtype=dtype, rows=count, seq_len=seq_len,  # type: ignore[arg-type]
+                forward_s=forward / share, backward_s=backward / share,
+            ))  # fmt: skip
+            if forward + backward > LONG_S:
+                break
     return tuple(found)
 
 
-def _passes(
-    device: torch.device, spec: ModelSpec, units: tuple[int, int], dtype: DType, rows: int, seq_len: int
-) -> tuple[float, float]:
-    """Median seconds of a forward and of a backward pass of a stage with these units."""
-    model = Decoder(spec, units=units)
-    initialise(model, 0)
-    model.to(device)
-    state, settle = TrainState(model, dtype), settling(device)
-    tokens = torch.randint(spec.vocab_size, (rows, seq_len), device=device)
-    stream = torch.randn(rows, seq_len, spec.d_model, device=device, dtype=next(model.parameters()).dtype)
-    last = units[1] == spec.layers + 2
+class _Passes:
+    """A stage of some units of a model, with small random weights."""
 
-    def forward() -> Tensor:
-        y = model.advance(tokens if units[0] == 0 else stream.detach().requires_grad_())
-        return model.finish(y, tokens) if last else y
+    def __init__(
+        self, device: torch.device, spec: ModelSpec, units: tuple[int, int], dtype: DType, seq_len: int
+    ) -> None:
+        self._device, self._spec, self._seq_len = device, spec, seq_len
+        self._first, self._last = units[0] == 0, units[1] == spec.layers + 2
+        self._model = Decoder(spec, units=units)
+        for parameter in self._model.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+        self._model.to(device)
+        self._state, self._settle = TrainState(self._model, dtype), settling(device)
 
-    times = list[tuple[float, float]]()
-    began = time.perf_counter()
-    while len(times) < WARMUP + LEAST or time.perf_counter() - began < TIMED_S:
-        y, forward_s = _timed(forward, settle)
-        gradient = torch.ones_like(y)
-        _, backward_s = _timed(lambda y=y, gradient=gradient: y.backward(gradient), settle)  # type: ignore[misc]
-        times.append((forward_s, backward_s))
-    state.clear()
-    return tuple(statistics.median(kind) for kind in zip(*times[WARMUP:], strict=True))  # type: ignore[return-value]
+    def time(self, rows: int) -> tuple[float, float]:
+        """Median seconds of a forward and of a backward pass."""
+        shape = rows, self._seq_len
+        tokens = torch.randint(self._spec.vocab_size, shape, device=self._device)
+        working = next(self._model.parameters()).dtype
+        stream = torch.randn(*shape, self._spec.d_model, device=self._device, dtype=working)
+        times = list[tuple[float, float]]()
+        began = time.perf_counter()
+        while (spent := time.perf_counter() - began) < TIMED_S or len(times) < WARMUP + LEAST:
+            if spent > MOST_S and len(times) > 1:
+                break
+            x = tokens if self._first else stream.detach().requires_grad_()
+            times.append(self._pass(x, tokens))
+        self._state.clear()
+        kept = times[min(WARMUP, len(times) - 1) :]
+        return statistics.median(one[0] for one in kept), statistics.median(one[1] for one in kept)
 
-
-def _timed(work: Callable[[], Tensor], settle: Callable[[], None]) -> tuple[Tensor, float]:
-    began = time.perf_counter()
-    found = work()
-    settle()
-    return found, time.perf_counter() - began
+    def _pass(self, x: Tensor, targets: Tensor) -> tuple[float, float]:
+        began = time.perf_counter()
+        y = self._model.advance(x)
+        if self._last:
+            y = self._model.finish(y, targets)
+        self._settle()
+        between = time.perf_counter()
+        y.backward(torch.ones_like(y))
+        self._settle()
+        return between - began, time.perf_counter() - between

@@ -1,0 +1,57 @@
+"""Times of units that were measured go before the roofline: alone, in a crowd, between counts of rows, and divided."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from farspan import models
+from farspan.domain.cluster import UnitTime
+from tests.estimate.parts import TIED, cluster, costs, device, plain
+
+SEQ_LEN = 16
+
+
+def timed(rows: int, forward_s: float, backward_s: float, together: int = 1) -> UnitTime:
+    return UnitTime(
+        model=models.graph(TIED).units_hash, unit="block", dtype="fp32", rows=rows, seq_len=SEQ_LEN,
+        forward_s=forward_s, backward_s=backward_s, together=together,
+    )  # fmt: skip
+
+
+def block_s(*times: UnitTime, rows: int, splits: dict[str, str] | None = None, ways: int = 1, **changes: object):
+    one = device(units=times, **changes)
+    using = costs(cluster([[one, one]]), plain(), seq_len=SEQ_LEN)
+    return using.unit_s(0, using.graph.block, rows, splits or {}, ways)
+
+
+def test_a_unit_takes_what_it_was_timed_at_and_lies_on_a_line_between():
+    times = timed(2, 0.1, 0.2), timed(4, 0.3, 0.6)
+    assert block_s(*times, rows=2) == pytest.approx((0.1, 0.2))
+    assert block_s(*times, rows=3) == pytest.approx((0.2, 0.4))
+    assert block_s(*times, rows=8) == pytest.approx((0.7, 1.4))
+    assert block_s(times[0], rows=8) == pytest.approx((0.4, 0.8))
+    assert block_s(*times, rows=2, pace=1.5) == pytest.approx((0.15, 0.3))
+
+
+def test_what_was_timed_otherwise_says_nothing():
+    usual = block_s(rows=2)
+    other = {"model": "another", "dtype": "bf16", "seq_len": 32, "unit": "head"}
+    for key, value in other.items():
+        one = msgspec.structs.replace(timed(2, 1.0, 1.0), **{key: value})
+        assert block_s(one, rows=2) == usual
+
+
+def test_neighbours_count_as_they_were_timed_together():
+    alone, together = timed(2, 0.1, 0.2), timed(2, 0.15, 0.5, together=2)
+    assert block_s(alone, together, rows=2) == pytest.approx((0.15, 0.5))
+    # Three were timed together, two are at work: threads and cores say what they get.
+    crowd = timed(2, 0.9, 0.9, together=3)
+    assert block_s(alone, crowd, rows=2) == pytest.approx((0.1, 0.2))
+
+
+def test_operators_and_their_parts_share_a_units_time_as_the_roofline_has_it():
+    splits = {"mlp.up": "f", "mlp.act": "f", "mlp.down": "f"}
+    usual, divided = block_s(rows=2), block_s(rows=2, splits=splits, ways=2)
+    found = block_s(timed(2, 0.1, 0.2), rows=2, splits=splits, ways=2)
+    assert found == pytest.approx((0.1 * divided[0] / usual[0], 0.2 * divided[1] / usual[1]))
