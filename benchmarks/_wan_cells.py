@@ -107,6 +107,7 @@ def stock(options: Sequence[str], work: Work, cluster: Cluster, warmup: int, ste
     }  # fmt: skip
     words = [sys.executable, str(CHILD), *options, *(f"--{name}={value}" for name, value in numbers.items())]
     words += [] if work.tied else ["--untied"]
+    words += ["--bf16"] if work.precision == "bf16" else []
     places = [(host, device) for host in cluster.hosts for device in range(len(host.devices))]
     processes: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:

@@ -20,6 +20,8 @@ from farspan.techniques import Task
 ENGINE = "farspan"
 #: Two sites of two workers.
 RANKS, SITES = (0, 1, 2, 3), ((0, 1), (2, 3))
+DATA: tuple[Axis, ...] = ("data",)
+TENSOR: tuple[Axis, ...] = ("data", "tensor")
 BUCKETS_MB, MICROBATCHES = (1, 5, 25, 100), (4, 8, 16)
 BUCKET_BYTES = 4 * 2**20
 #: Steps between meetings of DiLoCo's replicas: a mean over whole periods holds as many meetings as the run does.
@@ -52,6 +54,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     sequences: int
     tied: bool
     seed: int
+    #: Stock PyTorch has bf16 as autocast.
+    precision: Literal["fp32", "bf16"] = "fp32"
 
     @property
     def size(self) -> Size:
@@ -85,7 +89,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     def train(self, steps: int) -> TrainSpec:
         """Only steps: no validation or checkpoint before the end."""
         return TrainSpec(
-            steps=steps, batch=self.sequences, seq_len=self.seq_len, precision="fp32", seed=self.seed,
+            steps=steps, batch=self.sequences, seq_len=self.seq_len, precision=self.precision, seed=self.seed,
             schedule=Schedule(kind="constant"), validate_every=10**6, validate_tokens=self.seq_len,
             checkpoint_every_s=1e6, keep=1,
         )  # fmt: skip
@@ -105,21 +109,10 @@ def stock(work: Work) -> dict[str, list[str]]:
 
 def ours(work: Work) -> tuple[str, ...]:
     """Names of farspan's contestants, all of which `plan` can make."""
-    pipelines = (f"pipeshard-{count}" for count in work.microbatches)
-    names = (
-        "data",
-        "data-sites",
-        "data-sites-16",
-        "data-sites-8",
-        "zero1",
-        "zero2",
-        "fsdp",
-        "hsdp",
-        "shard",
-        *pipelines,
-        "diloco",
-        "planner",
-    )
+    pipelines = [f"pipeshard-{count}" for count in work.microbatches]
+    divided = [f"pipeshard-{count}-tensor" for count in MICROBATCHES if work.sequences % count == 0]
+    sums = ("data", "data-sites", "data-sites-16", "data-sites-8", "zero1", "zero2", "fsdp", "hsdp", "shard")
+    names = (*sums, *pipelines, *divided, "diloco", "planner")
     return tuple(f"farspan/{name}" for name in names)
 
 
@@ -148,16 +141,17 @@ def plan(name: str, work: Work, task: Task) -> Plan:
         replicas = [Replica(stages=(stage(task, site, batch // 2),)) for site in SITES]
         return planned(task, kind, replicas, Sync(every=EVERY))
     if kind == "pipeshard":
-        # A stage a site, data parallelism inside it. All microbatches of the first stage are in flight; the last one
-        # returns each at once.
-        cut, parts = 1 + work.cut, int(count)
+        # A stage a site; inside it data parallelism, or operators divided. All microbatches of the first stage are in
+        # flight; the last one returns each at once.
+        parts, axes = int(count.removesuffix("-tensor")), TENSOR if count.endswith("-tensor") else DATA
+        cut = 1 + work.cut
         units = ((0, cut), (cut, task.graph.units))
-        stages = [stage(task, site, batch, units=part) for site, part in zip(SITES, units, strict=True)]
+        stages = [stage(task, site, batch, axes, units=part) for site, part in zip(SITES, units, strict=True)]
         return planned(task, kind, [task.replica(stages, parts, (parts, 1))])
     if kind == "hsdp":
         made = stage(task, RANKS, batch, ("site", "data"), zero=3)
     elif kind == "shard":
-        made = stage(task, RANKS, batch, ("data", "tensor"))
+        made = stage(task, RANKS, batch, TENSOR)
     else:
         topology = "hierarchical" if count else "flat"
         made = stage(task, RANKS, batch, zero=zero.get(kind, 0), topology=topology, bits=bits.get(count, 32))
@@ -175,7 +169,7 @@ def picked(task: Task) -> Plan:
 
 
 def stage(
-    task: Task, ranks: tuple[int, ...], batch: int, axes: tuple[Axis, ...] = ("data",), *,
+    task: Task, ranks: tuple[int, ...], batch: int, axes: tuple[Axis, ...] = DATA, *,
     units: tuple[int, int] | None = None, zero: Zero = 0, topology: Literal["flat", "hierarchical"] = "flat",
     bits: Bits = 32,
 ) -> Stage:  # fmt: skip

@@ -131,7 +131,8 @@ def table(records: Sequence[Record], work: Work, names: Sequence[str]) -> str:
 def _title(work: Work) -> str:
     kind = "tied" if work.tied else "untied"
     return (
-        f"## {work.model}: {work.sequences} sequences of {work.seq_len} tokens a step, {kind} table, seed {work.seed}"
+        f"## {work.model}: {work.sequences} sequences of {work.seq_len} tokens a step, {kind} table, "
+        f"{work.precision}, seed {work.seed}"
     )
 
 

@@ -83,7 +83,11 @@ class Bench:
                 print(f"probing {rtt_ms:g} ms", flush=True)
                 status = cells.status(self.labs[rtt_ms])
                 found = measure(
-                    of_lab(status), self.work.spec, lambda text: None, seq_len=self.work.seq_len, dtypes=("fp32",)
+                    of_lab(status),
+                    self.work.spec,
+                    lambda text: None,
+                    seq_len=self.work.seq_len,
+                    dtypes=(self.work.precision,),
                 )
                 plain = msgspec.to_builtins(bare(found))
                 self.write(Probed(session=self.session, work=self.work, rtt_ms=rtt_ms, cluster=plain))
@@ -258,6 +262,7 @@ def arguments() -> argparse.Namespace:
         help="that a step's tokens are divided into; 32 allows 8 and 16 microbatches (default: 8)",
     )  # fmt: skip
     parser.add_argument("--untied", action="store_true", help="the head is a matrix of its own, for all")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="for all (default: fp32)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--deadline", type=float, metavar="S", help="of a run (default: 600)")
     parser.add_argument("--retry", action="store_true", help="run cells that failed again")
@@ -272,7 +277,9 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     given = arguments()
-    work = Work(model=given.model, sequences=given.sequences, tied=not given.untied, seed=given.seed)
+    work = Work(
+        model=given.model, sequences=given.sequences, tied=not given.untied, seed=given.seed, precision=given.precision
+    )
     if given.warmup < 1 or work.sequences % 4 or work.size.tokens % work.sequences:
         sys.exit("--warmup is 1 at least, --sequences a multiple of 4 that divides a step's tokens")
     names = chosen(work, given.only)

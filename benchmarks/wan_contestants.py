@@ -4,7 +4,8 @@
 
 The first half of the ranks is the first site. `ddp`, `fsdp2` and `hsdp` share a step's sequences between all ranks;
 `gpipe` and `1f1b` are torch.distributed.pipelining with a stage a site and data parallelism inside it, whose gradients
-are summed in one all-reduce at the end of a step. All clip by the global norm and update with fused AdamW, in fp32.
+are summed in one all-reduce at the end of a step. All clip by the global norm and update with fused AdamW, in fp32 or
+with bf16 autocast.
 
 A step is timed on every rank by itself, from its start to the start of the next, with no barrier. Each rank prints one
 line of JSON. The model has a tied table as GPT-2 has; a stock pipeline cannot tie its ends, so there the head is a
@@ -72,6 +73,7 @@ class GPT(nn.Module):
         self.positions = nn.Embedding(given.context, given.width)
         self.blocks = nn.ModuleList(Block(given.width) for _ in range(given.layers))
         self.norm, self.head = nn.LayerNorm(given.width), nn.Linear(given.width, given.vocab, bias=False)
+        self.bf16 = given.bf16
         torch.manual_seed(given.seed)
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1 and name != "head.weight":
@@ -93,6 +95,10 @@ class GPT(nn.Module):
         return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
+            return self._forward(x)
+
+    def _forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.table is not None:
             x = self.table(x) + self.positions(torch.arange(x.shape[1]))
         for block in self.blocks:
@@ -101,7 +107,7 @@ class GPT(nn.Module):
 
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1))
+    return F.cross_entropy(logits.float().view(-1, logits.shape[-1]), targets.reshape(-1))
 
 
 def rows(given: argparse.Namespace, step: int, coordinate: int, coordinates: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -244,6 +250,7 @@ def arguments() -> argparse.Namespace:
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--untied", action="store_true", help="the head is a matrix of its own everywhere")
+    parser.add_argument("--bf16", action="store_true", help="autocast")
     parser.add_argument("--bucket-mb", type=int, default=25, help="ddp: largest bucket")
     parser.add_argument("--kept", action="store_true", help="fsdp2, hsdp: weights stay gathered after the forward pass")
     parser.add_argument("--microbatches", type=int, default=4, help="gpipe, 1f1b: of each rank's sequences")

@@ -230,10 +230,14 @@ class Network:
         sites: dict[str, list[int]] = {}
         for rank in group:
             sites.setdefault(self.sites[rank], []).append(rank)
-        within = max(2 * self._ring_s(ranks, inside, len(ranks) - 1, messages, concurrent) for ranks in sites.values())
+        within = max(self._ring_s(ranks, inside, len(ranks) - 1, messages, concurrent) for ranks in sites.values())
         connections = max(1, min(math.floor(messages), *(len(ranks) for ranks in sites.values())))
         leaders = [ranks[0] for ranks in sites.values()]
-        return within + self.direct_s(leaders, size, messages=messages, concurrent=concurrent, connections=connections)
+        across = self.direct_s(leaders, size, messages=messages, concurrent=concurrent, connections=connections)
+        if not self.engine.direct:
+            return 2 * within + across
+        # Each message goes through three phases, and another one through each phase meanwhile.
+        return (2 * within + across) / max(1.0, messages) + (1 - 1 / max(1.0, messages)) * max(within, across)
 
 
 def assumed_bandwidth(link: Link, sites: tuple[str, str]) -> float:
