@@ -46,9 +46,11 @@ quality: $(VENV)/.test
 # Seconds a step of every technique and of stock PyTorch over emulated links: hours on two cores with nothing else
 # running; goes on where it was stopped. Needs a machine that allows labs (docs/lab.md).
 lab-table: $(VENV)/.test
-	$(BIN)/python benchmarks/wan.py
-	$(BIN)/python benchmarks/wan.py --sequences 32 --only 'gpipe-*,1f1b-*,pipeshard-*,ddp-25,data,planner'
-	$(BIN)/python benchmarks/wan.py --model paper
+	$(BIN)/python benchmarks/wan.py --sequences 32
+	for model in paper paper-2k paper-wide; do \
+		$(BIN)/python benchmarks/wan.py --model $$model --precision bf16 --rtt 0.1,103 \
+			--only 'ddp-*,1f1b-4,data-sites,data-sites-8,pipeshard-4,planner' || exit 1; \
+	done
 
 $(VENV)/.demo: constraints.txt pyproject.toml | $(VENV)/.made
 	$(BIN)/python tools/download_size.py '.[train]'

@@ -41,9 +41,12 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
 
 
 #: `paper` moves much for what it computes, as the published runs over such links do: gradients of 118 MB, 512 tokens.
+#: Two more show what tokens and parameters (366 MB) change.
 SIZES = {
     "small": Size(layers=8, width=256, vocab=8192, context=256, tokens=2048),
     "paper": Size(layers=8, width=512, vocab=8192, context=256, tokens=512),
+    "paper-2k": Size(layers=8, width=512, vocab=8192, context=256, tokens=2048),
+    "paper-wide": Size(layers=12, width=768, vocab=8192, context=256, tokens=512),
 }
 
 

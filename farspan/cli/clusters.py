@@ -34,7 +34,7 @@ def of_lab(status: lab.Status) -> Cluster:
             _device(device, tuple(state.enter(status, site.name, index))) for index, device in enumerate(site.devices)
         )
         host = Host(
-            name=site.name, devices=devices, cpus=_cpus(status.lab, site), address=site.address,
+            name=site.name, devices=devices, cpus=cpus(status.lab, site), address=site.address,
             enter=tuple(state.enter(status, site.name)), python=sys.executable,
             folder=str(state.home(status.lab.name) / site.name) if number else None,
         )  # fmt: skip
@@ -50,7 +50,7 @@ def of_lab(status: lab.Status) -> Cluster:
     return Cluster(sites=tuple(sites), links=links)
 
 
-def _cpus(made: lab.Lab, site: lab.Site) -> int:
+def cpus(made: lab.Lab, site: lab.Site) -> int:
     """Cores that a site's workers, a thread for each of their own, would share as they share those they run on."""
     used = {core for device in site.devices for core in device.cpus}
     there = [device for other in made.sites for device in other.devices if used & set(device.cpus)]

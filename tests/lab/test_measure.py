@@ -1,0 +1,65 @@
+"""What `farspan probe` finds in a lab is what the lab was asked to be, survives a file, and prices a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from farspan import models
+from farspan.cli.clusters import cpus, of_lab
+from farspan.domain.clusterfile import load_cluster, save_cluster
+from farspan.domain.engine import engine
+from farspan.domain.train import TrainSpec
+from farspan.lab import devices
+from farspan.launch.measure import SEQUENCES, measure
+from farspan.techniques import Task
+from tests.lab.conftest import OWN, parsed
+
+MODEL = models.family("gpt2").shape(d_model=64, layers=2, heads=2, vocab_size=256, context=32)
+
+
+def test_a_lab_is_measured_as_it_was_made(start, tmp_path):
+    made = start(
+        f"name: {OWN}-measured\nsites: {{utah: {{devices: 2}}, star: {{}}}}\n"
+        "links: [{between: [utah, star], rtt: 20ms, bandwidth: 200Mbit/s}]\n"
+    )
+    asked = of_lab(made)
+    found = measure(asked, MODEL, lambda text: None, dtypes=("fp32",))
+    (link,) = found.links
+    assert (link.rtt_s, link.bandwidth) == (pytest.approx(0.02, rel=0.25), pytest.approx(25e6, rel=0.25))
+    two, one = found.hosts
+    assert two.local_rate is not None and two.local_rate > 0 and one.local_rate is None
+    # Every unit over every number of sequences: alone, and while the neighbour did the same.
+    graph, ways = models.graph(MODEL), {(unit, rows) for unit in ("embedding", "block", "head") for rows in SEQUENCES}
+    for device, counts in ((two.devices[0], (1, 2)), (two.devices[1], (1, 2)), (one.devices[0], (1,))):
+        for together in counts:
+            times = [time for time in device.units if time.together == together]
+            assert {(time.unit, time.rows) for time in times} == ways and len(times) == len(ways)
+        assert all(time.model == graph.units_hash and time.seq_len == MODEL.context for time in device.units)
+        assert all(time.forward_s > 0 and time.backward_s > 0 for time in device.units)
+
+    save_cluster(found, tmp_path / "measured.yaml", "Measured.")
+    read = load_cluster(tmp_path / "measured.yaml")
+    assert [host.local_rate for host in read.hosts] == [host.local_rate for host in found.hosts]
+    assert [device.units for device in read.devices] == [device.units for device in found.devices]
+
+    # What two neighbours took together is what a plan for both counts on.
+    train = TrainSpec(steps=1, batch=8, seq_len=MODEL.context, precision="fp32")
+    costs = Task(MODEL, graph, found.first(2), train, engine("farspan"), "c").costs
+    (timed,) = [t for t in two.devices[0].units if (t.unit, t.rows, t.together) == ("block", 4, 2)]
+    assert costs.unit_s(0, graph.block, 4, {}, 1) == pytest.approx((timed.forward_s, timed.backward_s))
+
+
+def test_workers_have_the_cores_that_they_share_as_they_share_them():
+    lab = parsed("name: x\nsites: {utah: {devices: 4}, star: {devices: [{speed: 50%}, {speed: 50%}]}}\n"
+                 "links: [{between: [utah, star], rtt: 20ms}]\n")  # fmt: skip
+    utah, star = devices.placed(lab, [0, 1], [Path("/groups")]).sites
+    both = msgspec.structs.replace(lab, sites=(utah, star))
+    # Four threads on one core; and two that get half of another one each, as they were measured.
+    assert cpus(both, utah) == 1
+    assert cpus(both, star) == 2
+    # All on one core: four and two halves are five times as much as there is.
+    crowd = devices.placed(lab, [0], [Path("/groups")])
+    assert [cpus(crowd, site) for site in crowd.sites] == [1, 1]
