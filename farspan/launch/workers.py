@@ -26,8 +26,8 @@ from farspan.launch.meeting import Meeting
 
 #: How often the event file and the processes are looked at.
 POLL_S = 0.1
-#: After one worker has failed the others get this long to end by themselves: they may be writing a message, and of a link
-#: that is cut one side may hear two heartbeats before the other.
+#: After one worker has failed the others get this long to end by themselves: they may be writing a message, and of a
+#: link that is cut one side may hear two heartbeats before the other.
 GRACE_S = 8.0
 #: After an interrupt workers get this long to finish their step and save.
 SAVE_S = 600.0

@@ -7,6 +7,7 @@ met at, `optimizer` the outer momentum, and `replica-N` each one's own masters a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from torch import Tensor
@@ -47,12 +48,14 @@ class Saves:
             found |= _prefixed(kind, self._whole.collect(flats, replica))
         return found
 
-    def write(self, progress: Progress) -> tuple[Path, int] | None:
-        """Write a checkpoint; rank 0 returns its path and bytes."""
+    def write(self, progress: Progress, writing: AbstractContextManager[object]) -> tuple[Path, int] | None:
+        """Write a checkpoint; rank 0 returns its path and bytes. `writing` is entered while files are written, not
+        while workers are waited for."""
         files = self.collect()
         if self._executor.place.rank != 0:
             return None
-        return checkpoint.write(self._folder, files, progress, self._keep)
+        with writing:
+            return checkpoint.write(self._folder, files, progress, self._keep)
 
     # -- restoring -----------------------------------------------------------------------------------------------------
 

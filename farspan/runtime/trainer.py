@@ -285,8 +285,7 @@ class Trainer:
         if self.step == self._saved_step:
             return
         began, self._saved_step = time.perf_counter(), self.step
-        with self.w.group.writing:
-            written = self.saves.write(self._current())
+        written = self.saves.write(self._current(), self.w.group.writing)
         if written is not None:
             path, size = written
             self.w.emit(Saved(
