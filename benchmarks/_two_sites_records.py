@@ -58,7 +58,7 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", omit
 
 
 class Probed(_Record, frozen=True, kw_only=True, tag="probed"):
-    """The lab as `farspan probe` measures it, with so many workers a site at their share of a core."""
+    """The lab as `farspan probe` measures it, with so many workers a site."""
 
     clusters: dict[int, dict[str, Any]]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -38,7 +38,7 @@ class Session(_Record, frozen=True, kw_only=True, tag="session"):
 
 
 class Probed(_Record, frozen=True, kw_only=True, tag="probed"):
-    """The lab as `farspan probe` measures it, workers at their share of a core."""
+    """The lab as `farspan probe` measures it."""
 
     work: Work
     rtt_ms: float
@@ -120,7 +120,7 @@ def table(records: Sequence[Record], work: Work, names: Sequence[str]) -> str:
         _title(work), *_sessions(records, cells),
         f"Seconds a step, median (spread of the repeats' medians); * fewer than {ENOUGH} steps; DiLoCo: mean.",
         grid(_step, there), "Predicted before / measured, seconds a step.",
-        grid(_prediction, [name for name in there if name.startswith("farspan/")]),
+        grid(_prediction, [name for name in there if name.startswith("farspan/")]), _errors(by.values()),
         "A core's share that the relay took; MB a step through it; packets a step dropped from full queues.",
         grid(_relay, there),
         "\n".join([*picks, *dict.fromkeys(failed)]),
@@ -182,6 +182,13 @@ def _prediction(cells: Sequence[Cell]) -> str:
         return f"{said:.3f} / -"
     middle = statistics.median(one.typical_s for one in found)
     return f"{said:.3f} / {middle:.3f} = {said / middle:.2f}"
+
+
+def _errors(by: Iterable[Sequence[Cell]]) -> str:
+    """How far predictions were off, over all cells that have one."""
+    said = [(cells[0].predicted_s, _measured(cells)) for cells in by if cells]
+    off = [abs(p / statistics.median(one.typical_s for one in found) - 1) for p, found in said if p and found]
+    return f"Of {len(off)} predictions: median error {statistics.median(off):.1%}, worst {max(off):.1%}." if off else ""
 
 
 def _relay(cells: Sequence[Cell]) -> str:

@@ -171,12 +171,14 @@ def why(error: Exception) -> str:
 
 
 def bare(cluster: Cluster, workers: int | None = None) -> Cluster:
-    """A lab's cluster without the commands that enter it, as it ends; with the first so many workers of every site."""
+    """A lab's cluster without what is of this machine and this lab alone (commands that enter it, interpreters,
+    folders); with the first so many workers of every site."""
     sites = []
     for site in cluster.sites:
         (host,) = site.hosts
         devices = tuple(msgspec.structs.replace(one, enter=None) for one in host.devices[:workers])
-        sites.append(msgspec.structs.replace(site, hosts=(msgspec.structs.replace(host, devices=devices, enter=None),)))
+        plain = msgspec.structs.replace(host, devices=devices, enter=None, python="python3", folder=None)
+        sites.append(msgspec.structs.replace(site, hosts=(plain,)))
     return msgspec.structs.replace(cluster, sites=tuple(sites))
 
 

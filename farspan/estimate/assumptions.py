@@ -18,8 +18,14 @@ def _rates(costs: Costs) -> list[str]:
     dtype, engine, found = costs.train.precision, costs.engine, []
     for kind in dict.fromkeys(device.kind for device in costs.network.devices):
         device = next(device for device in costs.network.devices if device.kind == kind)
+        if device.units and not costs.timed(device):
+            found.append(
+                f"{kind} was timed with other units, dtypes or lengths of sequences; farspan probe measures these"
+            )
         if device.pace != 1.0:
             found.append(f"{kind} keeps the {dtype} speed of a short trial of this model")
+        elif costs.timed(device):
+            found.append(f"{kind} keeps the {dtype} speed that the model's units were timed at")
         elif any(dtype in rate.flops for rate in device.rates):
             found.append(f"{kind} keeps the {dtype} speed that its matrix products were measured at")
         elif dtype in device.flops:

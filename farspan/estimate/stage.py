@@ -10,7 +10,6 @@ from typing import NamedTuple
 import msgspec
 
 from farspan.domain.cluster import Device
-from farspan.domain.engine import Engine
 from farspan.domain.graph import Operator, OpGraph, replayed
 from farspan.domain.plan import Replica, Stage
 from farspan.domain.results import Memory
@@ -53,7 +52,7 @@ class StageTime(NamedTuple):
 class Costs:
     """Seconds and bytes of stages of one model on one network; results are kept, as searches ask again and again."""
 
-    def __init__(self, graph: OpGraph, train: TrainSpec, engine: Engine, network: Network) -> None:
+    def __init__(self, graph: OpGraph, train: TrainSpec, network: Network) -> None:
         self.graph, self.train, self.engine, self.network = graph, train, network.engine, network
         self.width = BYTES[train.precision]
         crowd = _crowding(network)
@@ -67,7 +66,7 @@ class Costs:
         ]
         self.alike = [known.setdefault(figures, len(known)) for figures in self.figures]
         self.rates = {
-            kind: Rates(self.signature[rank][0], train.precision, engine, self.signature[rank][1])
+            kind: Rates(self.signature[rank][0], train.precision, self.engine, self.signature[rank][1])
             for rank, kind in reversed(list(enumerate(self.alike)))
         }
         self._devices = {kind: self.signature[rank][0] for rank, kind in enumerate(self.alike)}
@@ -95,6 +94,10 @@ class Costs:
         forward, backward = self._roofline(kind, op, rows, split, ways)
         factors = self._timed.factors(kind, op, rows)
         return forward * factors[0], backward * factors[1]
+
+    def timed(self, device: Device) -> bool:
+        """Whether units of this model were timed on a device, at this precision and length of sequences."""
+        return any(self._timed.fits(one) for one in device.units)
 
     def _unpaced(self, kind: int, op: Operator, rows: int) -> tuple[float, float]:
         """Seconds of one whole operator on a device, by the roofline alone."""
@@ -194,11 +197,11 @@ class Costs:
         tail = sync.reduce + sync.gather
         if stage.zero == 3:
             # arXiv 2304.11277: gathered before each pass, the next unit's while one computes; scattered after each.
-            forward += self._exposed(sync.gather, forward, 1 / max(1.0, sync.messages))
-            backward += self._exposed(sync.gather + sync.reduce, backward, 1 / max(1.0, sync.messages))
+            forward += self._exposed(sync.gather, forward, sync.each)
+            backward += self._exposed(sync.gather + sync.reduce, backward, sync.each)
             tail = sync.rest
         elif stage.zero == 2 and microbatches > 1:
-            backward += self._exposed(sync.reduce, backward, 1 / max(1.0, sync.messages))
+            backward += self._exposed(sync.reduce, backward, sync.each)
             tail = sync.gather + sync.rest
         else:
             tail = self._exposed(sync.reduce + sync.rest, passes.backward, sync.last) + sync.gather
@@ -219,11 +222,10 @@ class Costs:
         is such a share of them."""
         return max(seconds * last, seconds - self.engine.overlap * cover) if seconds else 0.0
 
-    def _last(self, stage: Stage, messages: float) -> float:
-        """The share of a stage's gradients that is complete only when its backward pass ends: a bucket, or the
-        embedding's tables where these are more."""
-        tables = self.graph.parameters(0, 1) / self.graph.parameters(*stage.units) if stage.units[0] == 0 else 0.0
-        return max(1 / max(1.0, messages), tables)
+    def _tables(self, stage: Stage) -> float:
+        """The share of the embedding's tables in a stage's parameters: their gradients are complete only when its
+        backward pass ends."""
+        return self.graph.parameters(0, 1) / self.graph.parameters(*stage.units) if stage.units[0] == 0 else 0.0
 
     def parameters(self, stage: Stage) -> float:
         """Parameters that each device of a stage holds before ZeRO divides them."""
@@ -297,7 +299,8 @@ class Costs:
             rest = max(met(g, part, messages=messages, concurrent=together) for g in mesh.groups("site"))
         if ways > 1:
             rest += self._partial_weights(stage, width)
-        return Sync(reduce, gather, rest, messages, self._last(stage, messages))
+        each = 1 / max(1.0, messages)
+        return Sync(reduce, gather, rest, each, max(each, self._tables(stage)))
 
     def _sent(self, stage: Stage, microbatches: int) -> dict[str, float]:
         """Bytes that leave each site in a step: a hop of a ring carries all parts but one, of a sum twice; what goes
@@ -393,13 +396,13 @@ class Costs:
 
 
 class Sync(NamedTuple):
-    """Seconds a step over the batch axes: sums, gathers of weights, sums over other axes; messages of one series, and
-    the share of the one that comes last."""
+    """Seconds a step over the batch axes: sums, gathers of weights, sums over other axes; the share of one message,
+    and of what is sent last."""
 
     reduce: float
     gather: float
     rest: float
-    messages: float
+    each: float
     last: float
 
 

@@ -30,14 +30,18 @@ class TimedUnits:
         self._unit = {op.name: (name, unit) for name, unit in named.items() for op in unit}
         self._times: dict[tuple[int, str], list[UnitTime]] = {}
         model = graph.units_hash if any(device.units for device in devices.values()) else ""
+        self._asked = model, train.precision, train.seq_len
         for kind, device in devices.items():
-            fitting = [one for one in device.units
-                       if (one.model, one.dtype, one.seq_len) == (model, train.precision, train.seq_len)]  # fmt: skip
+            fitting = [one for one in device.units if self.fits(one)]
             count, crowd = crowds[kind]
             crowded = [one for one in fitting if one.together == count]
             for one in crowded or [_slowed(one, crowd) for one in fitting if one.together == 1]:
                 self._times.setdefault((kind, one.unit), []).append(one)
         self._found: dict[tuple[int, str, int], tuple[float, float]] = {}
+
+    def fits(self, one: UnitTime) -> bool:
+        """Whether a time is of this model, at this precision and length of sequences."""
+        return (one.model, one.dtype, one.seq_len) == self._asked
 
     def factors(self, kind: int, op: Operator, rows: int) -> tuple[float, float]:
         """What the unit of an operator took over what its operators were predicted to take: forward, backward. 1 where

@@ -91,7 +91,7 @@ def setting(engine: Engine, gpu: str, model: str, scheme: str, devices: int, bat
     """One run of the grid priced under an engine."""
     study = cost_study()
     plan, cluster = _case(gpu, model, scheme, devices, batch, attention)
-    costs = Costs(models.graph(plan.model), plan.train, engine, Network(cluster, plan.devices, engine))
+    costs = Costs(models.graph(plan.model), plan.train, Network(cluster, plan.devices, engine))
     priced = price(plan, costs)
     plotted = priced.tokens_per_s / devices / study.price_ratios[gpu]
     return Setting(

@@ -58,7 +58,7 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
 def costs_of(plan: Plan, cluster: Cluster) -> Costs:
     """What a plan's estimate is made from."""
     found = engine(plan.engine)
-    return Costs(models.graph(plan.model), plan.train, found, Network(cluster, plan.devices, found))
+    return Costs(models.graph(plan.model), plan.train, Network(cluster, plan.devices, found))
 
 
 def why(ranking: Ranking) -> Why:

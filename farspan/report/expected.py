@@ -46,7 +46,7 @@ def costs_of_run(folder: RunFolder, plan: Plan) -> Costs | None:
         return None
     found = engine(plan.engine)
     network = Network(load(folder.cluster, Cluster), plan.devices, found)
-    return Costs(models.graph(plan.model), plan.train, found, network)
+    return Costs(models.graph(plan.model), plan.train, network)
 
 
 def split(plan: Plan, estimate: Estimate, costs: Costs | None) -> Split:

@@ -69,6 +69,14 @@ def detect(backend: str, workers: int | None) -> Cluster:
     return Cluster(sites=(Site(name="here", hosts=(host,)),))
 
 
+def settle(device: torch.device) -> None:
+    """Wait until a device has done what it was told; a GPU does so later."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
 def usable_memory(device: torch.device) -> int:
     """Free bytes of a GPU; of a CPU what the machine, and each control group that this process is in, allow."""
     if device.type == "cuda":

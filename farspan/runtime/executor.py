@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from farspan.domain.train import Optimizer
+from farspan.runtime.device import settle
 from farspan.runtime.gather import Gatherer
 from farspan.runtime.model import Decoder
 from farspan.runtime.outer import Outer
@@ -53,7 +54,9 @@ class Executor:
 
     def __init__(self, place: Place, device: torch.device) -> None:
         plan, stage = place.plan, place.stage
-        self.place, self.device, self.wire, self.spans = place, device, Wire(), Spans(settling(device))
+        self.place, self.device, self.wire = place, device, Wire()
+        # On MPS spans are of orders given (report.traces.IN_STEP).
+        self.spans = Spans() if device.type == "mps" else Spans(lambda: settle(device))
         self.groups = groups = Groups()
         with torch.device("meta"):
             self.model = Decoder(
@@ -109,6 +112,7 @@ class Executor:
             if self.tied is not None:
                 self.tied.release()
             self.reducer.finish()
+            # Only the first stage counts the table in the norm: the others say theirs before they wait for it.
             if self.place.first:
                 self._add_tied()
         squares = self.state.square_sum(None if early else self._counts)
@@ -183,8 +187,3 @@ class Executor:
         """After the masters changed otherwise than by `update`."""
         self.state.publish()
         self.gatherer.publish()
-
-
-def settling(device: torch.device) -> Callable[[], None]:
-    """Waits until a device has done what it was told."""
-    return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)

@@ -23,7 +23,7 @@ from farspan.domain.plan import PlannedDevice
 from farspan.domain.probe import ProbeResult, Speed
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.train import Precision, TrainSpec
-from farspan.runtime.device import detect, open_device, peak_memory
+from farspan.runtime.device import detect, open_device, peak_memory, settle
 from farspan.runtime.model import Decoder, initialise
 from farspan.runtime.rates import allreduce_seconds, device_rates
 from farspan.runtime.state import TrainState, learning_rate
@@ -107,10 +107,7 @@ def matmul_rate(request: MatmulRate) -> dict[str, float]:
 def _timed(work: Callable[[], object], device: torch.device) -> float:
     began = time.perf_counter()
     work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
+    settle(device)
     return time.perf_counter() - began
 
 

@@ -13,7 +13,7 @@ from farspan.domain.cluster import DType, MatmulRate
 from farspan.domain.plan import PlannedDevice
 from farspan.domain.probe import DeviceRates
 from farspan.runtime.collective import Group, meet
-from farspan.runtime.device import open_device, usable_memory
+from farspan.runtime.device import open_device, settle, usable_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: Seconds that each figure is taken over: several periods of a CPU quota, whose pauses are part of the rate.
@@ -48,20 +48,13 @@ def device_rates(
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
     """Mean seconds of one call, over TIMED_S and at least three."""
     work()
-    _settle(device)
+    settle(device)
     calls, began = 0, time.perf_counter()
     while (spent := time.perf_counter() - began) < TIMED_S or calls < 3:
         work()
-        _settle(device)
+        settle(device)
         calls += 1
     return spent / calls
-
-
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
 
 
 def allreduce_seconds(rank: int, world: int, device: PlannedDevice, sizes: tuple[int, ...]) -> dict[int, float]:
@@ -82,7 +75,7 @@ def allreduce_seconds(rank: int, world: int, device: PlannedDevice, sizes: tuple
             group.sum(0.0)  # All start together.
             began = time.perf_counter()
             dist.all_reduce(tensor)
-            _settle(group.device)
+            settle(group.device)
             taken.append(time.perf_counter() - began)
         # Every rank goes on with the same figure, or they would disagree on when to stop.
         times[size] = max(group.gather(statistics.median(taken)))

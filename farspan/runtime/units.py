@@ -13,7 +13,7 @@ from torch import Tensor
 from farspan import models
 from farspan.domain.cluster import DType, UnitTime
 from farspan.domain.model import ModelSpec
-from farspan.runtime.executor import settling
+from farspan.runtime.device import settle
 from farspan.runtime.model import Decoder
 from farspan.runtime.state import TrainState
 
@@ -62,7 +62,7 @@ class _Passes:
         for parameter in self._model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         self._model.to(device)
-        self._state, self._settle = TrainState(self._model, dtype), settling(device)
+        self._state = TrainState(self._model, dtype)
 
     def time(self, rows: int) -> tuple[float, float]:
         """Median seconds of a forward and of a backward pass."""
@@ -86,8 +86,8 @@ class _Passes:
         y = self._model.advance(x)
         if self._last:
             y = self._model.finish(y, targets)
-        self._settle()
+        settle(self._device)
         between = time.perf_counter()
         y.backward(torch.ones_like(y))
-        self._settle()
+        settle(self._device)
         return between - began, time.perf_counter() - between

@@ -65,7 +65,7 @@ class Task:
 
     @functools.cached_property
     def costs(self) -> Costs:
-        return Costs(self.graph, self.train, self.engine, Network(self.cluster, self.devices, self.engine))
+        return Costs(self.graph, self.train, Network(self.cluster, self.devices, self.engine))
 
     @functools.cached_property
     def inputs(self) -> Inputs:

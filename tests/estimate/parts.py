@@ -78,7 +78,7 @@ def plan(
 
 
 def costs(there: Cluster, using: Engine, spec: ModelSpec = TIED, **changes: object) -> Costs:
-    return Costs(models.graph(spec), train(**changes), using, Network(there, planned(there), using))
+    return Costs(models.graph(spec), train(**changes), Network(there, planned(there), using))
 
 
 def pipeline(stages: list[Stage], microbatches: int, depths: tuple[int, ...], bits: int = 32) -> Replica:

@@ -71,7 +71,7 @@ def _costs(where: bytes, train: bytes) -> Costs:
     found = engine("farspan")
     made = msgspec.json.decode(train, type=Plan)
     network = Network(msgspec.json.decode(where, type=Cluster), made.devices, found)
-    return Costs(models.graph(MODEL), made.train, found, network)
+    return Costs(models.graph(MODEL), made.train, network)
 
 
 def costs_of(made: Plan, where: Cluster) -> Costs:

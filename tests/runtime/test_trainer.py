@@ -14,6 +14,7 @@ from farspan.domain.run import RunFolder
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
 from farspan.runtime import checkpoint, trainer
 from farspan.runtime.collective import Group
+from farspan.runtime.saves import Saves
 from farspan.runtime.trainer import Trainer
 from farspan.runtime.worker import build
 from tests import tiny
@@ -106,6 +107,20 @@ def test_a_replanned_run_resumes_bitwise_also_where_it_was_killed(make):
     assert [(s.step, s.loss, s.lr) for s in first.steps + second.steps] == [(s.step, s.loss, s.lr) for s in whole.steps]
     ours, theirs = weights(first.run), weights(whole.run)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_others_parts_of_a_checkpoint_are_not_waited_for_under_the_lock_of_its_files(make, monkeypatch):
+    """A worker that waits for a lost one must still be told so; one that writes ends when the files are whole."""
+    seen = []
+    collect, write = Saves.collect, checkpoint.write
+    monkeypatch.setattr(Saves, "collect", lambda saves: (seen.append(("collect", held())), collect(saves))[1])
+    monkeypatch.setattr(checkpoint, "write", lambda *given: (seen.append(("write", held())), write(*given))[1])
+    start = Start(make("run", steps=2))
+    worker = build(start.run.load_plan(), start.run, Group(0, 1, torch.device("cpu")), start.emit)
+    made, held = Trainer(worker, lambda: 0.0), worker.group.writing.locked
+    made.restore()
+    assert made.run() == "done"
+    assert seen == [("collect", False), ("write", True)]
 
 
 def test_fp16_doubles_its_scale_at_the_same_steps_however_often_it_was_resumed(make, monkeypatch):

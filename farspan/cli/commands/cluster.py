@@ -84,6 +84,7 @@ def _device(device: Device) -> str:
     bandwidth = f", {format_bytes(device.bandwidth)}/s" if device.bandwidth else ""
     watts = f", {device.watts:g} W" if device.watts else ""
     measured = f", {len(device.rates)} rates measured" if device.rates else ""
+    measured += f", {len(device.units)} passes timed" if device.units else ""
     return (
         f"{device.kind}: {format_bytes(device.memory)}{bandwidth}, {rates}{watts}, {price}{measured} [{device.origin}]"
     )

@@ -10,6 +10,7 @@ from farspan.cli.clusters import find
 from farspan.cli.commands.cluster import show
 from farspan.cli.console import Console
 from farspan.domain.clusterfile import save_cluster, to_file
+from farspan.domain.problems import Refusal
 
 HELP = "measure what a cluster can do"
 
@@ -27,9 +28,16 @@ def run(given: argparse.Namespace, console: Console) -> None:
 
     job.require_torch()
     model, cluster, out = models.preset(given.model).spec, find(given.cluster), Path(given.out)
+    length = model.context if given.seq_len is None else given.seq_len
+    if not 1 <= length <= model.context:
+        raise Refusal(
+            "out-of-range", what=f"{length} tokens are no sequence of {given.model}", where="--seq-len",
+            fact=f"its context is {model.context}", remedy=f"--seq-len {model.context}",
+        )  # fmt: skip
     job.refuse_existing(out, f"farspan probe --cluster {given.cluster} -o {out.with_stem(out.stem + '-2')}")
-    measured = measure(cluster, model, console.say, seq_len=given.seq_len)
-    save_cluster(measured, out, f"Measured by farspan probe --cluster {given.cluster} --model {given.model}.")
+    measured = measure(cluster, model, console.say, seq_len=length)
+    asked = f"--cluster {given.cluster} --model {given.model} --seq-len {length}"
+    save_cluster(measured, out, f"Measured by farspan probe {asked}.")
     show(measured, console)
     console.say(f"written: {out}")
     console.answer(to_file(measured))
