@@ -24,8 +24,9 @@ DATA: tuple[Axis, ...] = ("data",)
 TENSOR: tuple[Axis, ...] = ("data", "tensor")
 BUCKETS_MB, MICROBATCHES = (1, 5, 25, 100), (4, 8, 16)
 BUCKET_BYTES = 4 * 2**20
-#: Steps between meetings of DiLoCo's replicas: a mean over whole periods holds as many meetings as the run does.
-EVERY = 10
+#: Steps between meetings of DiLoCo's replicas. Means are over the last whole periods: without the first meeting, which
+#: touches its memory for the first time.
+EVERY = 4
 CORPUS = "wan"
 #: Of a number between sites.
 Bits = Literal[8, 16, 32]

@@ -120,6 +120,8 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     transfer_s: dict[int, float] = {}
     #: Share of packets lost.
     loss: float | None = None
+    #: Measured seconds that a byte over it, in or out, keeps all cores of a host at its end busy.
+    busy_s: float | None = None
     origin: Origin = "given"
 
 

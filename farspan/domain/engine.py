@@ -66,6 +66,13 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     #: How much longer arithmetic takes while collectives of the batch axes run beside it: they share multiprocessors
     #: and memory.
     contention: float = 0.0
+    #: What moves bytes takes turns with arithmetic on the same cores, and so many times as long as alone, as both lose
+    #: what caches held; 0 where others than processors compute.
+    turns: float = 0.0
+    #: Passes of a gradient's fp32 bytes through memory until it is encoded, decoded and added, by the bits that it
+    #: travels in; and of a parameter's where replicas meet.
+    coding_passes: dict[int, float] = {}
+    meeting_passes: float = 0.0
     #: A sender computes nothing until its message has arrived.
     sends_awaited: bool
     #: Receives are posted before the data comes; else the sender first waits for the receiver, half a round trip.

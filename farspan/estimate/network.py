@@ -83,6 +83,17 @@ class Network:
         """The site of a host."""
         return self._site_of[host]
 
+    def by_site(self, group: Sequence[int]) -> dict[str, list[int]]:
+        """The ranks of a group by their site."""
+        found: dict[str, list[int]] = {}
+        for rank in group:
+            found.setdefault(self.sites[rank], []).append(rank)
+        return found
+
+    def byte_s(self, site: str) -> float:
+        """Seconds that a byte through a host's sockets, in or out of its site, keeps all its cores busy; 0 unknown."""
+        return max((link.busy_s or 0.0 for link in self.cluster.links if site in (link.a, link.b)), default=0.0)
+
     def rtt_s(self, a: int, b: int) -> float:
         """The round trip between two ranks' hosts; 0 inside one."""
         hosts = self.hosts[a], self.hosts[b]
@@ -166,6 +177,11 @@ class Network:
             return self.direct_s(group, size, messages=messages, concurrent=concurrent)
         return self._ring_s(group, size, 2 * (len(group) - 1), messages, concurrent)
 
+    def inside_s(self, group: Sequence[int], size: float, steps: int) -> float:
+        """What of a ring of so many steps goes between devices of one host; 0 where no two of the group share one."""
+        hosts = Counter(self.hosts[rank] for rank in group)
+        return max((steps * size / len(group) / self._local[h] for h, count in hosts.items() if count > 1), default=0.0)
+
     def all_to_all_s(self, group: Sequence[int], size: float, *, messages: float = 1, concurrent: int = 1) -> float:
         """Every rank sends 1/n of its part, `size` / n, to each other rank."""
         return self._ring_s(group, size / max(1, len(group)), len(group) - 1, messages, concurrent)
@@ -227,9 +243,7 @@ class Network:
     ) -> float:
         """Summed by one rank of each site, another one for each message; between these straight; and spread again.
         `inside` are the bytes that a site's own sum is made of."""
-        sites: dict[str, list[int]] = {}
-        for rank in group:
-            sites.setdefault(self.sites[rank], []).append(rank)
+        sites = self.by_site(group)
         within = max(self._ring_s(ranks, inside, len(ranks) - 1, messages, concurrent) for ranks in sites.values())
         connections = max(1, min(math.floor(messages), *(len(ranks) for ranks in sites.values())))
         leaders = [ranks[0] for ranks in sites.values()]

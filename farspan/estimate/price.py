@@ -21,7 +21,8 @@ from farspan.estimate.loss import loss
 from farspan.estimate.network import Network
 from farspan.estimate.replicas import token_efficiency
 from farspan.estimate.schedule import Hop, Simulated, effective_depths, simulate
-from farspan.estimate.stage import Costs, StageTime, leaving
+from farspan.estimate.stage import Costs, StageTime
+from farspan.estimate.sums import carried_s, leaving
 
 #: Share of a run that validation, checkpoints, start-up and noise take beside its steps. A planning margin.
 RESERVE = 0.1
@@ -80,10 +81,7 @@ def price(plan: Plan, costs: Costs, *, brief: bool = False) -> Estimate:
 
 def step(replica: Replica, costs: Costs) -> Step:
     """One step of one replica, simulated."""
-    times = [
-        costs.time(stage, [replica.micro_rows(i, c) for c in range(len(stage.rows))], replica.microbatches)
-        for i, stage in enumerate(replica.stages)
-    ]
+    times = [_stage(replica, i, costs) for i in range(len(replica.stages))]
     down, up = edges(replica, costs)
     simulated = run(replica, costs, times)
     sent: dict[str, float] = {}
@@ -103,6 +101,23 @@ def step(replica: Replica, costs: Costs) -> Step:
     network = communication + _fill(replica, costs, down, up) if len(times) > 1 else communication
     bubble = max(0.0, seconds - compute - communication)
     return Step(seconds, compute, communication, bubble, network, simulated, sent)
+
+
+def _stage(replica: Replica, index: int, costs: Costs) -> StageTime:
+    """A stage's times; its passes with what each takes of processors to bring a microbatch in and out."""
+    stage = replica.stages[index]
+    rows = [replica.micro_rows(index, c) for c in range(len(stage.rows))]
+    found = costs.time(stage, rows, replica.microbatches)
+    network, site = costs.network, costs.network.sites[stage.mesh.ranks[0]]
+    crossing = (
+        edge
+        for edge in (index - 1, index)
+        if 0 <= edge < len(replica.edges)
+        and network.sites[replica.stages[edge].mesh.ranks[-1]] != network.sites[replica.stages[edge + 1].mesh.ranks[0]]
+    )
+    carried = carried_s(network, stage.mesh.ranks, site, sum(_edge_bytes(replica, costs, edge) for edge in crossing))
+    passes = found.passes._replace(forward=found.passes.forward + carried, backward=found.passes.backward + carried)
+    return found._replace(passes=passes)
 
 
 def _period(replica: Replica, costs: Costs, times: list[StageTime], tie: Tie, simulated: Simulated) -> float:
@@ -252,6 +267,9 @@ def _tie(replica: Replica, costs: Costs) -> Tie:
     streams = 1 if costs.engine.direct else max(costs.engine.streams, *(edge.streams for edge in replica.edges))
     wire = costs.network.wire(last.mesh.ranks[-1], first.mesh.ranks[0], collective=False, streams=streams)
     across = costs.network.send_s(wire, size) + wire.delay_s
+    ends = (first.mesh.ranks[0], last.mesh.ranks[-1])
+    if wire.sites[0] != wire.sites[1]:
+        across += max(carried_s(costs.network, ends, costs.network.sites[rank], size) for rank in ends)
     if not costs.engine.receives_ahead:
         return Tie(both=2 * across)
     touched = min(1.0, replica.batch * costs.train.seq_len / costs.graph.sizes["v"])
@@ -270,7 +288,19 @@ def _outer(plan: Plan, costs: Costs, slowest: Step) -> tuple[float, dict[str, fl
     hidden = plan.sync.every * slowest.seconds if plan.sync.overlap else 0.0
     each = (1.0 if straight else 2 / len(leaders)) * size * (len(leaders) - 1) / plan.sync.every
     sent = {site: hops * each for site, hops in leaving(costs.network, leaders).items()}
-    return max(0.0, took - hidden) / plan.sync.every, sent
+    busy = _met(plan, costs) / plan.sync.every
+    every = [rank for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks]
+    busy += max((carried_s(costs.network, every, site, 2 * size) for site, size in sent.items()), default=0.0)
+    return max(0.0, took - hidden) / plan.sync.every + busy, sent
+
+
+def _met(plan: Plan, costs: Costs) -> float:
+    """Seconds of the slowest device to make its changes, and the outer step on all of them."""
+    moved = 4 * costs.engine.meeting_passes
+    return max(
+        costs.stream_s(rank, costs.parameters(stage) * moved)
+        for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks
+    )  # fmt: skip
 
 
 def _memory(plan: Plan, costs: Costs) -> tuple[Memory, ...]:

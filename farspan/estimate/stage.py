@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -27,6 +26,7 @@ from farspan.estimate.network import Network
 from farspan.estimate.schedule import effective_depths
 from farspan.estimate.sharding import PARTIAL, between, strategy, weight_share, work_share
 from farspan.estimate.sharding import RESIDUAL as RESIDUAL
+from farspan.estimate.sums import Sync, sync
 from farspan.estimate.units import TimedUnits
 
 
@@ -155,6 +155,10 @@ class Costs:
         )
         return first, second
 
+    def stream_s(self, rank: int, size: float) -> float:
+        """Seconds of a device to stream so many bytes through its memory."""
+        return self.rates[self.alike[rank]].stream_s(size)
+
     # -- a stage -----------------------------------------------------------------------------------------------------
 
     def passes(self, stage: Stage, micro_rows: Sequence[int]) -> Pass:
@@ -192,22 +196,28 @@ class Costs:
     def time(self, stage: Stage, micro_rows: Sequence[int], microbatches: int) -> StageTime:
         """All of a stage's times, with ZeRO's gathers and sums where its level has them."""
         passes = self.passes(stage, micro_rows)
-        sync = self._sync(stage)
-        forward, backward = self._contended(stage, passes, sync, microbatches)
-        tail = sync.reduce + sync.gather
+        sums = sync(self, stage, microbatches)
+        forward, backward = self._contended(stage, passes, sums, microbatches)
+        tail = sums.reduce + sums.gather
         if stage.zero == 3:
             # arXiv 2304.11277: gathered before each pass, the next unit's while one computes; scattered after each.
-            forward += self._exposed(sync.gather, forward, sync.each)
-            backward += self._exposed(sync.gather + sync.reduce, backward, sync.each)
-            tail = sync.rest
+            forward += self._exposed(sums.gather, forward, sums.each)
+            backward += self._exposed(sums.gather + sums.reduce, backward, sums.each)
+            tail = sums.rest
         elif stage.zero == 2 and microbatches > 1:
-            backward += self._exposed(sync.reduce, backward, sync.each)
-            tail = sync.gather + sync.rest
+            backward += self._exposed(sums.reduce, backward, sums.each)
+            tail = sums.gather + sums.rest
         else:
-            tail = self._exposed(sync.reduce + sync.rest, passes.backward, sync.last) + sync.gather
+            cover = self.engine.overlap * (passes.backward + sums.busy)
+            tail = sums.exposed(sums.reduce + sums.rest, cover) + sums.gather
         waits = (forward - passes.forward, backward - passes.backward)
         adjusted = Pass(forward, backward, passes.forward_wait + waits[0], passes.backward_wait + waits[1])
-        return StageTime(adjusted, tail, max(map(self._update, self._states(stage))), self._sent(stage, microbatches))
+        return StageTime(adjusted, tail + sums.busy, max(map(self._update, self._states(stage))), sums.sent)
+
+    def _exposed(self, seconds: float, cover: float, last: float) -> float:
+        """What of a series of messages does not hide behind `cover` seconds of arithmetic: at least the last one, which
+        is such a share of them."""
+        return max(seconds * last, seconds - self.engine.overlap * cover) if seconds else 0.0
 
     def _contended(self, stage: Stage, passes: Pass, sync: Sync, microbatches: int) -> tuple[float, float]:
         """The passes, longer where collectives of the batch axes run beside them: sums during the backward pass (the
@@ -216,16 +226,6 @@ class Costs:
         gathers = slower if stage.zero >= 2 and sync.gather else 0.0
         sums = slower / (1 if stage.zero >= 2 else microbatches) if sync.reduce else 0.0
         return passes.forward * (1 + gathers), passes.backward * (1 + sums)
-
-    def _exposed(self, seconds: float, cover: float, last: float) -> float:
-        """What of a series of messages does not hide behind `cover` seconds of arithmetic: at least the last one, which
-        is such a share of them."""
-        return max(seconds * last, seconds - self.engine.overlap * cover) if seconds else 0.0
-
-    def _tables(self, stage: Stage) -> float:
-        """The share of the embedding's tables in a stage's parameters: their gradients are complete only when its
-        backward pass ends."""
-        return self.graph.parameters(0, 1) / self.graph.parameters(*stage.units) if stage.units[0] == 0 else 0.0
 
     def parameters(self, stage: Stage) -> float:
         """Parameters that each device of a stage holds before ZeRO divides them."""
@@ -258,101 +258,7 @@ class Costs:
         rank, own = state
         dtype, engine = self.train.precision, self.engine
         moved = 2 * engine.optimizer_bytes[dtype] + 2 * engine.gradient_bytes[dtype] + engine.weight_bytes[dtype]
-        return self.rates[self.alike[rank]].stream_s(own * moved * engine.update_passes)
-
-    def _sync(self, stage: Stage) -> Sync:
-        """Sums of gradients and gathers of weights over the batch axes, a step; nothing overlaps yet."""
-        mesh, network = stage.mesh, self.network
-        ways = mesh.size("tensor")
-        parameters = self.parameters(stage)
-        bits = stage.grad_sync.bits
-        width = bits / 8
-        size, gathered = parameters * width, parameters * self.engine.weight_bytes[self.train.precision]
-        tensors = sum(count * len(op.weights) for unit, count in self.graph.kinds(*stage.units) for op in unit
-                      for _ in [0] if op.weights)  # fmt: skip
-        bucket = stage.grad_sync.bucket_bytes
-        messages = tensors if bucket is None else math.ceil(size / bucket)
-        reduce = gather = rest = 0.0
-        topology = stage.grad_sync.topology
-        if stage.zero == 0:
-            batch = mesh.transposed
-            reduce = max(
-                network.all_reduce_s(g, size, messages=messages, concurrent=ways, topology=topology, bits=bits)
-                for g in batch
-            )
-        else:
-            groups, summed = mesh.groups("data"), network.reduce_scatter_s
-            if not self.engine.scatters:
-                summed = network.all_reduce_s
-            apart = messages if self.engine.gathers_combined else tensors
-            # Where the parameters are divided one unit is gathered while the one before it computes.
-            at_once = None
-            if stage.zero == 3 and self.engine.gathers_combined:
-                apart, at_once = stage.units[1] - stage.units[0], 1
-            scattered = size * 32 / bits if self.engine.direct else size
-            reduce = max(summed(g, scattered, messages=messages, concurrent=ways) for g in groups)
-            gather = max(
-                network.all_gather_s(g, gathered, messages=apart, concurrent=ways, at_once=at_once) for g in groups
-            )
-            part, together = size / max(1, mesh.size("data")), len(mesh.groups("site"))
-            met = network.direct_s if self.engine.direct else network.all_reduce_s
-            rest = max(met(g, part, messages=messages, concurrent=together) for g in mesh.groups("site"))
-        if ways > 1:
-            rest += self._partial_weights(stage, width)
-        each = 1 / max(1.0, messages)
-        return Sync(reduce, gather, rest, each, max(each, self._tables(stage)))
-
-    def _sent(self, stage: Stage, microbatches: int) -> dict[str, float]:
-        """Bytes that leave each site in a step: a hop of a ring carries all parts but one, of a sum twice; what goes
-        straight crosses for every pair."""
-        mesh, sent = stage.mesh, dict[str, float]()
-        across = self.parameters(stage) * stage.grad_sync.bits / 8
-        whole = 4.0 * self.parameters(stage) if self.engine.direct else across
-        straight: list[tuple[Sequence[int], float]] = []
-        rings: list[tuple[Sequence[int], float]] = []
-        if stage.zero == 0:
-            by_sites = stage.grad_sync.topology == "hierarchical"
-            group: Sequence[int]
-            for group in mesh.transposed:
-                if by_sites:
-                    group = tuple({self.network.sites[rank]: rank for rank in group}.values())
-                if by_sites or (stage.grad_sync.bits < 32 and self.engine.direct):
-                    straight.append((group, across))
-                else:
-                    rings.append((group, 2 * whole))
-        else:
-            sums = (microbatches if stage.zero >= 2 else 1) * whole
-            gathers = 2 * microbatches if stage.zero == 3 else 1
-            gathered = gathers * self.parameters(stage) * self.engine.weight_bytes[self.train.precision]
-            data, sites = mesh.groups("data"), mesh.groups("site")
-            rings += [(group, gathered) for group in data]
-            if self.engine.direct:
-                straight += [(group, sums / len(group)) for group in data]
-                straight += [(group, across / mesh.size("data")) for group in sites]
-            else:
-                rings += [(group, sums * (1 if self.engine.scatters else 2)) for group in data]
-                rings += [(group, 2 * across / mesh.size("data")) for group in sites]
-        for group, parts in rings:
-            for site, hops in leaving(self.network, group).items():
-                sent[site] = sent.get(site, 0.0) + hops * parts * (len(group) - 1) / len(group)
-        for group, part in straight:
-            names = [self.network.sites[rank] for rank in group]
-            for name in names:
-                sent[name] = sent.get(name, 0.0) + part * sum(other != name for other in names)
-        return sent
-
-    def _partial_weights(self, stage: Stage, width: float) -> float:
-        """Sums over the tensor axis of the gradients of operators that divide the batch over it."""
-        ways = stage.mesh.size("tensor")
-        size = sum(
-            count * self.graph.size(weight.dims) * width
-            for unit, count in self.graph.kinds(*stage.units)
-            for op in unit
-            for weight in op.weights
-            if stage.splits.get(op.name) == "b"
-        )
-        groups = stage.mesh.groups("tensor")
-        return max(self.network.all_reduce_s(g, size, concurrent=len(groups)) for g in groups) if size and ways else 0.0
+        return self.stream_s(rank, own * moved * engine.update_passes)
 
     def memory(self, replica: Replica, index: int, coordinate: int, outer: int = 0) -> Memory:
         """The peak of a device of one batch coordinate of a stage; `outer` bytes a parameter more between replicas."""
@@ -395,29 +301,9 @@ class Costs:
         )  # fmt: skip
 
 
-class Sync(NamedTuple):
-    """Seconds a step over the batch axes: sums, gathers of weights, sums over other axes; the share of one message,
-    and of what is sent last."""
-
-    reduce: float
-    gather: float
-    rest: float
-    each: float
-    last: float
-
-
 def returns_to_residual(op: Operator) -> bool:
     """Whether an operator's output is added to the residual stream, or starts it."""
     return op.output == "bsd" and op.kind in ("matmul", "lookup")
-
-
-def leaving(network: Network, group: Sequence[int]) -> dict[str, int]:
-    """Hops of a ring over the group that leave each site."""
-    found: dict[str, int] = {}
-    for a, b in zip(group, (*group[1:], group[0]), strict=True):
-        if network.sites[a] != network.sites[b]:
-            found[network.sites[a]] = found.get(network.sites[a], 0) + 1
-    return found
 
 
 def _crowding(network: Network) -> dict[str, float]:

@@ -88,8 +88,19 @@ def free_port() -> dict[str, Any]:
 
 
 def received() -> dict[str, Any]:
-    """Bytes swallowed so far, at this host's own time."""
-    return {"bytes": SERVER[0].received, "at": time.monotonic()}
+    """Bytes swallowed so far, at this host's own time; seconds that the machine's cores were busy, of each."""
+    return {"bytes": SERVER[0].received, "at": time.monotonic(), "busy": busy()}
+
+
+def busy() -> float | None:
+    """Seconds that a core of this machine was busy so far, on average; None where the kernel does not say so."""
+    try:
+        lines = Path("/proc/stat").read_text().splitlines()
+    except OSError:
+        return None
+    user, nice, system, _, _, irq, softirq = map(int, lines[0].split()[1:8])
+    cores = sum(line.startswith("cpu") for line in lines) - 1
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK") / cores
 
 
 def datagrams(tag: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from farspan.domain.cluster import Cluster, Device, DType, Host, Link
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import PlannedDevice
 from farspan.domain.problems import Refusal
-from farspan.launch.examine import Way, address, agents, rate, reach
+from farspan.launch.examine import Way, address, agents, reach, stream
 from farspan.launch.hosts import Agent
 from farspan.launch.meeting import arrange
 from farspan.launch.probe import Probe
@@ -60,8 +60,11 @@ def measure(
         for probe in itertools.chain.from_iterable(probes.values()):
             probe.describe("cpu", None)  # It has started: what it takes for that disturbs nobody's rates any more.
         units = _Units(model, seq_len or model.context, dtypes)
+        measured: Sequence[Host] = cluster.hosts
+        # Hosts side by side, and each step of it on all at once: those of a lab share a machine's memory.
         with ThreadPoolExecutor(len(cluster.hosts)) as pool:
-            measured = list(pool.map(lambda host: _host(host, probes[host.name], units, say), cluster.hosts))
+            for part in (_alone, _crowded, _local_rate):
+                measured = list(pool.map(lambda host, do=part: do(host, probes[host.name], units, say), measured))
         by_name = {host.name: host for host in measured}
         sites = tuple(
             msgspec.structs.replace(site, hosts=tuple(by_name[host.name] for host in site.hosts))
@@ -86,8 +89,8 @@ class _Units(NamedTuple):
     dtypes: Sequence[DType] | None
 
 
-def _host(host: Host, probes: Sequence[Probe], units: _Units, say: Callable[[str], None]) -> Host:
-    """A host's devices one after another: those that share cores must not disturb each other. Then all together."""
+def _alone(host: Host, probes: Sequence[Probe], units: _Units, say: Callable[[str], None]) -> Host:
+    """A host's devices one after another: those that share cores must not disturb each other."""
     done = list[Device]()
     bare = [msgspec.structs.replace(device, enter=None) for device in host.devices]
     for index, (device, probe) in enumerate(zip(host.devices, probes, strict=True)):
@@ -101,34 +104,34 @@ def _host(host: Host, probes: Sequence[Probe], units: _Units, say: Callable[[str
             device, rates=found.rates, units=times, bandwidth=found.bandwidth, memory=min(device.memory, found.memory),
             origin="measured",
         ))  # fmt: skip
-    if len(done) > 1:
-        say(f"all devices of {host.name} together")
-        done = _crowded(host, done, probes, units)
-    return msgspec.structs.replace(host, devices=tuple(done), local_rate=_local_rate(host, probes))
+    return msgspec.structs.replace(host, devices=tuple(done))
 
 
-def _crowded(host: Host, devices: Sequence[Device], probes: Sequence[Probe], units: _Units) -> list[Device]:
-    """The devices with the times of units while all of them compute."""
+def _crowded(host: Host, probes: Sequence[Probe], units: _Units, say: Callable[[str], None]) -> Host:
+    """A host's devices with the times of units while all of them compute."""
+    if len(host.devices) < 2:
+        return host
+    say(f"all devices of {host.name} together")
 
     def ask(index: int) -> Device:
-        device = devices[index]
+        device = host.devices[index]
         times = probes[index].units(
             _planned(host, index), units.model, units.seq_len, SEQUENCES, units.dtypes or device.dtypes
         )
-        crowd = (msgspec.structs.replace(one, together=len(devices)) for one in times)
+        crowd = (msgspec.structs.replace(one, together=len(host.devices)) for one in times)
         return msgspec.structs.replace(device, units=(*device.units, *crowd))
 
-    with ThreadPoolExecutor(len(devices)) as pool:
-        return list(pool.map(ask, range(len(devices))))
+    with ThreadPoolExecutor(len(host.devices)) as pool:
+        return msgspec.structs.replace(host, devices=tuple(pool.map(ask, range(len(host.devices)))))
 
 
-def _local_rate(host: Host, probes: Sequence[Probe]) -> float | None:
+def _local_rate(host: Host, probes: Sequence[Probe], units: _Units, say: Callable[[str], None]) -> Host:
     """Bytes a second that each device of a host sends in an all-reduce over all of them: a ring of 2 (n - 1) steps with
     a part each."""
     if (n := len(probes)) < 2:
-        return None
+        return host
     seconds = _together([(host, index, probe) for index, probe in enumerate(probes)], (INSIDE_BYTES,))[INSIDE_BYTES]
-    return 2 * (n - 1) / n * INSIDE_BYTES / seconds
+    return msgspec.structs.replace(host, local_rate=2 * (n - 1) / n * INSIDE_BYTES / seconds)
 
 
 def _planned(host: Host, index: int) -> PlannedDevice:
@@ -182,16 +185,19 @@ def _pairs(cluster: Cluster) -> list[tuple[Host, Host]]:
 def _link(a: Agent, b: Agent, activation_bytes: int) -> Link:
     there, back = _working(reach(a, b, PINGS)), _working(reach(b, a, PINGS))
     rtt = min(there.rtt_s or 0.0, back.rtt_s or 0.0)
-    rates = {count: rate(a, b, count, rtt) for count in STREAMS}
+    found = {count: stream(a, b, count, rtt) for count in STREAMS}
+    rates = {count: one.rate for count, one in found.items()}
     # The way back is timed where the line decides; the slower way counts.
-    bandwidth = min(max(rates.values()), rate(b, a, STREAMS[-1], rtt))
+    back_again = stream(b, a, STREAMS[-1], rtt)
+    bandwidth = min(max(rates.values()), back_again.rate)
+    kept = [one.busy_s for one in (*found.values(), back_again) if one.busy_s is not None]
     limited = bandwidth > LIMITED * rates[1]
     return Link(
         a=a.host.name, b=b.host.name, rtt_s=rtt, jitter_s=max(there.jitter_s or 0.0, back.jitter_s or 0.0),
         bandwidth=bandwidth, window=round(rates[1] * rtt) if limited else None,
         in_flight={count: round(found * rtt) for count, found in rates.items()},
         transfer_s={activation_bytes: _transfer(a, b, activation_bytes, rtt)},
-        loss=_loss(a, b), origin="measured",
+        loss=_loss(a, b), busy_s=statistics.median(kept) if kept else None, origin="measured",
     )  # fmt: skip
 
 

@@ -96,9 +96,10 @@ class Outer:
         self._own = own = torch.cat([anchor - master for anchor, master in pairs]).cpu()
         encoded: dict[tuple[int, int], Tensor] = {}
         for start, stop in {chunk: None for route in self._routes.values() for chunk in route.chunks}:
-            encoded[start, stop] = self._feedback.encode((start, stop), self._space.read(own, start, stop))
+            content = self._space.read(own, start, stop)
+            encoded[start, stop] = self._feedback.encode_((start, stop), content)
             # Everyone adds what went over the line, this replica too.
-            self._space.put(own, start, self._feedback.codec.decode(encoded[start, stop], stop - start))
+            self._space.put(own, start, content)
         for route in self._routes.values():
             for one in route.sends:
                 self._wire.send(encoded[one.start, one.stop], one.target, tag(OUTER + self._replica, number))

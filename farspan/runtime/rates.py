@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from farspan.domain.cluster import DType, MatmulRate
 from farspan.domain.plan import PlannedDevice
@@ -18,6 +19,8 @@ from farspan.runtime.device import open_device, settle, usable_memory
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: Seconds that each figure is taken over: several periods of a CPU quota, whose pauses are part of the rate.
 TIMED_S = 0.5
+#: All-reduces of one size that are timed at most.
+MOST = 50
 #: Bytes that are copied to time memory: past any cache. Less where a device has little.
 COPIED = 2**28
 #: An all-reduce that would take longer than this, by a smaller one, is left out.
@@ -69,14 +72,18 @@ def allreduce_seconds(rank: int, world: int, device: PlannedDevice, sizes: tuple
         if times and max(times) > 1e6 and times[max(times)] * size / max(times) > LONGEST_S:
             break
         tensor = torch.zeros(max(1, size // 4), device=group.device)
-        dist.all_reduce(tensor)
-        taken = []
-        for _ in range(5 if size < 1e6 else 2):
+
+        def seconds(tensor: Tensor = tensor) -> float:
             group.sum(0.0)  # All start together.
             began = time.perf_counter()
             dist.all_reduce(tensor)
             settle(group.device)
-            taken.append(time.perf_counter() - began)
+            return time.perf_counter() - began
+
+        seconds()
+        # As many on every rank: over TIMED_S by the slowest one's second try.
+        again = round(TIMED_S / max(group.gather(seconds())))
+        taken = [seconds() for _ in range(max(2, min(MOST, again)))]
         # Every rank goes on with the same figure, or they would disagree on when to stop.
         times[size] = max(group.gather(statistics.median(taken)))
     group.close()

@@ -23,8 +23,8 @@ from farspan.runtime.wire import Posted, Sent, Wire, tag
 
 #: Channels of messages (`wire.tag`).
 SCATTER, ACROSS = 1, 2
-#: Between two looks at what has arrived.
-POLL_S = 1e-4
+#: Between two looks at what has arrived: longer while nothing comes, as looking takes from what others compute with.
+SHORTEST_S, LONGEST_S = 5e-5, 1e-3
 Waits = Sequence["dist.Work | Future[Tensor]"]
 Phases = Generator[Waits]
 
@@ -88,27 +88,34 @@ class Reducer:
                 self._active.append(_Running(bucket, self._phases(bucket, self._last, self._round)))
         self.progress()
 
-    def progress(self) -> None:
-        """Let every bucket go as far as what it waits for has come."""
+    def progress(self) -> bool:
+        """Let every bucket go as far as what it waits for has come; whether any went on."""
         before: _Running | None = None
+        went = False
         for running in self._active:
             while not running.ended and (before is None or before.ended or running.phase < before.phase):
                 if not running.ready():
                     break
                 running.advance()
+                went = True
                 if running.ended:
                     self.done(running.bucket)
             before = running
         while self._active and self._active[0].ended:
             self._active.pop(0)
+        return went
 
     def finish(self) -> None:
         """Wait until the sums of all buckets are complete."""
         if any(count > 0 for count in self._missing):
             raise RuntimeError("a parameter got no gradient: its bucket was never sent")
+        pause = SHORTEST_S
         while self._active:
-            self.progress()
-            time.sleep(POLL_S)
+            if self.progress():
+                pause = SHORTEST_S
+            else:
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_S)
         for work in self._scattering:
             work.wait()
         self._missing, self._scattering = [], []
@@ -184,19 +191,25 @@ class Reducer:
     def _across(self, b: int, full: Tensor, others: list[int], count: int) -> Phases:
         """Sum `full` with the same of `others`, straight, each byte over the line once a pair. Everyone adds the same
         numbers in the order of ranks, so all end with the same bits."""
-        number = tag(ACROSS, count * len(self._state.buckets) + b)
-        mine, n = full.reshape(-1), full.numel()
-        sent = self._feedback.encode(b, mine)
+        number, mine, own = tag(ACROSS, count * len(self._state.buckets) + b), full.reshape(-1), self._place.rank
+        codec = self._feedback.codec
+        sent = self._feedback.encode_(b, mine)
         posted = {rank: self._wire.post(len(sent), sent.dtype, rank, number) for rank in others}
         for rank in others:
             self._wire.send(sent, rank, number)
         yield [self._waiters[ACROSS].submit(one.wait) for one in posted.values()]
-        contents = {rank: one.buffer.to(full.device) for rank, one in posted.items()} | {self._place.rank: sent}
-        ordered = [contents[rank] for rank in sorted(contents)]
-        total = self._feedback.codec.decode(ordered[0], n)
-        for one in ordered[1:]:
-            total += self._feedback.codec.decode(one, n)
-        mine.copy_(total)
+        contents = {rank: one.buffer.to(full.device) for rank, one in posted.items()}
+        order = sorted([*contents, own])
+        # The first two of a sum may change places, so that most begin with what is here already.
+        first = own if own in order[:2] else order[0]
+        total = mine if first == own else codec.decode(contents[first], len(mine))
+        for rank in order:
+            if rank == own != first:
+                total.add_(mine)
+            elif rank != first:
+                codec.add(total, contents[rank])
+        if total is not mine:
+            mine.copy_(total)
 
 
 class _Running:

@@ -18,7 +18,7 @@ from farspan.runtime.model import Decoder
 from farspan.runtime.state import TrainState
 
 #: Seconds that each figure is taken over, and how often at least; passes before those, while memory is first touched.
-TIMED_S, LEAST, WARMUP = 0.6, 8, 3
+TIMED_S, LEAST, WARMUP = 1.0, 8, 3
 #: Slow devices make no more than one pass after so many seconds.
 MOST_S = 5.0
 #: A pass that takes longer is not repeated with more rows: time is then in proportion to them.
@@ -65,7 +65,8 @@ class _Passes:
         self._state = TrainState(self._model, dtype)
 
     def time(self, rows: int) -> tuple[float, float]:
-        """Median seconds of a forward and of a backward pass."""
+        """Mean seconds of a forward and of a backward pass: where workers share a core, a short one takes one turn or
+        two."""
         shape = rows, self._seq_len
         tokens = torch.randint(self._spec.vocab_size, shape, device=self._device)
         working = next(self._model.parameters()).dtype
@@ -79,7 +80,7 @@ class _Passes:
             times.append(self._pass(x, tokens))
         self._state.clear()
         kept = times[min(WARMUP, len(times) - 1) :]
-        return statistics.median(one[0] for one in kept), statistics.median(one[1] for one in kept)
+        return statistics.fmean(one[0] for one in kept), statistics.fmean(one[1] for one in kept)
 
     def _pass(self, x: Tensor, targets: Tensor) -> tuple[float, float]:
         began = time.perf_counter()

@@ -136,18 +136,18 @@ def test_a_message_of_another_length_is_an_error():
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
 @settings(max_examples=20, deadline=None)
-@given(n=st.integers(1, 3 * BLOCK), steps=st.integers(1, 40), seed=st.integers(0, 2**20), bf16=st.booleans())
-def test_with_feedback_the_sums_stay_within_one_rounding(bits, n, steps, seed, bf16):
+@given(n=st.integers(1, 3 * BLOCK), steps=st.integers(1, 40), seed=st.integers(0, 2**20))
+def test_with_feedback_the_sums_stay_within_one_rounding(bits, n, steps, seed):
     """What was received differs from what was to be sent by the residual, which is one encoding's error."""
     feedback = ErrorFeedback(Codec(bits))
     generator = torch.Generator().manual_seed(seed)
     sent, received, bound = (torch.zeros(n, dtype=torch.float64) for _ in range(3))
     for _ in range(steps):
-        x = torch.randn(n, generator=generator).to(torch.bfloat16 if bf16 else torch.float32)
+        x = torch.randn(n, generator=generator)
         before = feedback.residuals.get("k", torch.zeros(n)).clone()
         sent += x.double()
-        received += feedback.codec.decode(feedback.encode("k", x), n).double()
-        total = x.float() + before
+        total = x + before
+        received += feedback.codec.decode(feedback.encode_("k", x), n).double()
         bound = largest(total) / GREATEST[bits] * 0.502 if bits < 16 else total.abs() * 2**-8
     rounding = 1e-6 * steps  # Of the sums in fp32.
     assert ((sent - received).abs() <= bound + rounding).all()
@@ -159,30 +159,43 @@ def test_feedback_sends_what_is_too_small_to_send_alone():
     x = torch.tensor([127.0, 0.01])
     feedback = ErrorFeedback(Codec(8))
     alone = sum(feedback.codec.decode(feedback.codec.encode(x), 2) for _ in range(1000))
-    fed = sum(feedback.codec.decode(feedback.encode(0, x), 2) for _ in range(1000))
+    fed = sum(feedback.codec.decode(feedback.encode_(0, x.clone()), 2) for _ in range(1000))
     assert alone[1] == 0
     assert fed[1] == pytest.approx(10, abs=0.51)
 
 
-def test_feedback_keeps_keys_apart_and_leaves_its_input_alone():
+def test_feedback_keeps_keys_apart():
     feedback, x = ErrorFeedback(Codec(4)), numbers(100)
-    kept = x.clone()
-    one = feedback.encode("a", x)
-    assert torch.equal(feedback.encode("b", x), one)
-    feedback.encode("a", x)
-    assert torch.equal(x, kept)
+    one = feedback.encode_("a", x.clone())
+    assert torch.equal(feedback.encode_("b", x.clone()), one)
+    feedback.encode_("a", x.clone())
     assert not torch.equal(feedback.residuals["a"], feedback.residuals["b"])
+
+
+@ALL
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_with_feedback_everyone_has_the_bits_that_were_sent(bits, n, device):
+    """The sender's own numbers become those that its bytes decode to, by the very bits: all add the same."""
+    feedback = ErrorFeedback(Codec(bits))
+    for seed in (0, 1):
+        x = numbers(n, seed).to(device)
+        data = feedback.encode_("k", x)
+        assert torch.equal(feedback.codec.decode(data, n), x)
+        total = torch.ones_like(x)
+        feedback.codec.add(total, data)
+        assert torch.equal(total, 1 + x)
 
 
 def test_feedback_recovers_after_a_number_that_was_not_finite():
     feedback, x = ErrorFeedback(Codec(8)), torch.linspace(-1, 1, 100)
     bad = x.clone()
     bad[7] = float("nan")
-    assert not feedback.codec.decode(feedback.encode(0, bad), 100).isfinite().any()
-    assert torch.equal(feedback.encode(0, x), feedback.codec.encode(x)), "nothing of it is left"
+    assert not feedback.codec.decode(feedback.encode_(0, bad), 100).isfinite().any()
+    assert torch.equal(feedback.encode_(0, x.clone()), feedback.codec.encode(x)), "nothing of it is left"
 
 
 def test_feedback_over_32_bits_keeps_nothing():
     feedback, x = ErrorFeedback(Codec(32)), numbers(100)
-    assert torch.equal(feedback.encode(0, x), feedback.codec.encode(x))
+    assert torch.equal(feedback.encode_(0, x), feedback.codec.encode(x))
     assert not feedback.residuals
