@@ -188,7 +188,7 @@ def ours(plan: Plan, work: Work, cluster: Cluster, warmup: int, deadline_s: floa
     """A plan run by the product's own workers. Raises Failed, or the Refusal of the worker that made one."""
     with tempfile.TemporaryDirectory(prefix="farspan-wan-") as folder:
         corpus = Path(folder, "corpus")
-        _corpus(corpus, work)
+        write_corpus(corpus, work)
         events = [event for event in run(plan, corpus, cluster, deadline_s) if isinstance(event, Step)]
     # Events are written at the end of each step: from the end of the last warm-up step on.
     ends = [event.at for event in events][warmup - 1 :]
@@ -200,7 +200,7 @@ def run(plan: Plan, corpus: Path, cluster: Cluster, deadline_s: float) -> list[E
     """All events of a plan run to its end on this corpus. Raises as `ours` does."""
     events: list[Event] = []
     with (
-        _run_folder(plan, corpus, cluster) as folder,
+        run_folder(plan, corpus, cluster) as folder,
         launch("local", plan, folder, cluster) as workers,
         Deadline(workers, deadline_s) as deadline,
     ):
@@ -222,7 +222,7 @@ def _steps(events: Sequence[Event]) -> int:
 
 
 @contextlib.contextmanager
-def _run_folder(plan: Plan, corpus: Path, cluster: Cluster) -> Iterator[RunFolder]:
+def run_folder(plan: Plan, corpus: Path, cluster: Cluster) -> Iterator[RunFolder]:
     """A run directory as `farspan train` makes it; it goes with what the workers left on far hosts."""
     with tempfile.TemporaryDirectory(prefix="farspan-wan-") as folder:
         run = RunFolder(Path(folder, "run"))
@@ -239,7 +239,7 @@ def _run_folder(plan: Plan, corpus: Path, cluster: Cluster) -> Iterator[RunFolde
                     shutil.rmtree(Path(host.folder, "runs"), ignore_errors=True)
 
 
-def _corpus(folder: Path, work: Work) -> None:
+def write_corpus(folder: Path, work: Work) -> None:
     """Token files in which the next token mostly follows from the last."""
     folder.mkdir()
     rng, vocab, splits = np.random.default_rng(work.seed), work.size.vocab, {}

@@ -60,6 +60,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     #: Stock PyTorch has bf16 as autocast.
     precision: Literal["fp32", "bf16"] = "fp32"
+    #: The share of a core that each worker of the second site gets at most; two share one.
+    slow: float = 1.0
 
     @property
     def size(self) -> Size:

@@ -130,9 +130,10 @@ def table(records: Sequence[Record], work: Work, names: Sequence[str]) -> str:
 
 def _title(work: Work) -> str:
     kind = "tied" if work.tied else "untied"
+    slow = "" if work.slow == 1.0 else f", {work.slow:g} of a core for each worker of site b"
     return (
         f"## {work.model}: {work.sequences} sequences of {work.seq_len} tokens a step, {kind} table, "
-        f"{work.precision}, seed {work.seed}"
+        f"{work.precision}, seed {work.seed}{slow}"
     )
 
 

@@ -1,6 +1,8 @@
 """Seconds a step of every technique, and of stock PyTorch, over emulated wide-area links.
 
     python benchmarks/wan.py [--only 'ddp-*,data'] [--model paper] [--sequences 32] [--rtt 20,103]
+    python benchmarks/wan.py --slow 0.25 --rtt 20                       # unlike devices: those of site b half as fast
+    python benchmarks/wan.py --drawn 4 --seed 7 --only 'farspan/*'      # cells that a seed draws
     python benchmarks/wan.py --quick --only ddp-25,1f1b-4,data          # a look; writes nothing here
 
 Two sites of two workers in a `farspan lab`, 1 Gbit/s between them, TCP alike for all. Each site has one core of its own
@@ -22,14 +24,16 @@ import argparse
 import contextlib
 import fcntl
 import fnmatch
+import math
 import os
 import platform
+import random
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
@@ -51,6 +55,8 @@ from farspan.launch.measure import measure
 
 RESULTS = Path(__file__).parent / "results" / "wan.jsonl"
 RTTS_MS, BANDWIDTH = (0.1, 20.0, 57.0, 103.0), "1Gbit/s"
+#: Contestants of a drawn column.
+DRAWN = 4
 
 
 class Bench:
@@ -73,9 +79,9 @@ class Bench:
 
     # -- predictions -----------------------------------------------------------------------------------------------
 
-    def predict(self, names: Sequence[str]) -> None:
-        """Measure every link that was not, price every plan that was not."""
-        for rtt_ms in self.given.rtt:
+    def predict(self, asked: Mapping[float, Sequence[str]]) -> None:
+        """Measure every link that was not, price every plan that was not: contestants by round trip."""
+        for rtt_ms, names in asked.items():
             missing = [name for name in names if not self._is_priced(name, rtt_ms)]
             if not missing:
                 continue
@@ -115,10 +121,10 @@ class Bench:
 
     # -- cells -----------------------------------------------------------------------------------------------------
 
-    def run(self, names: Sequence[str]) -> None:
+    def run(self, asked: Mapping[float, Sequence[str]]) -> None:
         """Every cell that is not there yet, in the order that spreads a contestant's cells over the whole time."""
         for repeat in range(self.given.repeat):
-            for rtt_ms in self.given.rtt:
+            for rtt_ms, names in asked.items():
                 cluster = of_lab(cells.status(self.labs[rtt_ms]))
                 for name in names:
                     if not self._done(name, rtt_ms, repeat):
@@ -183,9 +189,9 @@ def bare(cluster: Cluster, workers: int | None = None) -> Cluster:
 
 
 @contextlib.contextmanager
-def labs(rtts_ms: Sequence[float]) -> Iterator[dict[float, str]]:
+def labs(rtts_ms: Sequence[float], slow: float = 1.0) -> Iterator[dict[float, str]]:
     """A lab for each round trip, all up together and one in use at a time: two sites of two devices, on two cores of
-    this machine, one a site. TCP's window is what `farspan lab` gives such a link."""
+    this machine, one a site; those of site b get such a share of theirs. TCP's window is what `farspan lab` gives."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         sys.exit("this benchmark needs two cores, one for each site")
@@ -194,7 +200,8 @@ def labs(rtts_ms: Sequence[float]) -> Iterator[dict[float, str]]:
         os.sched_setaffinity(0, cores[:2])  # A lab gives its sites what this process may use.
         for rtt_ms, name in names.items():
             link = f"{{between: [a, b], rtt: {rtt_ms}ms, bandwidth: {BANDWIDTH}}}"
-            text = f"name: {name}\nsites: {{a: {{devices: 2}}, b: {{devices: 2}}}}\nlinks: [{link}]\n"
+            b = f"[{{speed: {slow}}}, {{speed: {slow}}}]"
+            text = f"name: {name}\nsites: {{a: {{devices: 2}}, b: {{devices: {b}}}}}\nlinks: [{link}]\n"
             state.up(spec.read(convert(parse_yaml(text, "lab.yaml"), spec.LabFile, "lab.yaml", text), "lab.yaml"))
             stack.callback(state.down, name)
         os.sched_setaffinity(0, cores)
@@ -216,19 +223,27 @@ def results(given: argparse.Namespace, usual: Path) -> Iterator[tuple[Path, IO[b
         yield out, file
 
 
+def said_of_here() -> dict[str, Any]:
+    """What a result must say of this machine and this commit."""
+    cpus = Path("/proc/cpuinfo").read_text().splitlines()
+    packages = {name: metadata.version(name) for name in ("farspan", "torch", "numpy")}
+    return {
+        "commit": _git("rev-parse", "--short", "HEAD"), "versions": {"python": platform.python_version(), **packages},
+        "cpu": next((line.split(": ")[1] for line in cpus if line.startswith("model name")), platform.machine()),
+    }  # fmt: skip
+
+
+def _git(*words: str) -> str:
+    return subprocess.check_output(["git", "-C", str(Path(__file__).parent), *words], text=True).strip()
+
+
 def started(session: str, labs: dict[float, str]) -> Session:
     windows = {f"{rtt_ms:g} ms": cells.status(name).lab.window for rtt_ms, name in labs.items()}
     status = cells.status(next(iter(labs.values())))
-    git = ["git", "-C", str(Path(__file__).parent)]
-    cpus = Path("/proc/cpuinfo").read_text().splitlines()
-    packages = {name: metadata.version(name) for name in ("farspan", "torch", "numpy")}
     return Session(
         session=session, command=tuple(sys.argv), realtime=status.realtime, bandwidth=BANDWIDTH,
-        commit=subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True).strip(),
-        changed=bool(subprocess.check_output([*git, "status", "--porcelain", "-uno"], text=True).strip()),
-        versions={"python": platform.python_version(), **packages}, cores=os.cpu_count() or 1,
-        cpu=next((line.split(": ")[1] for line in cpus if line.startswith("model name")), platform.machine()),
-        kernel=platform.release(), congestion=status.lab.congestion, windows=windows,
+        changed=bool(_git("status", "--porcelain", "-uno")), cores=os.cpu_count() or 1, kernel=platform.release(),
+        congestion=status.lab.congestion, windows=windows, **said_of_here(),
     )  # fmt: skip
 
 
@@ -242,6 +257,13 @@ def chosen(work: Work, only: Sequence[str]) -> list[str]:
         name for name in names
         if not only or any(fnmatch.fnmatch(part, pattern) for pattern in only for part in (name, name.split("/")[1]))
     ]  # fmt: skip
+
+
+def drawn(seed: int, columns: int, names: Sequence[str]) -> dict[float, list[str]]:
+    """So many round trips between 0.1 and 150 ms, their logarithms uniform, and DRAWN of the contestants over each."""
+    rng = random.Random(seed)
+    rtts_ms = [float(f"{math.exp(rng.uniform(math.log(0.1), math.log(150))):.3g}") for _ in range(columns)]
+    return {rtt_ms: rng.sample(names, min(DRAWN, len(names))) for rtt_ms in rtts_ms}
 
 
 def milliseconds(text: str) -> tuple[float, ...]:
@@ -265,7 +287,17 @@ def arguments() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--untied", action="store_true", help="the head is a matrix of its own, for all")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="for all (default: fp32)")
+    parser.add_argument(
+        "--slow",
+        type=float,
+        default=1.0,
+        metavar="SHARE",
+        help="of a core that each of site b gets at most (default: 1)",
+    )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--drawn", type=int, metavar="N", help=f"N round trips drawn by the seed, and {DRAWN} contestants over each"
+    )
     parser.add_argument("--deadline", type=float, metavar="S", help="of a run (default: 600)")
     parser.add_argument("--retry", action="store_true", help="run cells that failed again")
     parser.add_argument("--quick", action="store_true", help="3 steps once over 0.1 and 20 ms, into a temporary file")
@@ -280,19 +312,22 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     given = arguments()
     work = Work(
-        model=given.model, sequences=given.sequences, tied=not given.untied, seed=given.seed, precision=given.precision
-    )
+        model=given.model, sequences=given.sequences, tied=not given.untied, seed=given.seed, precision=given.precision,
+        slow=given.slow,
+    )  # fmt: skip
     if given.warmup < 1 or work.sequences % 4 or work.size.tokens % work.sequences:
         sys.exit("--warmup is 1 at least, --sequences a multiple of 4 that divides a step's tokens")
     names = chosen(work, given.only)
+    asked = dict.fromkeys(given.rtt, names) if given.drawn is None else drawn(given.seed, given.drawn, names)
     # A lab must be taken down also when the benchmark is told to end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with contextlib.ExitStack() as stack:
         out, file = stack.enter_context(results(given, RESULTS))
-        bench = Bench(given, work, stack.enter_context(labs(given.rtt)), file, read(out))
+        bench = Bench(given, work, stack.enter_context(labs(tuple(asked), work.slow)), file, read(out))
         bench.write(started(bench.session, bench.labs))
-        bench.predict([name for name in names if name in plans.ours(work)])
-        bench.run(names)
+        priced = plans.ours(work)
+        bench.predict({rtt_ms: [name for name in names if name in priced] for rtt_ms, names in asked.items()})
+        bench.run(asked)
         works = dict.fromkeys(one.work for one in bench.records if isinstance(one, Cell))
         made = {one: table(bench.records, one, [*plans.stock(one), *plans.ours(one)]) for one in works}
         print(f"\n{made.get(work, 'nothing measured')}")

@@ -3,9 +3,9 @@
     RANK=0 WORLD_SIZE=4 MASTER_ADDR=... MASTER_PORT=... GLOO_SOCKET_IFNAME=... python wan_contestants.py ddp [options]
 
 The first half of the ranks is the first site. `ddp`, `fsdp2` and `hsdp` share a step's sequences between all ranks;
-`gpipe` and `1f1b` are torch.distributed.pipelining with a stage a site and data parallelism inside it, whose gradients
-are summed in one all-reduce at the end of a step. All clip by the global norm and update with fused AdamW, in fp32 or
-with bf16 autocast.
+`zero2` is DeepSpeed's; `gpipe` and `1f1b` are torch.distributed.pipelining with a stage a site and data parallelism
+inside it, whose gradients are summed in one all-reduce at the end of a step. All clip by the global norm and update
+with fused AdamW, in fp32 or with bf16 autocast (`zero2`: its own bf16).
 
 A step is timed on every rank by itself, from its start to the start of the next, with no barrier. Each rank prints one
 line of JSON. The model has a tied table as GPT-2 has; a stock pipeline cannot tie its ends, so there the head is a
@@ -166,6 +166,29 @@ def over_batch(given: argparse.Namespace) -> Callable[[int], Answer]:
     return step
 
 
+def deepspeed(given: argparse.Namespace) -> Callable[[int], Answer]:
+    """DeepSpeed's ZeRO-2 step: gradients are scattered and state is divided; in bf16 its own, with fp32 masters."""
+    import deepspeed as library
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = GPT(given, tied=not given.untied)
+    model.bf16 = False
+    engine, *_ = library.initialize(model=model, optimizer=adamw(model), config={
+        "train_micro_batch_size_per_gpu": given.sequences // world, "gradient_clipping": CLIP,
+        "zero_optimization": {"stage": 2}, "bf16": {"enabled": given.bf16}, "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+    })  # fmt: skip
+
+    def step(number: int) -> Answer:
+        inputs, targets = rows(given, number, rank, world)
+        loss = loss_of(engine(inputs), targets)
+        engine.backward(loss)
+        engine.step()
+        return loss.item(), float(engine.get_global_grad_norm())
+
+    return step
+
+
 def pipeline(given: argparse.Namespace) -> Callable[[int], Answer]:
     """The step of one of two stages: microbatches, the sum over the stage's ranks, the norm over both stages."""
     half = dist.get_world_size() // 2
@@ -211,6 +234,11 @@ def clip(parameters: list[nn.Parameter], across: dist.ProcessGroup) -> float:
     return norm.item()
 
 
+STEPS = {
+    "ddp": over_batch, "fsdp2": over_batch, "hsdp": over_batch, "zero2": deepspeed, "gpipe": pipeline, "1f1b": pipeline,
+}  # fmt: skip
+
+
 def measure(step: Callable[[int], Answer], warmup: int, steps: int) -> dict[str, object]:
     """Seconds of each step from its start to the next one's, and what else the steps gave."""
     clock, starts, busy, answers = time.time() - time.perf_counter(), [], [], []
@@ -242,7 +270,7 @@ def end_with_parent() -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=("ddp", "fsdp2", "hsdp", "gpipe", "1f1b"))
+    parser.add_argument("kind", choices=tuple(STEPS))
     sizes = {
         "layers": 8, "width": 256, "vocab": 8192, "context": 256, "sequences": 8, "seq-len": 256, "warmup": 2,
         "steps": 12, "seed": 0,
@@ -264,8 +292,7 @@ def main() -> None:
     end_with_parent()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=given.timeout))
-    step = pipeline(given) if given.kind in ("gpipe", "1f1b") else over_batch(given)
-    found = measure(step, given.warmup, given.steps)
+    found = measure(STEPS[given.kind](given), given.warmup, given.steps)
     print(json.dumps({"rank": dist.get_rank(), **found}), flush=True)
     dist.barrier()
     dist.destroy_process_group()

@@ -106,14 +106,15 @@ def _batch_axes(replica: Replica, stage: Stage, costs: Costs, ledger: _Ledger) -
     parameters = local_parameters(costs.graph, stage.units, stage.splits, ways)
     size = parameters * sync.bits / 8
     tensors = sum(n * len(op.weights) for unit, n in costs.graph.kinds(*stage.units) for op in unit)
-    messages = tensors if sync.bucket_bytes is None else -(-size // sync.bucket_bytes)
+    filled = size * 32 / sync.bits if costs.engine.direct else size
+    messages = tensors if sync.bucket_bytes is None else -(-filled // sync.bucket_bytes)
     if stage.zero == 0:
         for group in mesh.transposed:
             _sum_bytes(ledger, network, group, size, sync)
         _slowest(ledger, "gradients", mesh.transposed, lambda group, s: network.all_reduce_s(
             group, s, messages=messages, concurrent=ways, topology=sync.topology, bits=sync.bits), size)  # fmt: skip
         return
-    groups, whole = list(mesh.groups("data")), 4.0 * parameters if costs.engine.direct else size
+    groups, whole = list(mesh.groups("data")), filled
     sums = parts if stage.zero == 3 or (stage.zero == 2 and parts > 1) else 1
     gathers = 2 * parts if stage.zero == 3 else 1
     apart = messages if costs.engine.gathers_combined else tensors
@@ -150,9 +151,7 @@ def _slowest(
 
 def _sum_bytes(ledger: _Ledger, network: Network, group: Sequence[int], size: float, sync: GradSync) -> None:
     """Bytes of an all-reduce: over one ring, straight to everyone, or inside each site and straight between them."""
-    sites: dict[str, list[int]] = {}
-    for rank in group:
-        sites.setdefault(network.sites[rank], []).append(rank)
+    sites = network.by_site(group)
     if sync.topology == "hierarchical" and len(sites) > 1:
         inside = size * 32 / sync.bits if network.engine.direct else size
         for ranks in sites.values():

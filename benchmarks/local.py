@@ -1,0 +1,152 @@
+"""Seconds a step where the network is good: one and two workers of this machine, beside the peers' own scripts.
+
+    pip install deepspeed                       # for the contestant `deepspeed/zero2`; without it that one is left out
+    python benchmarks/local.py [--repeat 5] [--steps 20] [--workers 1,2] [--precision fp32,bf16]
+
+A worker has one thread on a core of its own. Contestants are stock PyTorch and DeepSpeed (wan_contestants.py) and what
+farspan's planner picks, all with the same model, rows, clipping, fused AdamW and environment, in fresh processes, one
+contestant after another and all again. Every cell is appended to results/local.jsonl with its raw steps; what is there
+is not run again. The table is printed and written beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import _wan_cells as cells
+import _wan_plans as plans
+import msgspec
+from _wan_plans import Work
+from _wan_records import append
+from wan import results, said_of_here, why
+
+from farspan.domain.cluster import Cluster
+from farspan.domain.plan import Plan
+from farspan.planning.rank import rank
+from farspan.runtime.device import detect
+
+RESULTS = Path(__file__).parent / "results" / "local.jsonl"
+PEERS = {
+    "torch/ddp": ["ddp", "--bucket-mb=25"], "torch/fsdp2": ["fsdp2"], "torch/fsdp2-kept": ["fsdp2", "--kept"],
+    "deepspeed/zero2": ["zero2"],
+}  # fmt: skip
+OURS = "farspan"
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One contestant, once. Without `step_s` it failed."""
+
+    contestant: str
+    workers: int
+    precision: str
+    repeat: int
+    at: str
+    commit: str
+    versions: dict[str, str]
+    cpu: str
+    step_s: tuple[float, ...] = ()
+    #: What ran, of farspan.
+    plan: dict[str, Any] | None = None
+    failed: str | None = None
+
+
+def here(workers: int) -> Cluster:
+    """So many workers on this machine, one thread each, each on cores of its own."""
+    found = detect("cpu", workers)
+    (site,) = found.sites
+    (host,) = site.hosts
+    devices = tuple(msgspec.structs.replace(one, threads=1) for one in host.devices)
+    host = msgspec.structs.replace(host, devices=devices)
+    return msgspec.structs.replace(found, sites=(msgspec.structs.replace(site, hosts=(host,)),))
+
+
+def picked(work: Work, cluster: Cluster, steps: int) -> Plan:
+    """What the planner chooses of techniques that compute what the peers compute."""
+    task = plans.question(work, cluster, steps)
+    found = rank(task.model, cluster, task.train, task.engine, corpus=task.corpus)
+    best = next(one for one in found.candidates if one.plan is not None and len(one.places) == len(cluster.devices))
+    assert best.plan is not None
+    return best.plan
+
+
+def measured(given: argparse.Namespace, name: str, workers: int, work: Work) -> dict[str, Any]:
+    cluster = here(workers)
+    try:
+        if name == OURS:
+            plan = picked(work, cluster, given.warmup + given.steps)
+            found = cells.ours(plan, work, cluster, given.warmup, given.deadline)
+            return {"step_s": found.step_s, "plan": msgspec.to_builtins(plan)}
+        found = cells.stock(PEERS[name], work, cluster, given.warmup, given.steps, given.deadline)
+        return {"step_s": found.step_s}
+    except Exception as error:  # Whatever a contestant dies of, the table goes on.
+        return {"failed": why(error)}
+
+
+def run(given: argparse.Namespace, file: IO[bytes], known: list[Cell]) -> None:
+    names = [name for name in PEERS if name != "deepspeed/zero2" or importlib.util.find_spec("deepspeed")]
+    about, done = said_of_here(), {(c.contestant, c.workers, c.precision, c.repeat) for c in known}
+    for repeat in range(given.repeat):
+        for precision in given.precision:
+            work = Work(model="small", sequences=8, tied=True, seed=0, precision=precision)
+            for workers in given.workers:
+                for name in [*names, OURS]:
+                    if (name, workers, precision, repeat) in done:
+                        continue
+                    cell = Cell(
+                        contestant=name, workers=workers, precision=precision, repeat=repeat,
+                        at=time.strftime("%Y-%m-%dT%H:%M:%S"), **about, **measured(given, name, workers, work),
+                    )  # fmt: skip
+                    append(file, cell)
+                    known.append(cell)
+                    took = f"{statistics.median(cell.step_s):.3f} s" if cell.step_s else f"failed: {cell.failed}"
+                    print(f"{repeat + 1}, {workers} workers, {precision}, {name}: {took}", flush=True)
+
+
+def table(known: list[Cell]) -> str:
+    """Medians over the repeats' medians, their spread, and the median of the repeats' ratios of each to farspan."""
+    lines = [
+        "| workers | precision | contestant | s a step | spread | its time / farspan's |",
+        "|---|---|---|---|---|---|",
+    ]
+    by = {(c.workers, c.precision, c.contestant, c.repeat): statistics.median(c.step_s) for c in known if c.step_s}
+    for workers, precision, name in dict.fromkeys(key[:3] for key in sorted(by)):
+        times = {key[3]: took for key, took in by.items() if key[:3] == (workers, precision, name)}
+        ours = {repeat: by[w, p, n, repeat] for w, p, n, repeat in by if (w, p, n) == (workers, precision, OURS)}
+        ratios = [times[repeat] / ours[repeat] for repeat in times.keys() & ours.keys()]
+        middle = statistics.median(times.values())
+        ratio = f"{statistics.median(ratios):.2f}" if ratios else ""
+        spread = (max(times.values()) - min(times.values())) / middle
+        lines.append(f"| {workers} | {precision} | {name} | {middle:.3f} | {spread:.0%} | {ratio} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--workers", type=lambda text: [int(one) for one in text.split(",")], default=[1, 2])
+    parser.add_argument("--precision", type=lambda text: text.split(","), default=["fp32", "bf16"])
+    parser.add_argument("--deadline", type=float, default=300)
+    parser.add_argument("--quick", action="store_true", help="into a temporary file")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    if max(given.workers) > len(os.sched_getaffinity(0)):
+        sys.exit("a worker needs a core of its own")
+    with results(given, RESULTS) as (out, file):
+        known = [msgspec.json.decode(line, type=Cell) for line in out.read_bytes().splitlines()]
+        run(given, file, known)
+        text = table(known)
+        print(text)
+        out.with_suffix(".md").write_text(f"# Seconds a step on one machine\n\n{text}\n")
+
+
+if __name__ == "__main__":
+    main()

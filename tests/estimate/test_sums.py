@@ -1,0 +1,82 @@
+"""What sums between sites take of processors that also compute, by hand."""
+
+import msgspec
+import pytest
+
+from farspan.domain.cluster import Link
+from farspan.domain.plan import GradSync
+from farspan.estimate.price import stage_time
+from farspan.estimate.sums import sync
+from tests.estimate.parts import cluster, costs, device, mesh, pipeline, plain, stage
+
+CPU = device(kind="cpu", backend="cpu", bandwidth=1e9, flops={"fp32": 1e9})
+#: A byte keeps a host busy for 10 ns.
+LINK = Link(a="A", b="B", rtt_s=0.1, bandwidth=1e7, busy_s=1e-8)
+TURNS, PASSES = 1.5, {32: 3.0, 8: 10.0}
+
+
+def sites(*counts, **changes):
+    there = cluster(*([[CPU] * count] for count in counts), links=(msgspec.structs.replace(LINK, **changes),))
+    return costs(there, plain(cpu={"turns": TURNS}, coding_passes=PASSES, direct=True, local_rate=1e8))
+
+
+def summed(using, bits=32, bucket_bytes=10**4, **changes):
+    by = GradSync(topology="hierarchical", bits=bits, bucket_bytes=bucket_bytes)
+    return sync(using, stage(mesh(0, 1, 2, 3), (2, 2, 2, 2), grad_sync=by, **changes), 1)
+
+
+@pytest.mark.parametrize("bits", [32, 8])
+def test_a_core_adds_inside_encodes_its_share_and_carries_what_crosses(bits):
+    using = sites(2, 2)
+    whole = 4 * using.graph.parameters()
+    inside = 2 * whole / 2 / 1e8  # Each of two sends half, twice.
+    coding = PASSES[bits] * whole / 2 / 1e9  # Both workers of a site encode half of the buckets.
+    carried = 2 * whole * bits / 32 * 1e-8  # As much comes as goes.
+    found = summed(using, bits)
+    assert found.busy == pytest.approx(TURNS * (inside + coding + carried))
+    assert found.sent == {"A": pytest.approx(whole * bits / 32), "B": pytest.approx(whole * bits / 32)}
+
+
+def test_one_bucket_is_encoded_by_one_worker_of_a_site():
+    using = sites(2, 2)
+    whole = 4 * using.graph.parameters()
+    more = summed(using, bucket_bytes=10**9).busy - summed(using).busy
+    assert more == pytest.approx(TURNS * PASSES[32] * whole / 2 / 1e9)
+
+
+def test_where_others_than_processors_compute_nothing_is_taken_from_them():
+    there = cluster([[device()] * 2], [[device()] * 2], links=(LINK,))
+    using = costs(there, plain(cpu={"turns": TURNS}, coding_passes=PASSES, direct=True))
+    assert summed(using).busy == 0
+
+
+def test_a_link_that_was_not_measured_takes_nothing():
+    assert summed(sites(2, 2, busy_s=None)).busy < summed(sites(2, 2)).busy
+
+
+def test_fewer_bits_fill_no_fewer_buckets():
+    using = sites(2, 2)
+    assert summed(using, 8).each == summed(using, 32).each
+
+
+def test_a_round_trip_never_hides_behind_arithmetic():
+    """Of what goes straight the last bucket still has a whole round trip before it, however long the passes are."""
+    using = sites(2, 2)
+    by = GradSync(topology="hierarchical", bucket_bytes=10**4)
+    one = stage(mesh(0, 1, 2, 3), (2, 2, 2, 2), grad_sync=by)
+    found = sync(using, one, 1)
+    assert found.trip == LINK.rtt_s
+    assert found.exposed(found.reduce, 1e9) == pytest.approx(LINK.rtt_s + (found.reduce - LINK.rtt_s) * found.last)
+    assert found.exposed(found.reduce, 0.0) == found.reduce
+    assert using.time(one, [2] * 4, 1).exposed == pytest.approx(found.reduce + found.busy), "nothing overlaps in `plain`"
+
+
+def test_what_crosses_a_pipeline_is_carried_by_both_ends_in_both_passes():
+    using = sites(1, 1)
+    replica = pipeline([stage(mesh(0), (8,), (0, 3)), stage(mesh(1), (8,), (3, 6))], 4, (2, 1))
+    size = using.graph.size("bsd", b=2, s=using.train.seq_len) * 4
+    for index in (0, 1):
+        alone = using.time(replica.stages[index], [2], 4).passes
+        found = stage_time(replica, index, using).passes
+        carried = TURNS * size * LINK.busy_s
+        assert (found.forward - alone.forward, found.backward - alone.backward) == pytest.approx((carried, carried))
