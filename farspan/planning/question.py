@@ -10,8 +10,9 @@ import msgspec
 
 from farspan import models
 from farspan.domain.cluster import Cluster
-from farspan.domain.codec import parse_json, read_bytes
+from farspan.domain.codec import load, parse_json, read_bytes
 from farspan.domain.model import ModelSpec, parameters
+from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, nearest
 from farspan.domain.train import Precision, TrainSpec
 from farspan.domain.units import parse_count
@@ -40,8 +41,10 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def model_of(name: str) -> ModelSpec:
-    """A preset, a Hugging Face folder, or parameters such as 124M (a Llama of the size study's shape)."""
+    """A preset, a Hugging Face folder, a plan file, or parameters such as 124M (a Llama of the size study's shape)."""
     folder = Path(name).expanduser()
+    if folder.suffix == ".json" and folder.is_file():
+        return load(folder, Plan).model
     if (folder / "config.json").is_file():
         return models.from_config(parse_json(read_bytes(folder / "config.json"), dict, folder / "config.json"))
     known = models.presets()
@@ -53,7 +56,7 @@ def model_of(name: str) -> ModelSpec:
     match = nearest(name, known)
     raise Refusal(
         "out-of-range", what=f"there is no model {name!r}", where="--model",
-        fact=f"neither parameters such as 124M, nor a folder with config.json, nor one of {', '.join(known)}",
+        fact=f"no parameters such as 124M, folder with config.json, plan file, nor one of {', '.join(known)}",
         remedy=f"--model {match}" if match else "--model gpt2",
     )  # fmt: skip
 

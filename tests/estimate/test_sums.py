@@ -68,7 +68,7 @@ def test_a_round_trip_never_hides_behind_arithmetic():
     assert found.trip == LINK.rtt_s
     assert found.exposed(found.reduce, 1e9) == pytest.approx(LINK.rtt_s + (found.reduce - LINK.rtt_s) * found.last)
     assert found.exposed(found.reduce, 0.0) == found.reduce
-    assert using.time(one, [2] * 4, 1).exposed == pytest.approx(found.reduce + found.busy), "nothing overlaps in `plain`"
+    assert using.time(one, [2] * 4, 1).exposed == pytest.approx(found.reduce + found.busy), "in `plain` nothing overlaps"
 
 
 def test_what_crosses_a_pipeline_is_carried_by_both_ends_in_both_passes():

@@ -24,7 +24,7 @@ HELP = "say what each technique would take, and which is best"
 def configure(parser: argparse.ArgumentParser) -> None:
     takes_config(parser)
     asked = parser.add_argument_group("a question without run.yaml")
-    asked.add_argument("--model", help="a preset, a Hugging Face folder, or parameters such as 124M")
+    asked.add_argument("--model", help="a preset, a Hugging Face folder, a plan.json, or parameters such as 124M")
     asked.add_argument("--tokens", default="20x_params", help="tokens to train on (default: 20x_params)")
     asked.add_argument("--batch", help="a step's sequences, or tokens such as '256k tokens' (default: by the tokens)")
     asked.add_argument("--seq-len", type=int, help="tokens of a sequence (default: the model's context)")

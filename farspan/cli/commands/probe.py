@@ -18,16 +18,17 @@ HELP = "measure what a cluster can do"
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", metavar="CLUSTER", required=True, help="a cluster file, or a name of one")
     parser.add_argument("-o", "--out", metavar="FILE", required=True, help="where to write the measured cluster")
-    parser.add_argument("--model", metavar="PRESET", default="gpt2", help="whose shapes to measure at (default: gpt2)")
+    parser.add_argument("--model", default="gpt2", help="that is timed: a preset, parameters, a Hugging Face folder or "
+                        "the plan.json of a run (default: gpt2)")  # fmt: skip
     parser.add_argument("--seq-len", metavar="N", type=int, help="tokens of a sequence (default: the model's context)")
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
-    from farspan import models
     from farspan.launch.measure import measure
+    from farspan.planning.question import model_of
 
     job.require_torch()
-    model, cluster, out = models.preset(given.model).spec, find(given.cluster), Path(given.out)
+    model, cluster, out = model_of(given.model), find(given.cluster), Path(given.out)
     length = model.context if given.seq_len is None else given.seq_len
     if not 1 <= length <= model.context:
         raise Refusal(
