@@ -24,8 +24,7 @@ DATA: tuple[Axis, ...] = ("data",)
 TENSOR: tuple[Axis, ...] = ("data", "tensor")
 BUCKETS_MB, MICROBATCHES = (1, 5, 25, 100), (4, 8, 16)
 BUCKET_BYTES = 4 * 2**20
-#: Steps between meetings of DiLoCo's replicas. Means are over the last whole periods: without the first meeting, which
-#: touches its memory for the first time.
+#: Steps between meetings of DiLoCo's replicas.
 EVERY = 4
 CORPUS = "wan"
 #: Of a number between sites.

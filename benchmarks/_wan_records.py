@@ -87,7 +87,8 @@ class Cell(_Record, frozen=True, kw_only=True, tag="cell"):
     def typical_s(self) -> float:
         if self.every is None:
             return statistics.median(self.step_s)
-        whole = len(self.step_s) // self.every * self.every
+        # Whole periods, without the first: its meeting touches its memory for the first time.
+        whole = max(1, len(self.step_s) // self.every - 1) * self.every
         return statistics.mean(self.step_s[-whole:])
 
 

@@ -148,10 +148,12 @@ class Network:
         return self._ring_s(group, size, len(group) - 1, messages, concurrent)
 
     def direct_s(
-        self, group: Sequence[int], part: float, *, messages: float = 1, concurrent: int = 1, connections: int = 1
-    ) -> float:
+        self, group: Sequence[int], part: float, *, messages: float = 1, concurrent: int = 1, connections: int = 1,
+        ahead: bool = False,
+    ) -> float:  # fmt: skip
         """Every rank sends `part` bytes to each other one, all at once: messages of one series share the round trip
-        that they begin with, and the line between two sites; each pair has so many connections."""
+        that they begin with, or half of one where receives are posted `ahead`, and the line between two sites; each
+        pair has so many connections."""
         if len(group) < 2:
             return 0.0
         trip = busy = 0.0
@@ -159,8 +161,9 @@ class Network:
         for (a, b), count in pairs.items():
             wire = self.between(a, b, False, self.engine.streams)
             rate = wire.rate if wire.local else min(wire.line / (count * concurrent), wire.rate * connections)
-            # A message waits until its receiver has said that it is ready for it.
-            trip = max(trip, 2 * wire.delay_s + (0.0 if wire.local else messages * self.engine.message_s))
+            # Else a message waits until its receiver has said that it is ready for it.
+            trips = 1 if ahead and self.engine.receives_ahead else 2
+            trip = max(trip, trips * wire.delay_s + (0.0 if wire.local else messages * self.engine.message_s))
             busy = max(busy, part * (max(1, len(group) - 1) if wire.local else 1) / rate)
         return trip + busy
 
@@ -174,7 +177,7 @@ class Network:
             inside = size * 32 / bits if self.engine.direct else size
             return self._hierarchical_s(group, size, messages, concurrent, inside)
         if bits < 32 and self.engine.direct:
-            return self.direct_s(group, size, messages=messages, concurrent=concurrent)
+            return self.direct_s(group, size, messages=messages, concurrent=concurrent, ahead=True)
         return self._ring_s(group, size, 2 * (len(group) - 1), messages, concurrent)
 
     def inside_s(self, group: Sequence[int], size: float, steps: int) -> float:
@@ -247,7 +250,9 @@ class Network:
         within = max(self._ring_s(ranks, inside, len(ranks) - 1, messages, concurrent) for ranks in sites.values())
         connections = max(1, min(math.floor(messages), *(len(ranks) for ranks in sites.values())))
         leaders = [ranks[0] for ranks in sites.values()]
-        across = self.direct_s(leaders, size, messages=messages, concurrent=concurrent, connections=connections)
+        across = self.direct_s(
+            leaders, size, messages=messages, concurrent=concurrent, connections=connections, ahead=True
+        )
         if not self.engine.direct:
             return 2 * within + across
         # Each message goes through three phases, and another one through each phase meanwhile.

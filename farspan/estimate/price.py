@@ -81,7 +81,7 @@ def price(plan: Plan, costs: Costs, *, brief: bool = False) -> Estimate:
 
 def step(replica: Replica, costs: Costs) -> Step:
     """One step of one replica, simulated."""
-    times = [stage_time(replica, i, costs) for i in range(len(replica.stages))]
+    times = [timed_stage(replica, i, costs) for i in range(len(replica.stages))]
     down, up = edges(replica, costs)
     simulated = run(replica, costs, times)
     sent: dict[str, float] = {}
@@ -103,7 +103,7 @@ def step(replica: Replica, costs: Costs) -> Step:
     return Step(seconds, compute, communication, bubble, network, simulated, sent)
 
 
-def stage_time(replica: Replica, index: int, costs: Costs) -> StageTime:
+def timed_stage(replica: Replica, index: int, costs: Costs) -> StageTime:
     """A stage's times; its passes with what each takes of processors to bring a microbatch in and out."""
     stage = replica.stages[index]
     rows = [replica.micro_rows(index, c) for c in range(len(stage.rows))]

@@ -198,7 +198,6 @@ class Costs:
         passes = self.passes(stage, micro_rows)
         sums = sync(self, stage, microbatches)
         forward, backward = self._contended(stage, passes, sums, microbatches)
-        tail = sums.reduce + sums.gather
         if stage.zero == 3:
             # arXiv 2304.11277: gathered before each pass, the next unit's while one computes; scattered after each.
             forward += self._exposed(sums.gather, forward, sums.each)
@@ -212,7 +211,9 @@ class Costs:
             tail = sums.exposed(sums.reduce + sums.rest, cover) + sums.gather
         waits = (forward - passes.forward, backward - passes.backward)
         adjusted = Pass(forward, backward, passes.forward_wait + waits[0], passes.backward_wait + waits[1])
-        return StageTime(adjusted, tail + sums.busy, max(map(self._update, self._states(stage))), sums.sent)
+        # Whoever waits for weights in its passes moves bytes meanwhile.
+        tail += max(0.0, sums.busy - microbatches * sum(waits))
+        return StageTime(adjusted, tail, max(map(self._update, self._states(stage))), sums.sent)
 
     def _exposed(self, seconds: float, cover: float, last: float) -> float:
         """What of a series of messages does not hide behind `cover` seconds of arithmetic: at least the last one, which

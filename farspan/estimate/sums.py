@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 class Sync(NamedTuple):
     """Seconds a step over the batch axes: sums, gathers of weights, sums over other axes; the share of one message,
-    and of what is sent last; the round trip that straight messages share; seconds that all this keeps processors from
+    and of what is sent last; the way that straight messages share; seconds that all this keeps processors from
     computing; bytes that leave each site."""
 
     reduce: float
@@ -71,23 +71,28 @@ def sync(costs: Costs, stage: Stage, microbatches: int) -> Sync:
             network.all_gather_s(g, gathered, messages=apart, concurrent=ways, at_once=at_once) for g in groups
         )
         part, together = size / max(1, mesh.size("data")), len(mesh.groups("site"))
-        met = network.direct_s if engine.direct else network.all_reduce_s
-        rest = max(met(g, part, messages=messages, concurrent=together) for g in mesh.groups("site"))
+        rest = max(
+            network.direct_s(g, part, messages=messages, concurrent=together, ahead=True) if engine.direct
+            else network.all_reduce_s(g, part, messages=messages, concurrent=together)
+            for g in mesh.groups("site")
+        )  # fmt: skip
     if ways > 1:
         rest += _partial_weights(costs, stage, width)
     each, gone = 1 / max(1.0, messages), _sent(costs, stage, microbatches)
-    busy = _busy(costs, stage, microbatches, messages, gone) if engine.turns else 0.0
+    busy = _busy(costs, stage, microbatches, messages) if engine.turns else 0.0
     trip = _trip(costs, stage)
     return Sync(reduce, gather, rest, each, max(each, _tables(costs, stage)), trip, busy, gone)
 
 
 def _trip(costs: Costs, stage: Stage) -> float:
-    """The round trip of sums that go straight between sites; those of a ring take theirs message by message."""
+    """The way, there and back where nothing is posted ahead, of sums that go straight between sites; those of a ring
+    take theirs message by message."""
     network, by = costs.network, stage.grad_sync
     if not costs.engine.direct or (stage.zero == 0 and by.topology == "flat" and by.bits == 32):
         return 0.0
     groups = stage.mesh.transposed if stage.zero == 0 else stage.mesh.groups("site")
-    return max((network.rtt_s(a, b) for group in groups for a in group for b in group), default=0.0)
+    share = 0.5 if costs.engine.receives_ahead else 1.0
+    return share * max((network.rtt_s(a, b) for group in groups for a in group for b in group), default=0.0)
 
 
 def _tables(costs: Costs, stage: Stage) -> float:
@@ -113,8 +118,9 @@ def _partial_weights(costs: Costs, stage: Stage, width: float) -> float:
 # -- processors --------------------------------------------------------------------------------------------------------
 
 
-def _busy(costs: Costs, stage: Stage, microbatches: int, messages: float, gone: dict[str, float]) -> float:
-    """Seconds of the busiest site: what goes between its devices, through its sockets, and through its codecs."""
+def _busy(costs: Costs, stage: Stage, microbatches: int, messages: float) -> float:
+    """Seconds of the busiest site: what goes between its devices, through its sockets, and through its codecs. Where
+    weights are gathered after the update nobody has anything else to do."""
     mesh, network, whole = stage.mesh, costs.network, 4.0 * costs.parameters(stage)
     by_sites = stage.grad_sync.topology == "hierarchical"
     inside = 0.0
@@ -125,6 +131,7 @@ def _busy(costs: Costs, stage: Stage, microbatches: int, messages: float, gone: 
     else:
         rounds = (microbatches if stage.zero >= 2 else 1) + (2 * microbatches if stage.zero == 3 else 0)
         inside = rounds * max(network.inside_s(group, whole, len(group) - 1) for group in mesh.groups("data"))
+    gone = _sent(costs, stage, microbatches, gathers=stage.zero == 3)
     sockets = max((carried_s(network, mesh.ranks, name, 2 * size) for name, size in gone.items()), default=0.0)
     return costs.engine.turns * (inside + _coding(costs, stage, messages)) + sockets
 
@@ -156,7 +163,7 @@ def _coding(costs: Costs, stage: Stage, messages: float) -> float:
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
-def _sent(costs: Costs, stage: Stage, microbatches: int) -> dict[str, float]:
+def _sent(costs: Costs, stage: Stage, microbatches: int, *, gathers: bool = True) -> dict[str, float]:
     """Bytes that leave each site in a step: a hop of a ring carries all parts but one, of a sum twice; what goes
     straight crosses for every pair."""
     mesh, engine, network, sent = stage.mesh, costs.engine, costs.network, dict[str, float]()
@@ -176,8 +183,8 @@ def _sent(costs: Costs, stage: Stage, microbatches: int) -> dict[str, float]:
                 rings.append((group, 2 * whole))
     else:
         sums = (microbatches if stage.zero >= 2 else 1) * whole
-        gathers = 2 * microbatches if stage.zero == 3 else 1
-        gathered = gathers * costs.parameters(stage) * engine.weight_bytes[costs.train.precision]
+        times = (2 * microbatches if stage.zero == 3 else 1) if gathers else 0
+        gathered = times * costs.parameters(stage) * engine.weight_bytes[costs.train.precision]
         data, sites = mesh.groups("data"), mesh.groups("site")
         rings += [(group, gathered) for group in data]
         if engine.direct:

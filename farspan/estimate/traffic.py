@@ -6,6 +6,7 @@ anything of it hides behind arithmetic.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -136,7 +137,7 @@ def _batch_axes(replica: Replica, stage: Stage, costs: Costs, ledger: _Ledger) -
             ledger.straight("gradients", group, part)
         else:
             ledger.ring("gradients", group, 2 * part * (len(group) - 1) / len(group))
-    between = network.direct_s if costs.engine.direct else network.all_reduce_s
+    between = functools.partial(network.direct_s, ahead=True) if costs.engine.direct else network.all_reduce_s
     _slowest(ledger, "gradients", sites, lambda g, s: between(
         g, s, messages=messages, concurrent=len(groups[0])), part)  # fmt: skip
 

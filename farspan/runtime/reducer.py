@@ -18,7 +18,7 @@ from torch import Tensor
 
 from farspan.runtime.compress import Codec, ErrorFeedback
 from farspan.runtime.place import Groups, Place
-from farspan.runtime.state import TrainState
+from farspan.runtime.state import Bucket, TrainState
 from farspan.runtime.wire import Posted, Sent, Wire, tag
 
 #: Channels of messages (`wire.tag`).
@@ -49,6 +49,8 @@ class Reducer:
         self._missing: list[int] = []
         self._last, self._rounds = True, itertools.count()
         self._round = 0
+        #: By bucket and sender: receives of sums over sites, posted before the backward pass.
+        self._coming: dict[int, dict[int, Posted]] = {}
         self._active: list[_Running] = []
         #: Sends of parts of gradients, which must not become zero before they have left.
         self._scattering: list[Sent] = []
@@ -77,7 +79,30 @@ class Reducer:
             self._missing = []
             return
         self._last, self._round = last, next(self._rounds)
+        if last:
+            self._post()
         self._missing = [len(bucket.members) if last or bucket.ways > 1 else -1 for bucket in self._state.buckets]
+
+    def _post(self) -> None:
+        """Post all receives of the round's sums over sites: what the others send then travels at once."""
+        for b, bucket in enumerate(self._state.buckets):
+            size = self._feedback.codec.encoded_size(bucket.own.stop - bucket.own.start)
+            self._coming[b] = {
+                rank: self._wire.post(size, torch.uint8, rank, self._number(b)) for rank in self._others(bucket, b)
+            }
+
+    def _others(self, bucket: Bucket, b: int) -> list[int]:
+        """Who sums a bucket over sites with this worker, straight: nobody where another worker of its site does."""
+        if bucket.ways > 1:
+            ranks: Sequence[int] = self._place.group("site")
+        elif self._by_site:
+            ranks = [ranks[b % len(ranks)] for ranks in self._sites]
+        else:
+            ranks = self._batch if self._sync.bits < 32 else ()
+        return [rank for rank in ranks if rank != self._place.rank] if self._place.rank in ranks else []
+
+    def _number(self, b: int) -> int:
+        return tag(ACROSS, self._round * len(self._state.buckets) + b)
 
     def _arrived(self, index: int) -> None:
         if self._missing:
@@ -132,10 +157,10 @@ class Reducer:
         if bucket.ways > 1:
             yield from self._divided(b, full, last, count)
         elif self._by_site:
-            yield from self._hierarchical(b, full, count)
+            yield from self._hierarchical(b, full)
         elif self._sync.bits < 32:
             yield []
-            yield from self._across(b, full, [rank for rank in self._batch if rank != self._place.rank], count)
+            yield from self._across(b, full)
             yield []
         else:
             yield [_all_reduce(full, self._all)] if self._all else []
@@ -154,11 +179,7 @@ class Reducer:
             state.grad[b].add_(part)
         else:
             state.grad[b].copy_(part)
-        others = [rank for rank in self._place.group("site") if rank != self._place.rank]
-        if last and others:
-            yield from self._across(b, state.grad[b], others, count)
-        else:
-            yield []
+        yield from self._across(b, state.grad[b]) if last else ([],)
         yield []
 
     def _scattered(self, b: int, full: Tensor, count: int) -> Generator[Waits, None, Tensor]:
@@ -177,26 +198,24 @@ class Reducer:
             total += part
         return total
 
-    def _hierarchical(self, b: int, full: Tensor, count: int) -> Phases:
+    def _hierarchical(self, b: int, full: Tensor) -> Phases:
         """Summed by one worker of each site, another one for each bucket; between these; and spread inside the site."""
-        leaders = [ranks[b % len(ranks)] for ranks in self._sites]
         leader = self._home[b % len(self._home)]
         yield [_work(dist.reduce(full, leader, group=self._inside, async_op=True))] if self._inside else []
-        if leader == self._place.rank:
-            yield from self._across(b, full, [rank for rank in leaders if rank != leader], count)
-        else:
-            yield []
+        yield from self._across(b, full)
         yield [_work(dist.broadcast(full, leader, group=self._back, async_op=True))] if self._back else []
 
-    def _across(self, b: int, full: Tensor, others: list[int], count: int) -> Phases:
-        """Sum `full` with the same of `others`, straight, each byte over the line once a pair. Everyone adds the same
+    def _across(self, b: int, full: Tensor) -> Phases:
+        """Sum `full` with the same of the others, straight, each byte over the line once a pair. Everyone adds the same
         numbers in the order of ranks, so all end with the same bits."""
-        number, mine, own = tag(ACROSS, count * len(self._state.buckets) + b), full.reshape(-1), self._place.rank
+        posted, mine, own = self._coming.pop(b), full.reshape(-1), self._place.rank
+        if not posted:
+            yield []
+            return
         codec = self._feedback.codec
         sent = self._feedback.encode_(b, mine)
-        posted = {rank: self._wire.post(len(sent), sent.dtype, rank, number) for rank in others}
-        for rank in others:
-            self._wire.send(sent, rank, number)
+        for rank in posted:
+            self._wire.send(sent, rank, self._number(b))
         yield [self._waiters[ACROSS].submit(one.wait) for one in posted.values()]
         contents = {rank: one.buffer.to(full.device) for rank, one in posted.items()}
         order = sorted([*contents, own])

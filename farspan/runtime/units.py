@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
 from collections.abc import Sequence
@@ -17,8 +16,8 @@ from farspan.runtime.device import settle
 from farspan.runtime.model import Decoder
 from farspan.runtime.state import TrainState
 
-#: Seconds that each figure is taken over, and how often at least; passes before those, while memory is first touched.
-TIMED_S, LEAST, WARMUP = 1.0, 8, 3
+#: Seconds that all units' passes are taken over, how many at least, and those before, while memory is first touched.
+TIMED_S, LEAST, WARMUP = 1.5, 8, 3
 #: Slow devices make no more than one pass after so many seconds.
 MOST_S = 5.0
 #: A pass that takes longer is not repeated with more rows: time is then in proportion to them.
@@ -32,63 +31,87 @@ def unit_times(
 ) -> tuple[UnitTime, ...]:
     """Forward and backward seconds of every unit over so many sequences, by dtype; without those that do not fit."""
     blocks = min(BLOCKS, spec.layers)
-    units = {"embedding": (0, 1), "block": (1, 1 + blocks), "head": (spec.layers + 1, spec.layers + 2)}
+    ends = {"embedding": (0, 1), "block": (1, 1 + blocks), "head": (spec.layers + 1, spec.layers + 2)}
     hash_, found = models.graph(spec).units_hash, list[UnitTime]()
-    for dtype, (name, which) in itertools.product(dtypes, units.items()):
-        passes, share = _Passes(device, spec, which, dtype, seq_len), blocks if name == "block" else 1
+    for dtype in dtypes:
+        units = {name: _Unit(device, spec, which, dtype) for name, which in ends.items()}
         for count in sorted(rows):
             try:
-                forward, backward = passes.time(count)
+                times = _timed(units, (count, seq_len), spec.vocab_size, device)
             except torch.OutOfMemoryError:
                 break
-            found.append(UnitTime(
-                model=hash_, unit=name, dtype=dtype, rows=count, seq_len=seq_len,  # type: ignore[arg-type]
-                forward_s=forward / share, backward_s=backward / share,
-            ))  # fmt: skip
-            if forward + backward > LONG_S:
+            for name, (forward, backward) in times.items():
+                share = blocks if name == "block" else 1
+                found.append(UnitTime(
+                    model=hash_, unit=name, dtype=dtype, rows=count, seq_len=seq_len,  # type: ignore[arg-type]
+                    forward_s=forward / share, backward_s=backward / share,
+                ))  # fmt: skip
+            if sum(map(sum, times.values())) > LONG_S:
                 break
     return tuple(found)
 
 
-class _Passes:
-    """A stage of some units of a model, with small random weights."""
+class _Unit:
+    """A stage of one unit, or of some blocks, with small random weights."""
 
-    def __init__(
-        self, device: torch.device, spec: ModelSpec, units: tuple[int, int], dtype: DType, seq_len: int
-    ) -> None:
-        self._device, self._spec, self._seq_len = device, spec, seq_len
+    def __init__(self, device: torch.device, spec: ModelSpec, units: tuple[int, int], dtype: DType) -> None:
+        self._device = device
         self._first, self._last = units[0] == 0, units[1] == spec.layers + 2
         self._model = Decoder(spec, units=units)
         for parameter in self._model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         self._model.to(device)
         self._state = TrainState(self._model, dtype)
+        self._x = self._y = torch.empty(0)
 
-    def time(self, rows: int) -> tuple[float, float]:
-        """Mean seconds of a forward and of a backward pass: where workers share a core, a short one takes one turn or
-        two."""
-        shape = rows, self._seq_len
-        tokens = torch.randint(self._spec.vocab_size, shape, device=self._device)
-        working = next(self._model.parameters()).dtype
-        stream = torch.randn(*shape, self._spec.d_model, device=self._device, dtype=working)
-        times = list[tuple[float, float]]()
-        began = time.perf_counter()
-        while (spent := time.perf_counter() - began) < TIMED_S or len(times) < WARMUP + LEAST:
-            if spent > MOST_S and len(times) > 1:
-                break
-            x = tokens if self._first else stream.detach().requires_grad_()
-            times.append(self._pass(x, tokens))
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        self._x = x if self._first else x.detach().requires_grad_()
+        y = self._model.advance(self._x)
+        self._y = self._model.finish(y, targets) if self._last else y
+        settle(self._device)
+        return self._y
+
+    def backward(self, gradient: Tensor | None) -> Tensor | None:
+        self._y.backward(torch.ones_like(self._y) if gradient is None else gradient)
+        settle(self._device)
+        return self._x.grad
+
+    def clear(self) -> None:
         self._state.clear()
-        kept = times[min(WARMUP, len(times) - 1) :]
-        return statistics.fmean(one[0] for one in kept), statistics.fmean(one[1] for one in kept)
 
-    def _pass(self, x: Tensor, targets: Tensor) -> tuple[float, float]:
+
+def _timed(
+    units: dict[str, _Unit], shape: tuple[int, int], vocabulary: int, device: torch.device
+) -> dict[str, tuple[float, float]]:
+    """Mean seconds of each unit's forward and backward pass, one unit after another as in a step, each finding caches
+    as the others left them. Means, since where workers share a core a short pass takes one turn or two."""
+    tokens = torch.randint(vocabulary, shape, device=device)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in units}
+    began, passes = time.perf_counter(), 0
+    while (spent := time.perf_counter() - began) < TIMED_S or passes < WARMUP + LEAST:
+        if spent > MOST_S and passes > 1:
+            break
+        for name, both in _pass(units, tokens).items():
+            times[name].append(both)
+        passes += 1
+    for unit in units.values():
+        unit.clear()
+    kept = min(WARMUP, passes - 1)
+    return {
+        name: (statistics.fmean(f for f, _ in found[kept:]), statistics.fmean(b for _, b in found[kept:]))
+        for name, found in times.items()
+    }
+
+
+def _pass(units: dict[str, _Unit], tokens: Tensor) -> dict[str, tuple[float, float]]:
+    x, forward, backward = tokens, dict[str, float](), dict[str, float]()
+    for name, unit in units.items():
         began = time.perf_counter()
-        y = self._model.advance(x)
-        if self._last:
-            y = self._model.finish(y, targets)
-        settle(self._device)
-        between = time.perf_counter()
-        y.backward(torch.ones_like(y))
-        settle(self._device)
-        return between - began, time.perf_counter() - between
+        x = unit.forward(x, tokens)
+        forward[name] = time.perf_counter() - began
+    gradient = None
+    for name, unit in reversed(units.items()):
+        began = time.perf_counter()
+        gradient = unit.backward(gradient)
+        backward[name] = time.perf_counter() - began
+    return {name: (forward[name], backward[name]) for name in units}

@@ -75,9 +75,10 @@ def test_buckets_save_round_trips_and_bits_save_bytes():
 
     assert exposed() == pytest.approx(2 * HOP + gradients / 1e6)
     assert exposed(bucket_bytes=gradients // 4) == pytest.approx(4 * 2 * HOP + gradients / 1e6)
-    # Straight to the other: it says that it is ready, then the message comes.
-    straight = costs(sites(), plain(direct=True))
-    assert exposed(straight, bits=8) == pytest.approx(2 * HOP - using.engine.message_s + gradients / 4e6)
+    # Straight to the other, which is ready; or says so first, and then the message comes.
+    ahead, late = (costs(sites(), plain(direct=True, receives_ahead=ready)) for ready in (True, False))
+    assert exposed(ahead, bits=8) == pytest.approx(HOP + gradients / 4e6)
+    assert exposed(late, bits=8) == pytest.approx(2 * HOP - using.engine.message_s + gradients / 4e6)
 
 
 def test_overlap_hides_all_but_the_last_bucket():

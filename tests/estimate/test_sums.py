@@ -5,7 +5,7 @@ import pytest
 
 from farspan.domain.cluster import Link
 from farspan.domain.plan import GradSync
-from farspan.estimate.price import stage_time
+from farspan.estimate.price import timed_stage
 from farspan.estimate.sums import sync
 from tests.estimate.parts import cluster, costs, device, mesh, pipeline, plain, stage
 
@@ -59,16 +59,18 @@ def test_fewer_bits_fill_no_fewer_buckets():
     assert summed(using, 8).each == summed(using, 32).each
 
 
-def test_a_round_trip_never_hides_behind_arithmetic():
-    """Of what goes straight the last bucket still has a whole round trip before it, however long the passes are."""
+def test_the_way_of_the_last_sum_never_hides_behind_arithmetic():
+    """Of what goes straight the last bucket still has a whole way before it, however long the passes are."""
     using = sites(2, 2)
     by = GradSync(topology="hierarchical", bucket_bytes=10**4)
     one = stage(mesh(0, 1, 2, 3), (2, 2, 2, 2), grad_sync=by)
     found = sync(using, one, 1)
-    assert found.trip == LINK.rtt_s
-    assert found.exposed(found.reduce, 1e9) == pytest.approx(LINK.rtt_s + (found.reduce - LINK.rtt_s) * found.last)
+    assert found.trip == LINK.rtt_s / 2
+    assert found.exposed(found.reduce, 1e9) == pytest.approx(found.trip + (found.reduce - found.trip) * found.last)
     assert found.exposed(found.reduce, 0.0) == found.reduce
-    assert using.time(one, [2] * 4, 1).exposed == pytest.approx(found.reduce + found.busy), "in `plain` nothing overlaps"
+    assert using.time(one, [2] * 4, 1).exposed == pytest.approx(found.reduce + found.busy), (
+        "in `plain` nothing overlaps"
+    )
 
 
 def test_what_crosses_a_pipeline_is_carried_by_both_ends_in_both_passes():
@@ -77,6 +79,6 @@ def test_what_crosses_a_pipeline_is_carried_by_both_ends_in_both_passes():
     size = using.graph.size("bsd", b=2, s=using.train.seq_len) * 4
     for index in (0, 1):
         alone = using.time(replica.stages[index], [2], 4).passes
-        found = stage_time(replica, index, using).passes
+        found = timed_stage(replica, index, using).passes
         carried = TURNS * size * LINK.busy_s
         assert (found.forward - alone.forward, found.backward - alone.backward) == pytest.approx((carried, carried))
