@@ -84,6 +84,8 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     optimizer_bytes: dict[DType, int]
     #: Factor on all tensors of a worker: what an allocator loses, and buffers that a compiler keeps twice.
     overhead: float = 1.0
+    #: Factor on what comes and goes within a step: what an allocator holds of it while nobody does.
+    slack: float = 1.0
     #: Share of a stage's state that every device holds whole at its peak although the plan divides it.
     undivided: float = 0.0
     #: Share of a device's memory that a plan may fill.

@@ -296,8 +296,9 @@ class Costs:
             buffers += 2 * unit * engine.weight_bytes[train.precision] / ways
         return Memory(
             weights=weights * engine.overhead, gradients=gradients * engine.overhead,
-            optimizer=optimizer * engine.overhead, activations=kept * engine.overhead,
-            logits=logits_bytes(self.graph, train, rows, engine, share) if head else 0.0, buffers=buffers,
+            optimizer=optimizer * engine.overhead, activations=kept * engine.overhead * engine.slack,
+            logits=engine.slack * logits_bytes(self.graph, train, rows, engine, share) if head else 0.0,
+            buffers=engine.slack * buffers,
             framework=engine.framework if device.framework is None else device.framework,
         )  # fmt: skip
 

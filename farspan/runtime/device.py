@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import platform
 import resource
@@ -17,6 +19,9 @@ from farspan.domain.cluster import Cluster, Device, DType, Host, Site
 from farspan.domain.plan import PlannedDevice
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Environment
+
+#: glibc's malloc.h.
+_M_MMAP_THRESHOLD = -3
 
 
 def open_device(planned: PlannedDevice) -> torch.device:
@@ -75,6 +80,13 @@ def settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
+
+
+def give_back(size: int) -> None:
+    """Have blocks of so many bytes and more, once free, go back to the kernel, where malloc is glibc's. Workers keep
+    them else (`launch/workers.py`), which is faster, but between blocks that stay glibc leaves holes that fit none."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, size)
 
 
 def usable_memory(device: torch.device) -> int:

@@ -11,8 +11,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from farspan.runtime.device import give_back
 from farspan.runtime.place import Groups, Place
 from farspan.runtime.state import TrainState
+
+#: Bytes of a block's weights and gradients that come and go.
+LARGE = 2**22
 
 
 class Gatherer:
@@ -26,6 +30,8 @@ class Gatherer:
         self._backward: set[int] = set()
         self._blocks: list[int] = []
         if self._divided:
+            if state.device.type == "cpu":
+                give_back(LARGE)
             for name, block in blocks.items():
                 bucket = next(state.home[i][0] for i, one in enumerate(state.names) if one.startswith(f"{name}."))
                 self._blocks.append(bucket)

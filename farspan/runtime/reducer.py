@@ -25,7 +25,9 @@ from farspan.runtime.wire import Posted, Sent, Wire, tag
 SCATTER, ACROSS = 1, 2
 #: Between two looks at what has arrived: longer while nothing comes, as looking takes from what others compute with.
 SHORTEST_S, LONGEST_S = 5e-5, 1e-3
-Waits = Sequence["dist.Work | Future[Tensor]"]
+#: Bytes of whole gradients under way where each worker keeps only its part of them: beyond that backward passes wait.
+UNDER_WAY = 64 * 2**20
+Waits = Sequence["dist.Work | Future[Tensor] | Future[None]"]
 Phases = Generator[Waits]
 
 
@@ -46,14 +48,14 @@ class Reducer:
         self._feedback = ErrorFeedback(Codec(self._sync.bits))
         # Gloo does not say whether a message has come but to who waits for it; those of a phase come in order.
         self._waiters = {channel: ThreadPoolExecutor(1) for channel in (SCATTER, ACROSS)}
+        # Gives back the memory of what has left, which nobody else waits for.
+        self._leaving = ThreadPoolExecutor(1)
         self._missing: list[int] = []
         self._last, self._rounds = True, itertools.count()
         self._round = 0
         #: By bucket and sender: receives of sums over sites, posted before the backward pass.
         self._coming: dict[int, dict[int, Posted]] = {}
         self._active: list[_Running] = []
-        #: Sends of parts of gradients, which must not become zero before they have left.
-        self._scattering: list[Sent] = []
         self.passed: Callable[[int], None] = lambda bucket: None
         self.done: Callable[[int], None] = lambda bucket: None
         state.on_grad = self._arrived
@@ -112,6 +114,8 @@ class Reducer:
                 self.passed(bucket)
                 self._active.append(_Running(bucket, self._phases(bucket, self._last, self._round)))
         self.progress()
+        if self._state.division.zero >= 2:
+            self._wait(lambda: 4 * sum(self._state.buckets[one.bucket].size for one in self._active) > UNDER_WAY)
 
     def progress(self) -> bool:
         """Let every bucket go as far as what it waits for has come; whether any went on."""
@@ -134,16 +138,18 @@ class Reducer:
         """Wait until the sums of all buckets are complete."""
         if any(count > 0 for count in self._missing):
             raise RuntimeError("a parameter got no gradient: its bucket was never sent")
+        self._wait(lambda: bool(self._active))
+        self._missing = []
+
+    def _wait(self, needed: Callable[[], bool]) -> None:
+        """Look after what is under way as long as it is needed."""
         pause = SHORTEST_S
-        while self._active:
+        while needed():
             if self.progress():
                 pause = SHORTEST_S
             else:
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_S)
-        for work in self._scattering:
-            work.wait()
-        self._missing, self._scattering = [], []
 
     # -- the phases of one bucket: each yields what the next one waits for ---------------------------------------------
 
@@ -155,7 +161,9 @@ class Reducer:
             state.collected[b] = None  # The next microbatch begins a gradient of its own.
         yield [_all_reduce(full, self._tensor)] if bucket.partial and self._tensor else []
         if bucket.ways > 1:
-            yield from self._divided(b, full, last, count)
+            whole = [full]
+            del full
+            yield from self._divided(b, whole, last, count)
         elif self._by_site:
             yield from self._hierarchical(b, full)
         elif self._sync.bits < 32:
@@ -167,14 +175,16 @@ class Reducer:
             yield []
             yield []
 
-    def _divided(self, b: int, full: Tensor, last: bool, count: int) -> Phases:
-        """This worker's part of the sum over the data axis, added to earlier microbatches'; then over sites."""
+    def _divided(self, b: int, whole: list[Tensor], last: bool, count: int) -> Phases:
+        """This worker's part of the sum over the data axis, added to earlier microbatches'; then over sites. `whole` is
+        left empty: its memory goes when it is no longer needed."""
         state, own = self._state, self._state.buckets[b].own
-        if full.device.type == "cuda":
-            part = torch.empty(own.stop - own.start, device=full.device)
-            yield [_work(dist.reduce_scatter_tensor(part, full, group=self._scatter, async_op=True))]
+        if state.device.type == "cuda":
+            part = torch.empty(own.stop - own.start, device=state.device)
+            yield [_work(dist.reduce_scatter_tensor(part, whole[0], group=self._scatter, async_op=True))]
+            whole.clear()
         else:
-            part = yield from self._scattered(b, full, count)
+            part = yield from self._scattered(b, whole.pop(), count)
         if state.division.zero >= 2:
             state.grad[b].add_(part)
         else:
@@ -186,11 +196,13 @@ class Reducer:
         """A sum of parts sent straight to their owner, in the order of ranks: gloo's own scatters the sum of all."""
         size, number = full.numel() // len(self._data), tag(SCATTER, count * len(self._state.buckets) + b)
         posted: dict[int, Posted] = {}
+        leaving: list[Sent] = []
         for k, rank in enumerate(self._data):
             if rank != self._place.rank:
                 posted[k] = self._wire.post(size, full.dtype, rank, number)
-                self._scattering += self._wire.send(full[k * size : (k + 1) * size], rank, number)
-        yield [self._waiters[SCATTER].submit(one.wait) for one in posted.values()]
+                leaving += self._wire.send(full[k * size : (k + 1) * size], rank, number)
+        # Neither may it change nor does it stay in memory: it is waited for until it has left, too.
+        yield [self._waiters[SCATTER].submit(one.wait) for one in (*posted.values(), *leaving)]
         mine = self._data.index(self._place.rank)
         parts = [full[k * size : (k + 1) * size] if k == mine else posted[k].buffer for k in range(len(self._data))]
         total = parts[0].clone()
@@ -215,7 +227,9 @@ class Reducer:
         codec = self._feedback.codec
         sent = self._feedback.encode_(b, mine)
         for rank in posted:
-            self._wire.send(sent, rank, self._number(b))
+            for one in self._wire.send(sent, rank, self._number(b)):
+                self._leaving.submit(one.wait)
+        del sent
         yield [self._waiters[ACROSS].submit(one.wait) for one in posted.values()]
         contents = {rank: one.buffer.to(full.device) for rank, one in posted.items()}
         order = sorted([*contents, own])

@@ -87,8 +87,11 @@ class TrainState:
         new = lambda size, dtype=torch.float32: torch.zeros(size, dtype=dtype, device=self.device)  # noqa: E731
         sizes, owns = [bucket.size for bucket in self.buckets], [length(bucket) for bucket in self.buckets]
         if self.division.zero == 3:
-            # Apart, so that each can be given back to the allocator by itself.
-            self.working = [new(size, self.dtype) for size in sizes]
+            # Apart, so that each can be given back to the allocator by itself, and never touched until it is gathered.
+            self.working = [
+                torch.empty(size, dtype=self.dtype, device=self.device) if bucket.ways > 1 else new(size, self.dtype)
+                for size, bucket in zip(sizes, self.buckets, strict=True)
+            ]
             shards = new(own, self.dtype).split(owns)
             self.shards = [
                 working if bucket.ways == 1 else shard

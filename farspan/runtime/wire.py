@@ -7,6 +7,7 @@ a round trip, one that was posted before costs nothing. Messages go through the 
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -34,16 +35,18 @@ class Posted(NamedTuple):
 
 
 class Sent:
-    """A send under way, and what must not change meanwhile. Gloo counts completions: a second wait would never end."""
+    """A send under way, and what must not change meanwhile and goes when it has left. Gloo counts completions: a second
+    wait would never end."""
 
     def __init__(self, work: dist.Work, part: Tensor) -> None:
-        self._work, self._part = work, part
-        self._ended = False
+        self._under_way: tuple[dist.Work, Tensor] | None = (work, part)
+        self._lock = threading.Lock()
 
     def wait(self) -> None:
-        if not self._ended:
-            self._work.wait()
-            self._ended = True
+        with self._lock:
+            if self._under_way is not None:
+                self._under_way[0].wait()
+                self._under_way = None
 
 
 class Wire:

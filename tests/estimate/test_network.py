@@ -138,10 +138,10 @@ def test_hierarchical_all_reduce_crosses_the_wide_area_once():
     link = Link(a="A", b="B", rtt_s=0.1, bandwidth=1e6)
     there = network(cluster([[device()] * 4], [[device()] * 4], links=(link,)))
     group, size = tuple(range(8)), 8e6
-    # Inside: 3 steps of a quarter at 1e10, twice. Across: one rank of each site says that it is ready, and is sent all
-    # of the other's sum.
+    # Inside: 3 steps of a quarter at 1e10, twice. Across: one rank of each site, which is ready, is sent all of the
+    # other's sum.
     inside = 3 * LOCAL_DELAY_S + 3 / 4 * size / 1e10
-    across = 2 * 0.05 + 0.001 + size / 1e6
+    across = 0.05 + 0.001 + size / 1e6
     assert there.all_reduce_s(group, size, topology="hierarchical") == pytest.approx(2 * inside + across)
     # One ring of 14 steps: all eight hops, then the six in a row with both wide ones among them.
     flat = 2 * 7 / 8 * size / 1e6
