@@ -25,10 +25,12 @@ check: $(VENV)/.test
 gradients: $(VENV)/.test
 	$(BIN)/python -m tests.runtime.all_plans
 
-# The figures of docs/benchmarks.md: half an hour on two cores with nothing else running, without `quality`, which
+# The figures of docs/benchmarks.md: an hour on two cores with nothing else running, without `quality`, which
 # trains six models (an hour and a half) and goes on where it was stopped.
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/training.py
+	$(BIN)/python benchmarks/local.py
+	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/tokenize_and_pack.py
 	$(BIN)/python benchmarks/vector_stores.py
 	$(BIN)/python benchmarks/retrieval.py

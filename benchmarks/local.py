@@ -1,7 +1,7 @@
 """Seconds a step where the network is good: one and two workers of this machine, beside the peers' own scripts.
 
     pip install deepspeed                       # for the contestant `deepspeed/zero2`; without it that one is left out
-    python benchmarks/local.py [--repeat 5] [--steps 20] [--workers 1,2] [--precision fp32,bf16]
+    python benchmarks/local.py [--repeat 3] [--steps 20] [--workers 1,2] [--precision fp32,bf16]
 
 A worker has one thread on a core of its own. Contestants are stock PyTorch and DeepSpeed (wan_contestants.py) and what
 farspan's planner picks, all with the same model, rows, clipping, fused AdamW and environment, in fresh processes, one
@@ -129,7 +129,7 @@ def table(known: list[Cell]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--workers", type=lambda text: [int(one) for one in text.split(",")], default=[1, 2])
