@@ -62,9 +62,10 @@ def test_so_does_a_plan_of_the_planners(fleet: Fleet, folder: Path, number: int)
     assert not verify(fleet, folder, plan).faults, name
 
 
-def test_so_does_one_where_memory_holds_few_of_the_rows_that_operators_would_divide(fleet: Fleet, folder: Path):
-    plan = next(planned(75))
-    assert plan.replicas[0].microbatches > 1 and plan.replicas[0].stages[0].mesh.size("tensor") == 2
+def test_so_does_one_whose_operators_divide_the_rows_of_every_microbatch(fleet: Fleet, folder: Path):
+    plan = next(planned(16))
+    stage = plan.replicas[0].stages[0]
+    assert plan.replicas[0].microbatches > 1 and stage.mesh.size("tensor") == 2 and "b" in stage.splits.values()
     assert not verify(fleet, folder, plan).faults
 
 
