@@ -103,11 +103,12 @@ def step(replica: Replica, costs: Costs) -> Step:
     return Step(seconds, compute, communication, bubble, network, simulated, sent)
 
 
-def timed_stage(replica: Replica, index: int, costs: Costs) -> StageTime:
-    """A stage's times; its passes with what each takes of processors to bring a microbatch in and out."""
+def timed_stage(replica: Replica, index: int, costs: Costs, rows: Sequence[int] | None = None) -> StageTime:
+    """A stage's times, with other rows of a microbatch than its own where said; its passes with what each takes of
+    processors to bring a microbatch in and out."""
     stage = replica.stages[index]
-    rows = [replica.micro_rows(index, c) for c in range(len(stage.rows))]
-    found = costs.time(stage, rows, replica.microbatches)
+    own = [replica.micro_rows(index, c) for c in range(len(stage.rows))]
+    found = costs.time(stage, own if rows is None else rows, replica.microbatches)
     network, site = costs.network, costs.network.sites[stage.mesh.ranks[0]]
     crossing = (
         edge

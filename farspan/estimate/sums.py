@@ -45,11 +45,7 @@ def sync(costs: Costs, stage: Stage, microbatches: int) -> Sync:
     bits = stage.grad_sync.bits
     width = bits / 8
     size, gathered = parameters * width, parameters * engine.weight_bytes[costs.train.precision]
-    tensors = sum(count * len(op.weights) for unit, count in costs.graph.kinds(*stage.units) for op in unit)
-    bucket = stage.grad_sync.bucket_bytes
-    # An engine that sends straight fills buckets with whole gradients, in however many bits these travel.
-    filled = size * 32 / bits if engine.direct else size
-    messages = tensors if bucket is None else math.ceil(filled / bucket)
+    filled, messages, tensors = buckets(costs, stage)
     reduce = gather = rest = 0.0
     topology = stage.grad_sync.topology
     if stage.zero == 0:
@@ -93,6 +89,22 @@ def _trip(costs: Costs, stage: Stage) -> float:
     groups = stage.mesh.transposed if stage.zero == 0 else stage.mesh.groups("site")
     share = 0.5 if costs.engine.receives_ahead else 1.0
     return share * max((network.rtt_s(a, b) for group in groups for a in group for b in group), default=0.0)
+
+
+class Buckets(NamedTuple):
+    """What a stage's buckets hold: bytes, in so many messages; and tensors, which are one message each without them."""
+
+    filled: float
+    messages: int
+    tensors: int
+
+
+def buckets(costs: Costs, stage: Stage) -> Buckets:
+    """An engine that sends straight fills them with whole gradients, in however many bits these travel."""
+    by = stage.grad_sync
+    filled = costs.parameters(stage) * (4.0 if costs.engine.direct else by.bits / 8)
+    tensors = sum(count * len(op.weights) for unit, count in costs.graph.kinds(*stage.units) for op in unit)
+    return Buckets(filled, tensors if by.bucket_bytes is None else math.ceil(filled / by.bucket_bytes), tensors)
 
 
 def _tables(costs: Costs, stage: Stage) -> float:

@@ -20,6 +20,7 @@ from farspan.estimate.network import Network
 from farspan.estimate.price import edges
 from farspan.estimate.sharding import RESIDUAL, between, strategy
 from farspan.estimate.stage import Costs, returns_to_residual
+from farspan.estimate.sums import buckets
 
 Purpose = Literal["gradients", "weights", "operators", "activations", "tied table", "replicas"]
 Pair = tuple[str, str]
@@ -106,16 +107,14 @@ def _batch_axes(replica: Replica, stage: Stage, costs: Costs, ledger: _Ledger) -
     ways, sync = mesh.size("tensor"), stage.grad_sync
     parameters = local_parameters(costs.graph, stage.units, stage.splits, ways)
     size = parameters * sync.bits / 8
-    tensors = sum(n * len(op.weights) for unit, n in costs.graph.kinds(*stage.units) for op in unit)
-    filled = size * 32 / sync.bits if costs.engine.direct else size
-    messages = tensors if sync.bucket_bytes is None else -(-filled // sync.bucket_bytes)
+    whole, messages, tensors = buckets(costs, stage)
     if stage.zero == 0:
         for group in mesh.transposed:
             _sum_bytes(ledger, network, group, size, sync)
         _slowest(ledger, "gradients", mesh.transposed, lambda group, s: network.all_reduce_s(
             group, s, messages=messages, concurrent=ways, topology=sync.topology, bits=sync.bits), size)  # fmt: skip
         return
-    groups, whole = list(mesh.groups("data")), filled
+    groups = list(mesh.groups("data"))
     sums = parts if stage.zero == 3 or (stage.zero == 2 and parts > 1) else 1
     gathers = 2 * parts if stage.zero == 3 else 1
     apart = messages if costs.engine.gathers_combined else tensors

@@ -14,7 +14,7 @@ from farspan.domain.plan import Plan, Replica
 from farspan.domain.results import Estimate
 from farspan.domain.run import RunFolder
 from farspan.estimate.network import Network
-from farspan.estimate.price import step
+from farspan.estimate.price import step, timed_stage
 from farspan.estimate.stage import Costs, Pass
 from farspan.report.plan_picture import Lane, Mark, lanes
 
@@ -72,10 +72,10 @@ def _of_stage(replica: Replica, index: int, lane: Lane, costs: Costs) -> dict[in
     found: dict[int, Expected] = {}
     stage, parts = replica.stages[index], replica.microbatches
     rows = [replica.micro_rows(index, c) for c in range(len(stage.rows))]
-    slowest = costs.time(stage, rows, parts)
+    slowest = timed_stage(replica, index, costs)
     for coordinate, ranks in enumerate(stage.mesh.batch):
         alone = [count if c == coordinate else 0 for c, count in enumerate(rows)]
-        own = costs.time(stage, alone, parts)
+        own = timed_stage(replica, index, costs, alone)
         waits = own.passes.forward_wait + own.passes.backward_wait
         passes = parts * (own.passes.forward + own.passes.backward - waits)
         one = Expected(

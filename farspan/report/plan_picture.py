@@ -11,7 +11,7 @@ from farspan.domain.plan import Plan, Replica
 from farspan.domain.results import Estimate, Memory
 from farspan.domain.units import format_bytes, format_rate, short_time
 from farspan.domain.words import stage_words, units_words
-from farspan.estimate.price import Step, step
+from farspan.estimate.price import Step, step, timed_stage
 from farspan.estimate.schedule import Span
 from farspan.estimate.stage import Costs, StageTime
 from farspan.estimate.traffic import Exchange, traffic
@@ -202,10 +202,7 @@ def lanes(plan: Plan, costs: Costs) -> Iterator[Lane]:
     tied_s = sum(one.seconds for one in traffic(plan, costs) if one.purpose == "tied table")
     for which, replica in enumerate(plan.replicas, start=1):
         found = step(replica, costs)
-        times = [
-            costs.time(stage, [replica.micro_rows(i, c) for c in range(len(stage.rows))], replica.microbatches)
-            for i, stage in enumerate(replica.stages)
-        ]
+        times = [timed_stage(replica, i, costs) for i in range(len(replica.stages))]
         told = _told(found, times, costs)
         for i, stage in enumerate(replica.stages):
             marks = [mark for span in found.simulated.spans if span.stage == i for mark in _marks(span, times[i])]

@@ -15,7 +15,7 @@ from farspan.runtime.device import give_back
 from farspan.runtime.place import Groups, Place
 from farspan.runtime.state import TrainState
 
-#: Bytes of a block's weights and gradients that come and go.
+#: Bytes from which what comes and goes, a block's weights and gradients, leaves the heap when it is free.
 LARGE = 2**22
 
 
