@@ -159,22 +159,22 @@ def plan(resolved: Resolved, asked: ParallelConfig, console: Console, *, table: 
 
     With `table` says how they compare. Raises Refusal where none fits.
     """
-    from farspan.domain.engine import engine
+    from farspan.cli import selecting
     from farspan.planning.compare import called
-    from farspan.planning.rank import rank
 
-    names, named, cluster = allowed(asked), asked.technique != "auto", resolved.cluster
-    ranking = rank(
-        resolved.model, cluster, resolved.train, engine("farspan"), objective=asked.objective, allow=names,
-        corpus=resolved.corpus.hash, parts=not named and len(cluster.devices) <= FEW,
-    )  # fmt: skip
+    named, cluster = asked.technique != "auto", resolved.cluster
+    question = selecting.question(resolved, asked)
+    ranking = question.rank(cluster)
     if table:
         from farspan.cli.planning import say_ranking
 
         say_ranking(ranking, console)
         console.say()
-    # The run's folder lies on the first host, where rank 0 reads and writes it.
-    here = [one for one in ranking.candidates if (one.eligible or (named and one.plan)) and 0 in one.places]
+    if not named and len(cluster.devices) > 1:
+        ranking = selecting.choose(resolved, asked, console, paying=True).ranking
+    here = [one for one in ranking.candidates if named and one.plan is not None]
+    if ranking.chosen is not None:
+        here.insert(0, ranking.candidates[ranking.chosen])
     if not here:
         refused = next((one for one in ranking.candidates if one.problem), ranking.candidates[0])
         raise Refusal.of(refused.problem or unchosen(refused))
@@ -182,7 +182,8 @@ def plan(resolved: Resolved, asked: ParallelConfig, console: Console, *, table: 
     assert best.plan is not None and best.estimate is not None
     if len(cluster.devices) > 1 and not named:
         console.say(f"of {len(ranking.candidates)} plans the best: {called(best)}")
-    return Planned(plan=best.plan, estimate=best.estimate, resolved=resolved)
+    learned = msgspec.structs.replace(resolved, cluster=ranking.cluster)
+    return Planned(plan=best.plan, estimate=best.estimate, resolved=learned)
 
 
 def unchosen(candidate: Candidate) -> Problem:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Container
 from typing import Literal
 
 import msgspec
@@ -145,12 +147,15 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def first(self, devices: int) -> Cluster:
         """The same cluster with its first so many devices only, in rank order."""
-        left, sites = devices, []
+        return self.only(range(devices))
+
+    def only(self, places: Container[int]) -> Cluster:
+        """The same cluster with the devices at these places only, in rank order."""
+        place, sites = itertools.count(), []
         for site in self.sites:
             hosts = []
             for host in site.hosts:
-                taken = host.devices[: max(0, left)]
-                left -= len(taken)
+                taken = tuple(device for device in host.devices if next(place) in places)
                 if taken:
                     hosts.append(msgspec.structs.replace(host, devices=taken))
             if hosts:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 from importlib import resources
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -31,6 +32,12 @@ def command(host: Host, words: Sequence[str], *, device: int | None = None) -> l
         enter = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}", host.name)
     # ssh hands one text to the shell there.
     return [*enter, shlex.join(words)] if enter[:1] == ("ssh",) else [*enter, *words]
+
+
+def quoted(path: Path) -> str:
+    """A path for a shell on a host; one that begins with ~ lies in the home folder there."""
+    text = str(path)
+    return f'"$HOME"/{shlex.quote(text[2:])}' if text.startswith("~/") else shlex.quote(text)
 
 
 def interpreter(host: Host) -> str:

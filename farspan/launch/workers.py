@@ -15,13 +15,14 @@ from typing import IO, Protocol
 import msgspec
 
 from farspan.domain.cluster import Cluster, Host
-from farspan.domain.codec import parse_json
+from farspan.domain.codec import content_hash, load, parse_json
 from farspan.domain.plan import Plan
 from farspan.domain.problems import EXIT_CODES, Problem, Refusal
 from farspan.domain.problems import command as farspan
 from farspan.domain.results import Event, Finished
-from farspan.domain.run import RunFolder
-from farspan.launch.hosts import command
+from farspan.domain.run import RunFolder, RunRecord
+from farspan.launch.away import Away
+from farspan.launch.hosts import command, quoted
 from farspan.launch.meeting import Meeting
 
 #: How often the event file and the processes are looked at.
@@ -54,9 +55,13 @@ class Process(Protocol):
 
 
 def run_folder(host: Host, plan: Plan, run: RunFolder) -> RunFolder:
-    """The run's folder on a host: the same where it shares this machine's disk, else one that no other plan has."""
-    name = f"{run.path.absolute().name}-{plan.hash[:8]}"
-    return RunFolder(Path(host.folder) / "runs" / name if host.folder else run.path.absolute())
+    """The run's folder on a host: the same where it shares this machine's disk, else one that no other run has."""
+    path = run.path.absolute()
+    if host.folder is None:
+        return RunFolder(path)
+    created = load(run.record, RunRecord).created
+    name = f"{path.name}-{content_hash(plan, str(path), created)[:8]}"
+    return RunFolder(Path(host.folder) / "runs" / name)
 
 
 def worker_environment(threads: int) -> dict[str, str]:
@@ -136,8 +141,7 @@ class HostProcess:
         if self._host.folder is None:
             return path.read_bytes() if path.exists() else None
         try:
-            home, name = ('"$HOME"/', str(path)[2:]) if str(path).startswith("~/") else ("", str(path))
-            words = ["sh", "-c", f"cat {home}{shlex.quote(name)}"]
+            words = ["sh", "-c", f"cat {quoted(path)}"]
             done = subprocess.run(command(self._host, words), capture_output=True, timeout=10)
         except subprocess.TimeoutExpired:
             return None
@@ -151,6 +155,11 @@ class Workers:
     failed, and refuses a run whose workers still run.
     """
 
+    #: Whether the launcher can start rank 0 on a host that does not see the run directory.
+    sends = False
+    #: Whether checkpoints of such a host are brought back.
+    fetches = True
+
     def __init__(self, plan: Plan, run: RunFolder, cluster: Cluster, argument: str = "") -> None:
         self.plan, self.run, self.cluster, self.argument = plan, run, cluster, argument
         planned = {device.host for device in plan.devices}
@@ -161,11 +170,14 @@ class Workers:
                 "plan-mismatch", what=f"the cluster has no host {name}", where=run.path,
                 fact=f"it has {', '.join(host.name for host in cluster.hosts)}", remedy="farspan train run.yaml",
             )  # fmt: skip
-        if self.hosts[0].folder is not None:
+        first, self._away = self.hosts[0], None
+        if first.folder is not None and self.sends:
+            self._away = Away(first, plan, run, run_folder(first, plan, run))
+        elif first.folder is not None:
             raise Refusal(
-                "launcher-unusable", what=f"rank 0 would run on {self.hosts[0].name}, which does not see this run",
+                "launcher-unusable", what=f"rank 0 would run on {first.name}, which does not see this run",
                 where=run.path, fact="rank 0 writes the run directory",
-                remedy=f"start farspan on {self.hosts[0].name}, or put this machine first in the cluster file",
+                remedy="--launcher local, which sends it there",
             )  # fmt: skip
         run.logs.mkdir(parents=True, exist_ok=True)
         self._lock = _locked(run)
@@ -185,6 +197,8 @@ class Workers:
 
     def __enter__(self) -> Workers:
         try:
+            if self._away is not None:
+                self._away.send()
             for process in self.start():
                 self.processes.append(process)
         except BaseException as error:
@@ -211,10 +225,18 @@ class Workers:
         self._interrupted_at = time.monotonic()
         self._signal(signal.SIGTERM)
 
+    def end(self) -> None:
+        """End the workers at once, with what they have recorded by now."""
+        self._gather()
+        self._interrupted_at = time.monotonic()
+        self._end()
+
     def __iter__(self) -> Iterator[Event]:
         decoder, position, failed_at = msgspec.json.Decoder(Event), self._events_from, None
         while True:
             codes = [process.poll() for process in self.processes if process.ranks]
+            if self._away is not None:
+                self._away.pull(now=None not in codes)
             position, lines = _new_lines(self.run.events, position)
             for event in map(decoder.decode, lines):
                 self._finished = event if isinstance(event, Finished) else None
@@ -229,6 +251,8 @@ class Workers:
                 self._end()
             time.sleep(POLL_S)
         self._gather()
+        if self._away is not None and self.fetches:
+            self._away.fetch()
         self._refuse_if_failed()
 
     def _gather(self) -> None:

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from farspan.domain.cluster import Cluster
 from farspan.domain.plan import Plan
 from farspan.domain.units import format_seconds, format_usd
-from farspan.estimate.price import RESERVE
 from farspan.planning.rank import Candidate, Ranking
 
 #: Less of a difference than this is none: estimates are rounded to about as much.
 SAME = 0.001
-
-
-def full_s(one: Candidate) -> float:
-    """Seconds until the loss of synchronous training, queues included, without a deadline that cuts the run short."""
-    if one.plan is None or one.estimate is None:
-        return math.inf
-    return queue_s(one) + one.plan.train.steps * step_s(one) / (1 - RESERVE)
-
-
-def queue_s(one: Candidate) -> float:
-    """Seconds that a run waits before it starts."""
-    assert one.estimate is not None
-    return max(0.0, one.time_s - one.estimate.run_s / one.estimate.token_efficiency)
 
 
 def step_s(one: Candidate) -> float:
@@ -42,9 +27,9 @@ def dearer(ranking: Ranking) -> bool:
 def factor(ranking: Ranking, one: Candidate, base: Candidate) -> float:
     """How many times as long, or as many dollars, `one` takes as `base`; infinite without a plan."""
     if not dearer(ranking):
-        return full_s(one) / full_s(base)
+        return one.time_s / base.time_s
     if one.estimate is None or one.estimate.usd is None or base.estimate is None or not base.estimate.usd:
-        return full_s(one) / full_s(base)
+        return one.time_s / base.time_s
     return one.estimate.usd / one.estimate.token_efficiency / (base.estimate.usd / base.estimate.token_efficiency)
 
 
@@ -106,11 +91,10 @@ def joined(words: Sequence[str]) -> str:
 def bounds(one: Candidate) -> tuple[float, float]:
     """Seconds between which the run is expected to end, queues included; bounds of its tokens count too."""
     assert one.estimate is not None
-    found = one.estimate
-    queue = queue_s(one)
-    low, high = found.interval
-    worst, best = sorted(found.token_efficiency_interval)
-    return queue + low * found.run_s / max(best, 1e-9), queue + high * found.run_s / max(worst, 1e-9)
+    low, high = one.estimate.interval
+    worst, best = sorted(one.estimate.token_efficiency_interval)
+    run_s = (one.time_s - one.queue_s) * one.estimate.token_efficiency
+    return one.queue_s + low * run_s / max(best, 1e-9), one.queue_s + high * run_s / max(worst, 1e-9)
 
 
 def spent(one: Candidate) -> str:

@@ -16,8 +16,9 @@ from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import Estimate
 from farspan.domain.train import TrainSpec
+from farspan.domain.trial import Trial
 from farspan.domain.units import format_seconds
-from farspan.estimate.price import price
+from farspan.estimate.price import RESERVE, price
 from farspan.planning.parts import Part, all_parts, whole
 from farspan.techniques import Task
 
@@ -37,10 +38,15 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     plan: Plan | None = None
     estimate: Estimate | None = None
     problem: Problem | None = None
-    #: Seconds until the run's loss is that of synchronous training, queues included; infinite without a plan.
+    #: Seconds until the run's loss is that of synchronous training, queues included, without a deadline that cuts it
+    #: short; infinite without a plan.
     time_s: float = math.inf
+    #: Seconds of them that the job waits in a queue.
+    queue_s: float = 0.0
     #: Why a plan that fits is listed but not chosen.
     unchosen: str | None = None
+    #: What its few steps took, where it was tried: its estimate keeps that pace then.
+    trial: Trial | None = None
 
     @property
     def eligible(self) -> bool:
@@ -72,11 +78,17 @@ def rank(
         only = None if len(part.places) == len(cluster.devices) else part.places
         task = Task(model, graph, cluster, train, engine, corpus, only, memo)
         found += [candidate(task, part, name) for name in names]
-    found = _without_repeats(found)
-    key = _key(objective, found, tolerance)
-    found.sort(key=lambda one: (not one.eligible, key(one), one.technique, one.places))
-    chosen = 0 if found and found[0].eligible and key(found[0]) < math.inf else None
-    return Ranking(model=model, cluster=cluster, objective=objective, candidates=tuple(found), chosen=chosen)
+    candidates, chosen = ordered(_without_repeats(found), objective, tolerance)
+    return Ranking(model=model, cluster=cluster, objective=objective, candidates=candidates, chosen=chosen)
+
+
+def ordered(
+    found: Sequence[Candidate], objective: Objective, tolerance: float = TOLERANCE
+) -> tuple[tuple[Candidate, ...], int | None]:
+    """The candidates, best first, and the place of the one to choose."""
+    key = by(objective, found, tolerance)
+    made = tuple(sorted(found, key=lambda one: (not one.eligible, key(one), one.technique, one.places)))
+    return made, 0 if made and made[0].eligible and key(made[0]) < math.inf else None
 
 
 def candidate(task: Task, part: Part, name: str) -> Candidate:
@@ -94,11 +106,16 @@ def candidate(task: Task, part: Part, name: str) -> Candidate:
     sites = [task.cluster.site_of(device.host) for device in made.devices]
     queue = max(site.queue_s for site in sites)
     lease = min((site.lease_s for site in sites if site.lease_s is not None), default=math.inf)
-    total = queue + estimate.run_s / estimate.token_efficiency
+    total = queue + full_s(made, estimate)
     return Candidate(
-        technique=name, where=part.name, places=part.places, plan=made, estimate=estimate, time_s=total,
+        technique=name, where=part.name, places=part.places, plan=made, estimate=estimate, time_s=total, queue_s=queue,
         unchosen=_unchosen(task, estimate, lease, total),
     )  # fmt: skip
+
+
+def full_s(plan: Plan, estimate: Estimate) -> float:
+    """Seconds of all of a plan's steps, and of the further ones that the loss of synchronous training takes."""
+    return plan.train.steps * estimate.step_s / (1 - RESERVE) / estimate.token_efficiency
 
 
 def _unchosen(task: Task, estimate: Estimate, lease: float, total: float) -> str | None:
@@ -130,7 +147,7 @@ def _without_repeats(found: list[Candidate]) -> list[Candidate]:
     return [one for one in found if one.plan is not None] + list(refused.values())
 
 
-def _key(objective: Objective, found: Sequence[Candidate], tolerance: float) -> Callable[[Candidate], float]:
+def by(objective: Objective, found: Sequence[Candidate], tolerance: float) -> Callable[[Candidate], float]:
     """What the objective orders by; less is better."""
     if objective in ("cost", "loss_per_dollar"):
         if all(one.estimate is None or one.estimate.usd is None for one in found) and any(one.plan for one in found):

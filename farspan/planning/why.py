@@ -22,9 +22,7 @@ from farspan.planning.compare import (
     devices_line,
     difference,
     factor,
-    full_s,
     joined,
-    queue_s,
     same_plan,
     spent,
     step_s,
@@ -159,7 +157,7 @@ def slower_because(cluster: Cluster, one: Candidate, base: Candidate) -> list[st
         _communication: a.communication_s - b.communication_s,
         _bubble: a.bubble_s - b.bubble_s,
         _tokens: (step_s(one) - a.step_s) - (step_s(base) - b.step_s),
-        _queue: ((full_s(one) - full_s(base)) - _run_difference(one, base)) / steps,
+        _queue: ((one.time_s - base.time_s) - _run_difference(one, base)) / steps,
     }
     longer = {say: part for say, part in parts.items() if part > 0}
     if sum(parts.values()) <= SAME * b.step_s:
@@ -173,7 +171,7 @@ def _run_difference(one: Candidate, base: Candidate) -> float:
     queues = [
         each.time_s - each.estimate.run_s / each.estimate.token_efficiency for each in (one, base) if each.estimate
     ]
-    return full_s(one) - queues[0] - (full_s(base) - queues[1])
+    return one.time_s - queues[0] - (base.time_s - queues[1])
 
 
 def _compute(cluster: Cluster, one: Candidate, base: Candidate) -> str:
@@ -274,7 +272,7 @@ def _tokens(cluster: Cluster, one: Candidate, base: Candidate) -> str:
 
 
 def _queue(cluster: Cluster, one: Candidate, base: Candidate) -> str:
-    return f"it waits {format_seconds(queue_s(one))} in a queue first"
+    return f"it waits {format_seconds(one.queue_s)} in a queue first"
 
 
 def _misfits(ranking: Ranking) -> tuple[str, ...]:

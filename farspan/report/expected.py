@@ -13,6 +13,7 @@ from farspan.domain.engine import engine
 from farspan.domain.plan import Plan, Replica
 from farspan.domain.results import Estimate
 from farspan.domain.run import RunFolder
+from farspan.estimate.devices import stage_devices
 from farspan.estimate.network import Network
 from farspan.estimate.price import step, timed_stage
 from farspan.estimate.stage import Costs, Pass
@@ -70,19 +71,11 @@ def expected(plan: Plan, costs: Costs) -> dict[int, Expected]:
 def _of_stage(replica: Replica, index: int, lane: Lane, costs: Costs) -> dict[int, Expected]:
     """The devices of one stage. A stage's time is that of its slowest batch coordinate; others wait for it."""
     found: dict[int, Expected] = {}
-    stage, parts = replica.stages[index], replica.microbatches
-    rows = [replica.micro_rows(index, c) for c in range(len(stage.rows))]
-    slowest = timed_stage(replica, index, costs)
-    for coordinate, ranks in enumerate(stage.mesh.batch):
-        alone = [count if c == coordinate else 0 for c, count in enumerate(rows)]
-        own = timed_stage(replica, index, costs, alone)
-        waits = own.passes.forward_wait + own.passes.backward_wait
-        passes = parts * (own.passes.forward + own.passes.backward - waits)
-        one = Expected(
-            lane.stage, stage.rows[coordinate], _own_marks(lane.marks, slowest.passes, own.passes, replica),
-            passes + own.update, parts * waits, slowest.exposed,
-        )  # fmt: skip
-        found |= dict.fromkeys(ranks, one)
+    stage, slowest = replica.stages[index], timed_stage(replica, index, costs)
+    rows = {rank: stage.rows[c] for c, ranks in enumerate(stage.mesh.batch) for rank in ranks}
+    for rank, own in stage_devices(replica, index, costs).items():
+        marks = _own_marks(lane.marks, slowest.passes, own.passes, replica)
+        found[rank] = Expected(lane.stage, rows[rank], marks, own.compute_s, own.inside_s, slowest.exposed)
     return found
 
 

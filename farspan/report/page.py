@@ -40,7 +40,7 @@ def page(run: Run, found: Compared | None = None) -> str:
     return environment().get_template("page.html").render(
         run=run, history=run.history, measured=measured, found=found, figures=figures(run),
         name=run.folder.resolve().name,
-        chart_style=_with_light_colours((_TEMPLATES / "chart.css").read_text()),
+        chart_style=chart_style(),
         comparison=text.comparison(run, measured), references=text.references(run, measured),
         timeline=timeline(run), environments=_environments(run), config_hash=content_hash(run.config),
     )  # fmt: skip
@@ -67,8 +67,9 @@ def environment() -> jinja2.Environment:
     return made
 
 
-def _with_light_colours(style: str) -> str:
-    """chart.css without variables, which programs that take SVG files do not know."""
+def chart_style(*more: str) -> str:
+    """chart.css, and more styles of the templates, without variables: programs that take SVG files do not know them."""
+    style = "".join((_TEMPLATES / name).read_text() for name in ("chart.css", *more))
     colours = dict(reversed(re.findall(r"--([\w-]+):\s*([^;]+);", style)))
     return re.sub(r"var\(--([\w-]+)\)", lambda match: colours[match[1]], style)
 

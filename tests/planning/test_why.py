@@ -119,7 +119,7 @@ def test_what_lies_inside_the_interval_is_said_to_be_open():
 def test_a_queue_is_a_reason():
     one = ranking(*PAIR)
     chosen = one.candidates[one.chosen]
-    waiting = msgspec.structs.replace(chosen, time_s=chosen.time_s + 3600)
+    waiting = msgspec.structs.replace(chosen, time_s=chosen.time_s + 3600, queue_s=3600.0)
     assert slower_because(one.cluster, waiting, chosen) == ["it waits 1 h 00 min in a queue first"]
 
 

@@ -1,22 +1,29 @@
-"""What a run did: predicted beside measured, the losses, and a page that opens offline."""
+"""What a run did: predicted beside measured, the losses, and a page that opens offline; or the results of a bench."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from farspan.cli.console import Console
 from farspan.cli.paint import paint, painter, width
 from farspan.cli.runs import find_run, takes_run
+from farspan.domain.problems import Refusal
 
-HELP = "show what a run did"
+HELP = "show what a run did, or what a bench measured"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     takes_run(parser)
+    parser.add_argument("--predicted", action="store_true", help="of a bench: what was foretold, not what was measured")
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
     from farspan.cli.reports import write_report
+
+    if given.run is not None and (Path(given.run) / "rows.jsonl").exists():
+        bench(Path(given.run), console, predicted=given.predicted)
+        return
     from farspan.report.compared_text import timeline
     from farspan.report.measure import measure
     from farspan.report.text import report
@@ -30,3 +37,32 @@ def run(given: argparse.Namespace, console: Console) -> None:
     console.say(f"page: {page}")
     compared = {"compared": found} if found is not None else {}
     console.answer({"run": str(run.folder), "page": str(page), "measurement": measure(run), **compared})
+
+
+def bench(folder: Path, console: Console, *, predicted: bool) -> None:
+    """The tables of a bench, and its page."""
+    from farspan.cli.benching import Results
+    from farspan.report import results
+    from farspan.report.results_page import counts, write_results
+    from farspan.report.text import table
+
+    rows = Results(folder).read()
+    if not rows:
+        raise Refusal(
+            "not-a-run", what="the bench has nothing to report yet", where=folder, fact="no cell was measured",
+            remedy="farspan bench, with the same matrix",
+        )  # fmt: skip
+    page, tables = write_results(rows, folder, rows[0].matrix, predicted=predicted)
+    found = results.tables(results.points(rows, predicted=predicted))
+    for one in found:
+        marked = [
+            tuple(f"{cell} *" if place == best else cell for place, cell in enumerate(row))
+            for row, best in zip(one.rows, one.best, strict=True)
+        ]
+        console.say(f"{one.title} (* the fastest, x out of memory, - no plan)")
+        for line in table([one.heads, *marked]):
+            console.say(line)
+        console.say()
+    console.say(f"{len(rows)} cells: {counts(rows)}")
+    console.say(f"page: {page}; tables for a paper: {tables}")
+    console.answer({"folder": str(folder), "page": str(page), "tables": found, "rows": rows})

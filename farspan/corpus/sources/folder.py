@@ -188,7 +188,7 @@ def row_document(row: dict[str, Any], origin: str, name: str) -> Document:
 
 
 def _parquet(file: Path) -> Iterator[Document]:
-    from pyarrow import parquet  # type: ignore[import-untyped]
+    from pyarrow import parquet
 
     batches = parquet.ParquetFile(file).iter_batches(batch_size=256, use_threads=False)
     for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):

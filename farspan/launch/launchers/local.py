@@ -18,6 +18,8 @@ from farspan.launch.workers import (
 
 
 class Launch(Workers):
+    sends = True
+
     def start(self) -> Iterator[Process]:
         meeting = arrange(self.hosts)
         by_name = {host.name: host for host in self.hosts}

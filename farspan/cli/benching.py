@@ -1,0 +1,267 @@
+"""Measuring a matrix: labs up for their cells, one cell after another, each in a process of its own, nothing twice."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+import farspan
+from farspan.cli import clusters
+from farspan.cli.console import Console
+from farspan.cli.planfile import cluster_hash
+from farspan.corpus.made import make
+from farspan.domain.bench import Cell, Matrix, Row, Status, cells, figures
+from farspan.domain.cluster import Cluster, Device, Host
+from farspan.domain.codec import content_hash, load, save
+from farspan.domain.corpus import CorpusManifest
+from farspan.domain.engine import engine
+from farspan.domain.model import parameters
+from farspan.domain.plan import Plan
+from farspan.domain.problems import Problem, Refusal
+from farspan.domain.run import cache_folder
+from farspan.domain.units import format_seconds, parse_count, parse_seconds, short_time
+from farspan.launch.trial import WARMUP, Limits, Question, apart
+from farspan.planning.cases import Case, case, check_techniques, key_of, spec_of
+from farspan.planning.published import alpa_tflops
+from farspan.planning.quantities import positive
+
+#: A matrix of more cells, or of more seconds, asks first.
+MANY, LONG_S = 200, 3600.0
+#: Tokens of the made-up corpus that every cell trains on.
+TOKENS = 2_000_000
+#: Seconds of a cell beside its steps, for the time that is said before a matrix is begun.
+CELL_S = 8.0
+
+
+class Results:
+    """The folder of a matrix's results: `rows.jsonl` as it comes, every plan, and the rows as one Parquet table."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.path, self.table = folder, folder / "rows.jsonl", folder / "results.parquet"
+
+    def read(self) -> list[Row]:
+        """The rows so far; a last line that a killed process left unfinished is left out. Raises Refusal for rows that
+        another version wrote."""
+        if not self.path.exists():
+            return []
+        lines = self.path.read_bytes().split(b"\n")[:-1]
+        try:
+            return [msgspec.json.decode(line, type=Row) for line in lines]
+        except msgspec.DecodeError as error:
+            raise Refusal(
+                "version-mismatch", what="the results were written by another version of farspan", where=self.path,
+                fact=str(error), remedy=f"move {self.folder} away, and measure again",
+            ) from None  # fmt: skip
+
+    def add(self, row: Row, plan: Plan | None) -> None:
+        """Append a row; its plan goes beside it."""
+        (self.folder / "plans").mkdir(parents=True, exist_ok=True)
+        if plan is not None:
+            save(plan, self.folder / "plans" / f"{row.plan_hash}.json")
+        content = self.path.read_bytes() if self.path.exists() else b""
+        with open(self.path, "ab") as file:
+            if content and not content.endswith(b"\n"):
+                file.truncate(content.rfind(b"\n") + 1)
+            file.write(msgspec.json.encode(row) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def write_table(self) -> None:
+        """All rows as one table, a column a field."""
+        import pyarrow
+        import pyarrow.parquet
+
+        flat = []
+        for row in self.read():
+            fields = msgspec.to_builtins(row)
+            flat.append({**{f"cell_{name}": value for name, value in fields.pop("cell").items()}, **fields})
+        if flat:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(flat), self.table)
+
+
+class Todo(NamedTuple):
+    """A cell that lacks a row, and what it means."""
+
+    key: str
+    case: Case
+    corpus: Path
+    launcher: str
+
+    @property
+    def seconds(self) -> float:
+        """What it is predicted to take."""
+        return 0.0 if self.case.estimate is None else CELL_S + self.case.estimate.step_s * (WARMUP + 5)
+
+
+def measure(matrix: Matrix, results: Results, console: Console, *, agreed: bool, retry: bool = False) -> list[Row]:
+    """Measure what is missing, cluster by cluster, and return all rows. Without `agreed`, refuses a long matrix."""
+    check_techniques(matrix)
+    rows, wanted = results.read(), cells(matrix)
+    console.say(f"{len(wanted)} cells: pricing")
+    with contextlib.ExitStack() as stack:
+        todo: list[Todo] = []
+        for label in matrix.clusters:
+            cluster = stack.enter_context(cluster_of(matrix, label))
+            there = [cell for cell in wanted if cell.cluster == label]
+            todo += missing(matrix, there, cluster, rows, retry=retry)
+        seconds = sum(one.seconds for one in todo)
+        console.say(
+            f"{len(wanted)} cells, {len(wanted) - len(todo)} of them measured already, {len(todo)} to measure: about "
+            f"{format_seconds(seconds)}"
+        )
+        if not agreed and (len(todo) > MANY or seconds > LONG_S):
+            raise Refusal(
+                "usage", what=f"the matrix has {len(todo):,} cells to measure", where=f"matrix {matrix.name}",
+                fact=f"they are predicted to take {format_seconds(seconds)}",
+                remedy="add --yes, or make the lists shorter",
+            )  # fmt: skip
+        for number, one in enumerate(todo):
+            row, plan = measured(matrix, one)
+            results.add(row, plan)
+            console.say(f"{number + 1}/{len(todo)} {line(row)}")
+    results.write_table()
+    return results.read()
+
+
+def missing(
+    matrix: Matrix, wanted: Sequence[Cell], cluster: Cluster, rows: Sequence[Row], *, retry: bool
+) -> list[Todo]:
+    """The cells of a cluster that have no row. Refuses rows that were measured on it when it was another."""
+    here, found = figures_hash(cluster), []
+    known = {row.key for row in rows if not (retry and row.status == "failed")}
+    for row in rows:
+        if row.cell.cluster == wanted[0].cluster and row.cluster_hash != here:
+            raise Refusal(
+                "plan-mismatch", what=f"the cluster {row.cell.cluster!r} changed since it was measured",
+                where="key clusters", fact=f"rows are of cluster {row.cluster_hash}, this is {here}",
+                remedy="give it another name in the matrix, or measure into another folder: -o FOLDER",
+            )  # fmt: skip
+    asked = matrix.clusters[wanted[0].cluster]
+    launcher = asked if isinstance(asked, str) and asked.startswith("ray:") else "local"
+    for cell in wanted:
+        folder, manifest = corpus(spec_of(matrix.models[cell.model]).vocab_size, matrix.seed)
+        one = case(cell, matrix, cluster, engine("farspan"), manifest.hash)
+        if (key := key_of(matrix, one, here)) not in known:
+            found.append(Todo(key, one, folder, launcher))
+    return found
+
+
+def corpus(vocab: int, seed: int) -> tuple[Path, CorpusManifest]:
+    """Made-up tokens of a vocabulary, made or found."""
+    folder = cache_folder() / "corpora" / f"made-{vocab}-{seed}"
+    if not (folder / "corpus.json").exists():
+        make(folder, vocab, TOKENS, seed)
+    return folder, load(folder / "corpus.json", CorpusManifest)
+
+
+def measured(matrix: Matrix, todo: Todo) -> tuple[Row, Plan | None]:
+    """One cell, run; or the row of one that has no plan."""
+    one, at = todo.case, datetime.now(UTC).isoformat(timespec="seconds")
+    if not isinstance(one.made, Plan) or one.estimate is None:
+        assert isinstance(one.made, Problem)
+        short = one.made.code == "out-of-memory"
+        cause = f"{one.made.what} ({one.made.fact})"
+        return row_of(matrix, todo, at, status="oom" if short else "no-plan", cause=f"not run: {cause}"), None
+    deadline_s = positive(parse_seconds, matrix.deadline, "deadline", "5m")
+    within = Limits(steps=matrix.steps, deadline_s=deadline_s)
+    made = apart(Question(
+        plan=one.made, corpus=str(todo.corpus), cluster=one.cluster, launcher=todo.launcher, within=within
+    ))  # fmt: skip
+    row = row_of(matrix, todo, at, status=made.status, cause="" if made.problem is None else told(made.problem))
+    here = made.environment
+    row = msgspec.structs.replace(
+        row, took_s=made.took_s, memory_bytes=max(made.memory_bytes.values(), default=None),
+        commit=here and here.commit, torch=here.torch if here else "", python=here.python if here else "",
+        machine=here.device if here else "",
+    )  # fmt: skip
+    if made.step_s is not None:
+        found = msgspec.structs.asdict(figures(row, made.step_s))
+        row = msgspec.structs.replace(row, step_s=made.step_s, steps_s=made.steps, **found)
+    return row, one.made
+
+
+def row_of(matrix: Matrix, todo: Todo, at: str, *, status: Status, cause: str) -> Row:
+    """A row before anything was measured: what the cell means, and its prediction."""
+    one, found = todo.case, todo.case.estimate
+    plan = one.made if isinstance(one.made, Plan) else None
+    low, high = found.interval if found is not None else (1.0, 1.0)
+    step_s = None if found is None else found.step_s
+    flops = 1e12 * alpa_tflops(one.model, one.train.batch, one.train.seq_len, 1.0, 1)
+    run_tokens = positive(parse_count, matrix.tokens, "tokens", "10M")
+    prices = [one.cluster.devices[place].usd_per_hour for place in one.places]
+    used = dict.fromkeys(device.host for device in plan.devices) if plan else {}
+    links = [one.cluster.link(a, b) for a, b in itertools.combinations(used, 2)]
+    return Row(
+        matrix=matrix.name, cell=one.cell, key=todo.key, cluster_hash=figures_hash(one.cluster),
+        model_hash=content_hash(one.model), plan_hash=None if plan is None else plan.hash, status=status, cause=cause,
+        used=len(one.places), rows=one.train.batch, parameters=parameters(one.model),
+        step_tokens=one.train.tokens_per_step, step_flops=flops, run_tokens=run_tokens,
+        predicted_s=step_s, predicted_low_s=None if step_s is None else low * step_s,
+        predicted_high_s=None if step_s is None else high * step_s,
+        predicted_memory_bytes=None if found is None else found.memory_bytes,
+        usd_per_hour=None if None in prices else sum(price or 0.0 for price in prices),
+        rtt_s=max((link.rtt_s for link in links if link is not None), default=None), at=at, seed=matrix.seed,
+        farspan=farspan.__version__,
+    )  # fmt: skip
+
+
+def told(problem: Problem) -> str:
+    return f"{problem.what}: {problem.fact}"
+
+
+def line(row: Row) -> str:
+    """`pipeshard of gpt2m on all of UTAH-GPN, 8 x 64, fp32: 0.41 s a step, predicted 0.39 s`."""
+    if row.step_s is None:
+        return f"{row.cell}: {row.status}, {row.cause}"
+    said = f", predicted {short_time(row.predicted_s)}" if row.predicted_s is not None else ""
+    return f"{row.cell}: {short_time(row.step_s)} a step{said}"
+
+
+# -- clusters ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def cluster_of(matrix: Matrix, label: str) -> Iterator[Cluster]:
+    """A cluster of the matrix, its lab up for as long as the `with` lasts."""
+    asked = matrix.clusters[label]
+    if isinstance(asked, str):
+        yield priced(clusters.find(asked), matrix)
+        return
+    from farspan.lab import spec, state
+
+    # Several are up at once, and one of the file's own name may be the user's.
+    name = f"bench-{os.getpid()}-{list(matrix.clusters).index(label)}"
+    status = state.up(msgspec.structs.replace(spec.load_lab(asked.lab), name=name))
+    try:
+        yield priced(clusters.of_lab(status), matrix)
+    finally:
+        state.down(name)
+
+
+def priced(cluster: Cluster, matrix: Matrix) -> Cluster:
+    """The cluster with the matrix's prices where it has none of its own."""
+
+    def device_of(device: Device) -> Device:
+        known = device.usd_per_hour is not None
+        return device if known else msgspec.structs.replace(device, usd_per_hour=matrix.prices.get(device.kind))
+
+    return _changed(cluster, lambda host: msgspec.structs.replace(host, devices=tuple(map(device_of, host.devices))))
+
+
+def figures_hash(cluster: Cluster) -> str:
+    """What a cluster is known by that is made anew each time: its figures, without ways to enter it."""
+    return cluster_hash(_changed(
+        cluster, lambda host: msgspec.structs.replace(host, folder=None, address=None, interface=None, python="python3")
+    ))  # fmt: skip
+
+
+def _changed(cluster: Cluster, change: Callable[[Host], Host]) -> Cluster:
+    sites = tuple(msgspec.structs.replace(site, hosts=tuple(map(change, site.hosts))) for site in cluster.sites)
+    return msgspec.structs.replace(cluster, sites=sites)

@@ -1,0 +1,133 @@
+"""Choosing a plan by trials: what `farspan select`, and `farspan train` without a technique, do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+import farspan
+from farspan.cli import job
+from farspan.cli.console import Console
+from farspan.cli.planfile import cluster_hash
+from farspan.domain.cluster import Cluster
+from farspan.domain.codec import content_hash, load, save
+from farspan.domain.config import ParallelConfig
+from farspan.domain.plan import Plan
+from farspan.domain.run import cache_folder
+from farspan.domain.trial import Trial, plan_key
+from farspan.domain.units import format_seconds, short_time
+from farspan.launch.trial import Limits, limits, steps_for, trial
+from farspan.planning.compare import called
+from farspan.planning.rank import Candidate
+from farspan.planning.select import Asked, Selection, select
+
+
+class Trials:
+    """Runs plans of one run for a few steps. What was measured of a plan on a cluster once is kept, and found again."""
+
+    def __init__(self, resolved: job.Resolved, launcher: str, *, again: bool = False) -> None:
+        self._resolved, self._launcher, self._again = resolved, launcher, again
+        self._kept = cache_folder() / "trials"
+
+    def __call__(self, plan: Plan, step_s: float, limit_s: float) -> Trial:
+        found = limits(step_s, steps_for(step_s))
+        return self.run(plan, msgspec.structs.replace(found, deadline_s=min(found.deadline_s, limit_s)))
+
+    def run(self, plan: Plan, within: Limits) -> Trial:
+        """A trial, or the one that is kept: then it took no time."""
+        key = content_hash(cluster_hash(self._resolved.cluster), plan_key(plan), farspan.__version__, within.steps)
+        path = self._kept / f"{key}.json"
+        if path.exists() and not self._again:
+            return msgspec.structs.replace(load(path, Trial), took_s=0.0)
+        made = trial(plan, self._resolved.corpus_folder, self._resolved.cluster, self._launcher, within)
+        if made.status != "failed":  # Another time it may not fail.
+            self._kept.mkdir(parents=True, exist_ok=True)
+            save(made, path)
+        return made
+
+
+def question(resolved: job.Resolved, asked: ParallelConfig, tolerance: float | None = None) -> Asked:
+    """What is chosen for a run: all parts of a cluster of a few devices, or of one named technique the whole."""
+    from farspan.domain.engine import engine
+    from farspan.planning.rank import TOLERANCE
+
+    named = asked.technique != "auto"
+    return Asked(
+        model=resolved.model, train=resolved.train, engine=engine("farspan"), objective=asked.objective,
+        allow=job.allowed(asked), corpus=resolved.corpus.hash, here=launcher(asked) != "local",
+        parts=not named and len(resolved.cluster.devices) <= job.FEW,
+        tolerance=TOLERANCE if tolerance is None else tolerance,
+    )  # fmt: skip
+
+
+def launcher(asked: ParallelConfig) -> str:
+    """What starts the workers: that of a cluster which only one launcher reaches, or the one that is asked for."""
+    return asked.cluster if (asked.cluster or "").startswith("ray:") and asked.cluster else asked.launcher
+
+
+def choose(
+    resolved: job.Resolved, asked: ParallelConfig, console: Console, *, paying: bool, budget_s: float | None = None,
+    tolerance: float | None = None, again: bool = False,
+) -> Selection:  # fmt: skip
+    """The selection, each trial said as it ends."""
+    job.require_torch()
+    return select(
+        resolved.cluster, question(resolved, asked, tolerance), Trials(resolved, launcher(asked), again=again),
+        budget_s=budget_s, paying=paying, say=lambda one, made: console.say(trial_line(one, made)),
+    )  # fmt: skip
+
+
+def trial_line(one: Candidate, made: Trial) -> str:
+    """`tried pipeshard on all devices: 1.21 s a step, predicted 1.18 s`."""
+    assert one.estimate is not None
+    text = f"tried {called(one)}: "
+    if made.step_s is not None:
+        kept = ", kept from an earlier trial" if not made.took_s else ""
+        return f"{text}{short_time(made.step_s)} a step, predicted {short_time(one.estimate.step_s)}{kept}"
+    why = "no step was made" if made.problem is None else f"{made.problem.what} ({made.problem.fact})"
+    return f"{text}{'out of memory' if made.status == 'oom' else 'failed'}: {why}"
+
+
+def why(selection: Selection) -> str:
+    """What was tried, what came out, and why it ended there, in a few sentences."""
+    ranking, tried = selection.ranking, selection.tried
+    done = [one for one, made in tried if made.step_s is not None]
+    ended = {
+        "clear": "no other plan could be better by its prediction",
+        "unpaid": "more trials would take longer than they could save",
+        "budget": f"the budget of {format_seconds(selection.budget_s)} for trials is spent",
+    }[selection.ended]
+    count = f"{len(tried)} of {sum(one.plan is not None for one in ranking.candidates)} plans tried"
+    text = f"{count} in {format_seconds(selection.spent_s)}; {ended}."
+    if ranking.chosen is None:
+        return f"Nothing is chosen. {text}"
+    chosen = ranking.candidates[ranking.chosen]
+    assert chosen.estimate is not None
+    how = "measured" if chosen.trial is not None else "predicted"
+    head = f"{called(chosen)} is chosen: {short_time(chosen.estimate.step_s)} a step {how}"
+    rivals = [
+        one for one in ranking.candidates if one is not chosen and one.eligible and (one.trial is not None or not done)
+    ]
+    if rivals and rivals[0].estimate is not None:
+        behind = rivals[0].time_s / chosen.time_s - 1
+        rival = f"{short_time(rivals[0].estimate.step_s)}, {abs(behind):.0%} {'slower' if behind >= 0 else 'faster'}"
+        head += f"; the next, {called(rivals[0])}, takes {rival}"
+    return f"{head}. {text}"
+
+
+def as_json(selection: Selection, cluster: Cluster) -> dict[str, Any]:
+    """The answer of `farspan select`: candidates as `farspan plan` gives them, each with its trial."""
+    from farspan.cli.commands.plan import as_json as candidate
+
+    ranking = selection.ranking
+    return {
+        "candidates": [{**candidate(one, ranking), "trial": one.trial} for one in ranking.candidates],
+        "chosen": ranking.chosen,
+        "tried": [
+            {"technique": one.technique, "where": one.where, "predicted_s": one.estimate and one.estimate.step_s,
+             "trial": made}
+            for one, made in selection.tried
+        ],
+        "spent_s": selection.spent_s, "budget_s": selection.budget_s, "ended": selection.ended, "why": why(selection),
+    }  # fmt: skip

@@ -1,0 +1,116 @@
+"""A run whose rank 0 works on a host with a disk of its own: its folder goes there, and what it records comes back."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import tarfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from farspan.domain.cluster import Host
+from farspan.domain.codec import load, to_json
+from farspan.domain.plan import Plan
+from farspan.domain.problems import Refusal
+from farspan.domain.problems import command as farspan
+from farspan.domain.run import RunFolder, RunRecord
+from farspan.launch.hosts import command, quoted
+
+#: Events are asked for this often; a question takes a process, and over ssh a connection.
+PULL_S = 1.0
+#: A question is answered within this; files may take as long as they keep coming.
+ANSWER_S = 20.0
+
+
+class Away:
+    """The folder of one run on the host of its rank 0, beside the one here."""
+
+    def __init__(self, host: Host, plan: Plan, here: RunFolder, there: RunFolder) -> None:
+        self._host, self._plan, self._here, self._there = host, plan, here, there
+        self._asked_at, self._pulled = 0.0, 0
+
+    def send(self) -> None:
+        """Plan, tokens and what was saved, unless they are there. Raises Refusal (host-unreachable)."""
+        record = load(self._here.record, RunRecord)
+        corpus = Path(self._host.folder or "") / "cache" / "corpora" / f"sent-{self._plan.inputs.corpus}"
+        if self._ask(f"cat {quoted(corpus / 'corpus.json')}") is None:
+            files = [Path(record.corpus) / name for name in ("train.bin", "train.idx", "val.bin", "val.idx")]
+            # The file that says what the folder is comes last: without it the folder counts as empty.
+            self._put([(path, path.name) for path in (*files, Path(record.corpus) / "corpus.json")], corpus)
+        if self._ask(f"cat {quoted(self._there.plan)}") is None:
+            here = self._here
+            sent = [here.corpus, here.tokenizer, here.estimate, here.events, here.checkpoints, here.plan]
+            moved = to_json(msgspec.structs.replace(record, corpus=str(corpus)))
+            self._put([(path, path.name) for path in sent if path.exists()], self._there.path, {"run.json": moved})
+        events = self._ask(f"cat {quoted(self._there.events)}")
+        # What was recorded there and never came back comes now.
+        self._pulled = self._here.events.stat().st_size if self._here.events.exists() else 0
+        if events is not None and len(events) > self._pulled:
+            self.pull()
+
+    def pull(self, *, now: bool = True) -> None:
+        """Append the events here that were written there; without `now` only if it is time to ask again."""
+        if not now and time.monotonic() - self._asked_at < PULL_S:
+            return
+        self._asked_at = time.monotonic()
+        new = self._ask(f"tail -c +{self._pulled + 1} {quoted(self._there.events)}")
+        if new:
+            with open(self._here.events, "ab") as file:
+                file.write(new)
+            self._pulled += len(new)
+
+    def fetch(self) -> None:
+        """Bring the checkpoints back. Raises Refusal (host-unreachable) that says where they are."""
+        folder = quoted(self._there.path)
+        try:
+            with subprocess.Popen(
+                command(self._host, ["sh", "-c", f"cd {folder} && tar -cf - checkpoints"]), stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            ) as process:  # fmt: skip
+                assert process.stdout is not None
+                with tarfile.open(fileobj=process.stdout, mode="r|") as archive:
+                    archive.extractall(self._here.path, filter="data")
+        except tarfile.TarError as error:
+            if not isinstance(error, tarfile.ReadError) or self._ask(f"ls {folder}/checkpoints") is not None:
+                raise Refusal(
+                    "host-unreachable", what="the checkpoints did not come back", where=f"{self._host.name}, {folder}",
+                    fact=str(error), remedy=farspan("resume", self._here.path),
+                ) from None  # fmt: skip
+
+    def _ask(self, text: str) -> bytes | None:
+        """What a command there prints; None where it fails, or does not answer."""
+        try:
+            done = subprocess.run(
+                command(self._host, ["sh", "-c", text]), stdin=subprocess.DEVNULL, capture_output=True, timeout=ANSWER_S
+            )
+        except subprocess.TimeoutExpired:
+            return None
+        return done.stdout if done.returncode == 0 else None
+
+    def _put(self, files: Iterable[tuple[Path, str]], folder: Path, made: dict[str, bytes] | None = None) -> None:
+        where = quoted(folder)
+        with subprocess.Popen(
+            command(self._host, ["sh", "-c", f"mkdir -p {where}/logs && tar -xf - -C {where}"]), stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        ) as process:  # fmt: skip
+            assert process.stdin is not None and process.stderr is not None
+            try:
+                with process.stdin, tarfile.open(fileobj=process.stdin, mode="w|") as archive:
+                    for name, content in (made or {}).items():
+                        member = tarfile.TarInfo(name)
+                        member.size = len(content)
+                        archive.addfile(member, io.BytesIO(content))
+                    for path, name in files:
+                        archive.add(path, arcname=name)
+            except BrokenPipeError:
+                pass  # What it says tells more.
+            said = process.stderr.read().decode(errors="replace").strip()
+        if process.returncode:
+            raise Refusal(
+                "host-unreachable", what=f"{self._host.name} does not take the run's files",
+                where=f"{self._host.name}, {folder}", fact=said[-300:] or f"exit code {process.returncode}",
+                remedy="farspan doctor --cluster, with the same cluster",
+            )  # fmt: skip

@@ -1,0 +1,254 @@
+"""A plan run for a few steps by its launcher's own workers, watched, and never longer than a deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from farspan.domain.cluster import Cluster
+from farspan.domain.codec import save
+from farspan.domain.plan import Plan
+from farspan.domain.problems import Problem, Refusal
+from farspan.domain.results import Environment, Event, Started, Step, Traced, read_events
+from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.trial import Trial, plan_key
+from farspan.launch.hosts import command, quoted
+from farspan.launch.launchers import launch
+from farspan.launch.workers import Workers, run_folder
+
+#: Steps before those that count: memory is taken, connections are opened, windows of TCP grow.
+WARMUP = 2
+#: Steps between the meetings of replicas in a trial, and how many such rounds are timed after a first.
+EVERY, ROUNDS = 4, 2
+#: Processes have so long to start and meet, and a step so many times its predicted time.
+START_S, LATE = 60.0, 4.0
+POLL_S = 0.2
+#: After its deadline a trial has so long to end its workers.
+END_S = 60.0
+#: Spans of arithmetic, and backends whose passes have ended when their spans end; others only take orders in them.
+COMPUTE, IN_STEP = ("forward", "backward", "update"), ("cpu", "cuda")
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Steps that count, and seconds until all that runs is ended."""
+
+    steps: int
+    deadline_s: float
+
+
+def steps_for(step_s: float, seconds: float = 5.0) -> int:
+    """So many steps that they take about `seconds`: 3 at least, 20 at most."""
+    return max(3, min(20, round(seconds / step_s)))
+
+
+def limits(step_s: float, steps: int) -> Limits:
+    """What a trial of a plan whose step is predicted may take."""
+    return Limits(steps=steps, deadline_s=START_S + LATE * (WARMUP + steps) * step_s)
+
+
+def shortened(plan: Plan, steps: int) -> Plan:
+    """The plan with so many steps to time: nothing is validated or saved before its end, and replicas meet often."""
+    sync = plan.sync and msgspec.structs.replace(plan.sync, every=min(plan.sync.every, EVERY))
+    total = WARMUP + steps if sync is None else sync.every * (1 + ROUNDS)
+    train = msgspec.structs.replace(
+        plan.train, steps=total + 1, validate_every=10**9, checkpoint_every_s=1e9, patience=0, deadline_s=None
+    )
+    return msgspec.structs.replace(plan, train=train, sync=sync)
+
+
+def trial(plan: Plan, corpus: Path, cluster: Cluster, launcher: str, within: Limits) -> Trial:
+    """Run a plan on a prepared corpus; what it dies of is in the Trial. Raises Refusal (interrupted) alone."""
+    short, began, key = shortened(plan, within.steps), time.monotonic(), plan_key(plan)
+    with tempfile.TemporaryDirectory(prefix="farspan-trial-") as folder:
+        run = _run_folder(RunFolder(Path(folder, "run")), short, corpus)
+        try:
+            ends = _run(short, run, cluster, launcher, within)
+        except Refusal as refusal:
+            if refusal.problem.code == "interrupted":
+                raise
+            # A worker that nobody here has killed was killed by the kernel, which does so for memory.
+            memory = refusal.problem.code == "out-of-memory" or "SIGKILL" in refusal.problem.fact
+            return Trial(
+                plan=key, status="oom" if memory else "failed", problem=refusal.problem,
+                took_s=time.monotonic() - began,
+            )  # fmt: skip
+        finally:
+            _forget(short, run, cluster)
+        records = _records(run, len(plan.devices))
+    step_s, seconds = timed(plan, short, ends)
+    return Trial(
+        plan=key, status="ok", step_s=step_s, steps=seconds, compute_s=computing(records, plan),
+        memory_bytes=peaks(records), environment=_environment(records), took_s=time.monotonic() - began,
+    )  # fmt: skip
+
+
+def timed(plan: Plan, short: Plan, ends: Sequence[float]) -> tuple[float, tuple[float, ...]]:
+    """Seconds of a step of the plan, and all that were timed, from when each step of the short one ended."""
+    if short.sync is None or plan.sync is None:
+        steps = [after - before for before, after in itertools.pairwise(ends[WARMUP - 1 :])]
+        return statistics.median(steps), tuple(steps)
+    every = short.sync.every
+    steps = [after - before for before, after in itertools.pairwise(ends[every - 1 :])]
+    # A meeting comes after its round's last step was told: it is in the next one's seconds.
+    meetings = steps[::every]
+    between = [step for i, step in enumerate(steps) if i % every] or meetings
+    usual = statistics.fmean(between)
+    extra = max(0.0, statistics.fmean(meetings) - usual)
+    return usual + extra / plan.sync.every, tuple(steps)
+
+
+def _run(plan: Plan, run: RunFolder, cluster: Cluster, launcher: str, within: Limits) -> list[float]:
+    """When each step but the last ended: after the last one the model would be saved and tried. Raises Refusal."""
+    wanted, ends = plan.train.steps - 1, list[float]()
+    with launch(launcher, plan, run, cluster) as workers, Deadline(workers, within.deadline_s) as deadline:
+        workers.fetches = False
+        try:
+            for event in workers:
+                ends += [event.at] if isinstance(event, Step) else []
+                if len(ends) == wanted:
+                    workers.end()
+                    return ends
+        except Refusal as refusal:
+            if not deadline.passed:
+                raise
+            _, last, said = refusal.problem.fact.partition("last words: ")
+            raise Refusal(
+                "worker-lost", what=f"not done after {within.deadline_s:.0f} s", where=run.path,
+                fact=f"{len(ends)} of {wanted} steps made; {last}{said}", remedy="farspan doctor --cluster",
+            ) from None  # fmt: skip
+    raise Refusal(
+        "worker-lost", what="the workers ended early", where=run.path, fact=f"{len(ends)} of {wanted} steps made",
+        remedy="farspan doctor --cluster",
+    )  # fmt: skip
+
+
+class Deadline:
+    """Ends the workers of a run when its time is over."""
+
+    def __init__(self, workers: Workers, seconds: float) -> None:
+        self._workers, self._until, self._left = workers, time.monotonic() + seconds, threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self.passed = False
+
+    def __enter__(self) -> Deadline:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._left.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._left.wait(POLL_S):
+            if time.monotonic() > self._until and not self.passed:
+                self.passed = True
+                for process in self._workers.processes:
+                    if process.poll() is None:
+                        process.signal(signal.SIGKILL)
+
+
+def _run_folder(run: RunFolder, plan: Plan, corpus: Path) -> RunFolder:
+    """A run directory as `farspan train` makes it."""
+    run.logs.mkdir(parents=True)
+    save(RunRecord(corpus=str(corpus.resolve()), command=("farspan", "select"), created=""), run.record)
+    for name in ("corpus.json", "tokenizer.json"):
+        (run.path / name).write_bytes((corpus / name).read_bytes())
+    save(plan, run.plan)
+    return run
+
+
+def _records(run: RunFolder, world: int) -> dict[int, list[Event]]:
+    """What each rank has written down, of those whose logs lie here."""
+    logs = {0: run.events} | {rank: run.logs / f"rank-{rank}.events.jsonl" for rank in range(1, world)}
+    return {rank: list(read_events(log)) for rank, log in logs.items() if log.exists()}
+
+
+def peaks(records: Mapping[int, Sequence[Event]]) -> dict[int, int]:
+    """The most bytes that each rank said it held."""
+    held = {rank: [one.memory_bytes for one in events if isinstance(one, Step)] for rank, events in records.items()}
+    return {rank: max(sizes) for rank, sizes in held.items() if sizes}
+
+
+def computing(records: Mapping[int, Sequence[Event]], plan: Plan) -> dict[int, float]:
+    """Seconds of each rank's passes and update in the quickest step that it traced."""
+    found = {}
+    for rank, events in records.items():
+        traced = [one for one in events if isinstance(one, Traced)]
+        if traced and plan.devices[rank].backend in IN_STEP:
+            found[rank] = min(
+                sum(span.end - span.start for span in one.spans if span.kind in COMPUTE) for one in traced
+            )
+    return found
+
+
+def _environment(records: Mapping[int, Sequence[Event]]) -> Environment | None:
+    return next((one.environment for one in records.get(0, ()) if isinstance(one, Started)), None)
+
+
+def _forget(plan: Plan, run: RunFolder, cluster: Cluster) -> None:
+    """Remove what the workers left on hosts that have a disk of their own."""
+    used = {device.host for device in plan.devices}
+    for host in cluster.hosts:
+        if host.name in used and host.folder is not None:
+            where = quoted(run_folder(host, plan, run).path)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                subprocess.run(command(host, ["sh", "-c", f"rm -rf {where}"]), capture_output=True, timeout=20)
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process of its own is asked: `python -m farspan.launch.trial`, on its standard input as JSON."""
+
+    plan: Plan
+    corpus: str
+    cluster: Cluster
+    launcher: str
+    within: Limits
+
+
+def apart(question: Question) -> Trial:
+    """The trial in a process of its own: what that dies of is in the Trial, too. Raises KeyboardInterrupt."""
+    began = time.monotonic()
+    with subprocess.Popen(
+        [sys.executable, "-m", "farspan.launch.trial"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        try:
+            out, said = process.communicate(msgspec.json.encode(question), question.within.deadline_s + END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, said = process.communicate()
+        except BaseException:
+            process.terminate()
+            process.wait(END_S)
+            raise
+    if process.returncode == 0:
+        return msgspec.json.decode(out, type=Trial)
+    last = said.decode(errors="replace").strip().splitlines() or ["nothing"]
+    problem = Problem(
+        code="worker-lost", what="the process that ran the cell was lost", where="python -m farspan.launch.trial",
+        fact=f"exit code {process.returncode}; last words: {last[-1][:300]}", remedy="farspan doctor",
+    )  # fmt: skip
+    return Trial(plan=plan_key(question.plan), status="failed", problem=problem, took_s=time.monotonic() - began)
+
+
+def main() -> None:
+    asked = msgspec.json.decode(sys.stdin.buffer.read(), type=Question)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    made = trial(asked.plan, Path(asked.corpus), asked.cluster, asked.launcher, asked.within)
+    sys.stdout.buffer.write(msgspec.json.encode(made))
+
+
+if __name__ == "__main__":
+    main()

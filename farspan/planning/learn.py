@@ -1,0 +1,134 @@
+"""What trials say of devices and links: the paces at which the estimator would have predicted what was measured.
+
+A pace multiplies the seconds of all that a host's devices of one kind compute, or of all that crosses one link. With
+x the logarithms of the paces, p(x) the estimator's logarithms of the plans' steps, and of what single devices compute
+in them, and m the measured ones, x minimises
+
+    |(p(x) - m) / NOISE|^2 + |x / DOUBT|^2
+
+by Gauss and Newton's steps: the maximum a posteriori under normal errors (Tarantola 2005, section 3.2). Without
+evidence a pace stays what it was; a plan that crosses no link says nothing of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from farspan import models
+from farspan.domain.cluster import Cluster, Link
+from farspan.domain.engine import Engine
+from farspan.domain.plan import Plan
+from farspan.estimate.devices import devices
+from farspan.estimate.network import Network
+from farspan.estimate.price import price
+from farspan.estimate.stage import Costs
+
+#: Standard deviations of logarithms: of one trial's step from the next one's, and of the estimator's rates from what a
+#: plan meets. [fitted] on the spread of repeats and on the errors in benchmarks/results/wan.jsonl.
+NOISE, DOUBT = 0.05, 0.25
+#: Steps of the search, and the change of a pace's logarithm that slopes are taken over.
+ROUNDS, STEP = 4, 0.02
+
+
+Paces = npt.NDArray[np.float64]
+
+
+class Seen(NamedTuple):
+    """A plan, its measured seconds a step, and those that single ranks compute in it."""
+
+    plan: Plan
+    step_s: float
+    compute_s: Mapping[int, float] = {}
+
+
+class Part(NamedTuple):
+    """What keeps a pace: the devices of one kind in a host, or the link between two sites or hosts."""
+
+    what: str
+    a: str
+    b: str
+
+
+def learn(cluster: Cluster, engine: Engine, seen: Sequence[Seen]) -> Cluster:
+    """The cluster at the paces that explain what was seen; itself without anything seen."""
+    parts = sorted(parts_of(cluster, seen))
+    if not parts:
+        return cluster
+    computing = [_alone(one, cluster, engine) for one in seen]
+    measured = np.log([s for one, ranks in zip(seen, computing, strict=True)
+                       for s in (one.step_s, *(one.compute_s[rank] for rank in ranks))])  # fmt: skip
+
+    def predicted(x: Paces) -> Paces:
+        paced = with_paces(cluster, {part: math.exp(value) for part, value in zip(parts, x, strict=True)})
+        found: list[float] = []
+        for one, ranks in zip(seen, computing, strict=True):
+            costs = _costs(one.plan, paced, engine)
+            times = devices(one.plan, costs) if ranks else {}
+            found += (price(one.plan, costs, brief=True).step_s, *(times[rank].compute_s for rank in ranks))
+        return np.log(found)
+
+    x: Paces = np.zeros(len(parts))
+    for _ in range(ROUNDS):
+        here = predicted(x)
+        slopes = np.stack([(predicted(x + STEP * unit) - here) / STEP for unit in np.eye(len(parts))], axis=1)
+        # The prior as further rows: all in units of their standard deviations.
+        rows = np.concatenate([slopes / NOISE, np.eye(len(parts)) / DOUBT])
+        lacking = np.concatenate([(measured - here) / NOISE, -x / DOUBT])
+        x = x + np.linalg.lstsq(rows, lacking, rcond=None)[0]
+    return with_paces(cluster, {part: math.exp(value) for part, value in zip(parts, x, strict=True)})
+
+
+def _costs(plan: Plan, cluster: Cluster, engine: Engine) -> Costs:
+    return Costs(models.graph(plan.model), plan.train, Network(cluster, plan.devices, engine))
+
+
+def _alone(one: Seen, cluster: Cluster, engine: Engine) -> list[int]:
+    """The ranks whose passes hold nothing but arithmetic: what they compute says how fast they are."""
+    if not one.compute_s:
+        return []
+    times = devices(one.plan, _costs(one.plan, cluster, engine))
+    return [rank for rank in one.compute_s if rank in times and times[rank].compute_s and not times[rank].inside_s]
+
+
+def parts_of(cluster: Cluster, seen: Sequence[Seen]) -> frozenset[Part]:
+    """All that any of the plans uses: kinds by host, and links between its hosts."""
+    found: set[Part] = set()
+    for one in seen:
+        hosts = {at.host for at in one.plan.devices}
+        by_name = {host.name: host for host in cluster.hosts if host.name in hosts}
+        found |= {Part("device", at.host, by_name[at.host].devices[at.index].kind) for at in one.plan.devices}
+        ends = hosts | {cluster.site_of(name).name for name in hosts}
+        found |= {Part("link", link.a, link.b) for link in cluster.links if {link.a, link.b} <= ends}
+    return frozenset(found)
+
+
+def with_paces(cluster: Cluster, paces: Mapping[Part, float]) -> Cluster:
+    """The cluster whose parts take so many times as long as they did."""
+    sites = []
+    for site in cluster.sites:
+        hosts = []
+        for host in site.hosts:
+            devices = tuple(
+                msgspec.structs.replace(
+                    device, pace=device.pace * paces.get(Part("device", host.name, device.kind), 1.0)
+                )
+                for device in host.devices
+            )
+            hosts.append(msgspec.structs.replace(host, devices=devices))
+        sites.append(msgspec.structs.replace(site, hosts=tuple(hosts)))
+    links = tuple(_slower(link, paces.get(Part("link", link.a, link.b), 1.0)) for link in cluster.links)
+    return msgspec.structs.replace(cluster, sites=tuple(sites), links=links)
+
+
+def _slower(link: Link, pace: float) -> Link:
+    """Round trips and bytes both take longer; what is under way in a round trip stays."""
+    return msgspec.structs.replace(
+        link, rtt_s=link.rtt_s * pace, bandwidth=None if link.bandwidth is None else link.bandwidth / pace,
+        transfer_s={size: seconds * pace for size, seconds in link.transfer_s.items()},
+    )  # fmt: skip

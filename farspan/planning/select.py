@@ -1,0 +1,225 @@
+"""Choosing by evidence: predict every plan, run those that could be the best for a few steps, learn, predict again.
+
+A trial is a measured plan. Plans are tried in the order in which they are predicted, as long as one could be better
+than what is best by now (its interval reaches below it) and the budget lasts. After each trial the paces of devices
+and links are learned from all of them (`learn`), and every technique plans anew for the cluster that they show.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+from farspan.domain.cluster import Cluster
+from farspan.domain.engine import Engine
+from farspan.domain.model import ModelSpec
+from farspan.domain.plan import Plan
+from farspan.domain.train import TrainSpec
+from farspan.domain.trial import Trial, plan_key
+from farspan.estimate.price import RESERVE
+from farspan.planning.compare import bounds
+from farspan.planning.learn import Seen, learn, parts_of
+from farspan.planning.rank import TOLERANCE, Candidate, Objective, Ranking, by, full_s, ordered, rank
+
+#: Trials take this share of the run that they are for, and at least so many seconds.
+SHARE, LEAST_S = 0.03, 60.0
+#: A plan that could be better by less than this is not tried: repeats of one plan differ by as much.
+SAME = 0.03
+#: Factors on a trial's step between which the run's are expected, and on a prediction for devices and links of which
+#: every one took part in a trial. [fitted] on the repeats and on the errors in benchmarks/results/wan.jsonl.
+MEASURED, LEARNED = (0.95, 1.05), (0.8, 1.3)
+#: A plan that was not tried is chosen if its prediction is better than the best trial by more than this.
+UNTRIED = 0.15
+#: Seconds that a trial takes beside its steps until one was made: workers start, meet and end.
+TRIAL_S = 20.0
+
+
+Ended = Literal["clear", "unpaid", "budget"]
+
+
+class Measure(Protocol):
+    """Runs a plan for a few steps that are predicted to take `step_s` each, and no longer than `limit_s` in all."""
+
+    def __call__(self, plan: Plan, step_s: float, limit_s: float) -> Trial: ...
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """What is chosen for: as `rank` takes it."""
+
+    model: ModelSpec
+    train: TrainSpec
+    engine: Engine
+    objective: Objective = "time"
+    allow: tuple[str, ...] = ()
+    tolerance: float = TOLERANCE
+    corpus: str = ""
+    parts: bool = True
+    #: Only plans with the first device are run: its host holds the run's folder, and nothing can send it elsewhere.
+    here: bool = False
+
+    def rank(self, cluster: Cluster) -> Ranking:
+        found = rank(
+            self.model, cluster, self.train, self.engine, objective=self.objective, allow=self.allow,
+            tolerance=self.tolerance, corpus=self.corpus, parts=self.parts,
+        )  # fmt: skip
+        if not self.here:
+            return found
+        told = f"{cluster.hosts[0].name}, which holds the run's folder, takes no part"
+        candidates, chosen = ordered(
+            [
+                msgspec.structs.replace(one, unchosen=told) if one.eligible and 0 not in one.places else one
+                for one in found.candidates
+            ],
+            self.objective, self.tolerance,
+        )  # fmt: skip
+        return msgspec.structs.replace(found, candidates=candidates, chosen=chosen)
+
+
+class Selection(msgspec.Struct, frozen=True, kw_only=True):
+    """The ranking after the last trial (its cluster keeps the learned paces); what was tried, as it was predicted just
+    before and as it was measured, in this order; and why no more was: nothing else could be better (`clear`), would
+    have paid (`unpaid`), or was in the `budget`."""
+
+    ranking: Ranking
+    tried: tuple[tuple[Candidate, Trial], ...]
+    spent_s: float
+    budget_s: float
+    ended: Ended
+
+
+def select(
+    cluster: Cluster, asked: Asked, measure: Measure, *, budget_s: float | None = None, paying: bool = False,
+    say: Callable[[Candidate, Trial], None] = lambda one, trial: None,
+) -> Selection:  # fmt: skip
+    """The best plan, by trials that take `budget_s` seconds at most (by default SHARE of the run, LEAST_S at least);
+    the last one may go on for as long again.
+
+    With `paying`, only trials are made that may save the run more time than they take. A trial that fails is a result:
+    its plan is not chosen.
+    """
+    tried: dict[str, tuple[Candidate, Trial]] = {}
+    ranking, spent = asked.rank(cluster), 0.0
+    ended: Ended = "clear"
+    best = None if ranking.chosen is None else ranking.candidates[ranking.chosen]
+    budget = budget_s if budget_s is not None else max(LEAST_S, SHARE * (best.time_s if best else 0.0))
+    while contenders := _contenders(ranking, asked):
+        each = spent / len(tried) if tried else TRIAL_S
+        if spent >= budget:
+            ended = "budget"
+            break
+        if paying and _gain(ranking, contenders) < each * min(2, len(contenders)):
+            ended = "unpaid"
+            break
+        one = contenders[0]
+        assert one.plan is not None and one.estimate is not None
+        trial = measure(one.plan, one.estimate.step_s, max(budget - spent, LEAST_S))
+        spent += trial.took_s
+        tried[plan_key(one.plan)] = (one, trial)
+        say(one, trial)
+        ranking = _with_evidence(cluster, asked, tried)
+    return Selection(
+        ranking=_settled(ranking, asked), tried=tuple(tried.values()), spent_s=spent, budget_s=budget, ended=ended
+    )
+
+
+# -- what is still open ------------------------------------------------------------------------------------------------
+
+
+def _contenders(ranking: Ranking, asked: Asked) -> list[Candidate]:
+    """The untried plans that could be the best, the one that is predicted best first; none where that is clear."""
+    eligible = [one for one in ranking.candidates if one.eligible]
+    if not eligible:
+        return []
+    key = by(asked.objective, ranking.candidates, asked.tolerance)
+    known = [one for one in eligible if one.trial is not None]
+    # What is certain by now: the best trial, or what the best prediction takes at worst.
+    sure = (1 - SAME) * min(map(key, known)) if known else key(_at(eligible[0], 1, ranking.cluster))
+    fast = (1 - SAME) * min(one.time_s for one in known) if known else math.inf
+    open_ = []
+    for one in eligible:
+        at_best = _at(one, 0, ranking.cluster)
+        # Where few devices are asked for, a plan that is faster than all others says how slow the few may be.
+        tells = asked.objective == "fewest_devices" and at_best.time_s < fast
+        if one.trial is None and (key(at_best) < sure or tells):
+            open_.append(one)
+    # One that stands alone needs no trial, unless others have failed theirs.
+    return [] if open_ == eligible[:1] and not any(one.trial for one in ranking.candidates) else open_
+
+
+def _at(one: Candidate, bound: Literal[0, 1], cluster: Cluster) -> Candidate:
+    """The candidate with its time, and its devices' money, at its least or most."""
+    assert one.estimate is not None
+    return _taking(one, one.estimate.step_s * one.estimate.interval[bound], cluster)
+
+
+def _gain(ranking: Ranking, contenders: Sequence[Candidate]) -> float:
+    """Seconds that another plan than the chosen one could save the run: where either takes its least or its most."""
+    assert ranking.chosen is not None
+    now = ranking.candidates[ranking.chosen]
+    others = [one for one in contenders if one is not now]
+    return max((max(now.time_s - bounds(one)[0], bounds(now)[1] - one.time_s) for one in others), default=0.0)
+
+
+# -- what trials change ------------------------------------------------------------------------------------------------
+
+
+def _with_evidence(cluster: Cluster, asked: Asked, tried: Mapping[str, tuple[Candidate, Trial]]) -> Ranking:
+    """Every technique's plans for the cluster as the trials show it, and every plan that was tried."""
+    seen = [
+        Seen(one.plan, trial.step_s, trial.compute_s) for one, trial in tried.values()
+        if one.plan is not None and trial.step_s is not None
+    ]  # fmt: skip
+    ranking = asked.rank(learn(cluster, asked.engine, seen))
+    known = parts_of(ranking.cluster, seen)
+    found = [_judged(one, trial, cluster) for one, trial in tried.values()]
+    for one in ranking.candidates:
+        if one.plan is None or one.estimate is None:
+            found.append(one)
+        elif plan_key(one.plan) not in tried:
+            if seen and parts_of(ranking.cluster, [Seen(one.plan, 0.0)]) <= known:
+                one = msgspec.structs.replace(one, estimate=msgspec.structs.replace(one.estimate, interval=LEARNED))
+            found.append(one)
+    candidates, chosen = ordered(found, asked.objective, asked.tolerance)
+    return msgspec.structs.replace(ranking, candidates=candidates, chosen=chosen)
+
+
+def _judged(one: Candidate, trial: Trial, cluster: Cluster) -> Candidate:
+    """A tried candidate: at its measured pace, or not to be chosen."""
+    if trial.step_s is None:
+        why = "it ended without a step" if trial.problem is None else f"{trial.problem.what}: {trial.problem.fact}"
+        return msgspec.structs.replace(one, trial=trial, unchosen=f"its trial failed, {why}")
+    taken = _taking(one, trial.step_s, cluster)
+    assert taken.estimate is not None
+    estimate = msgspec.structs.replace(taken.estimate, interval=MEASURED)
+    return msgspec.structs.replace(taken, estimate=estimate, trial=trial)
+
+
+def _taking(one: Candidate, step_s: float, cluster: Cluster) -> Candidate:
+    """The candidate with another time of a step: what takes time and money follows, bytes and memory do not."""
+    found, plan = one.estimate, one.plan
+    assert found is not None and plan is not None
+    factor, deadline = step_s / found.step_s, plan.train.deadline_s or math.inf
+    run_s = min(plan.train.steps * step_s / (1 - RESERVE), deadline)
+    usd_per_s = sum(cluster.devices[place].usd_per_hour or 0.0 for place in one.places) / 3600
+    changed = msgspec.structs.replace(
+        found, step_s=step_s, compute_s=found.compute_s * factor, communication_s=found.communication_s * factor,
+        bubble_s=found.bubble_s * factor, run_s=run_s, tokens_per_s=found.tokens_per_s / factor,
+        tflops_per_device=found.tflops_per_device / factor, mfu=None if found.mfu is None else found.mfu / factor,
+        usd=None if found.usd is None else found.usd + usd_per_s * (run_s - found.run_s),
+        kwh=None if found.kwh is None else found.kwh * run_s / found.run_s,
+    )  # fmt: skip
+    return msgspec.structs.replace(one, estimate=changed, time_s=one.queue_s + full_s(plan, changed))
+
+
+def _settled(ranking: Ranking, asked: Asked) -> Ranking:
+    """The ranking whose choice is the best trial, unless a plan that was not tried is predicted to be far better."""
+    key = by(asked.objective, ranking.candidates, asked.tolerance)
+    known = [one for one in ranking.candidates if one.eligible and one.trial is not None]
+    if ranking.chosen is None or not known or ranking.candidates[ranking.chosen].trial is not None:
+        return ranking
+    if key(ranking.candidates[ranking.chosen]) < (1 - UNTRIED) * key(known[0]):
+        return ranking
+    return msgspec.structs.replace(ranking, chosen=ranking.candidates.index(known[0]))

@@ -1,0 +1,283 @@
+"""Rows of a bench to figures and tables: what is drawn follows from what varies, not from whose study it is.
+
+A value is the median of a cell's repeats. Where a figure leaves a setting out, it shows the best over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
+
+import msgspec
+
+from farspan.domain.bench import Row, figures
+from farspan.domain.units import format_usd, short_time
+from farspan.report.bars import Bar, Bars, Dot, Dots, spread
+from farspan.report.charts import Axis, Chart, Series
+
+#: Colours of a latency chart's techniques: those of chart.css.
+TINTS = ("train", "val", "speed", "memory", "lr", "norm")
+MARKS = {"oom": "out of memory", "failed": "failed", "no-plan": "no plan"}
+
+
+class Point(msgspec.Struct, frozen=True):
+    """A cell with all its repeats, measured, or only predicted."""
+
+    row: Row
+    #: Of those repeats that made steps; else of the prediction.
+    minutes: float | None
+    step_s: float | None
+    tflops: float | None
+    tokens_per_usd: float | None
+    #: Least and most of the repeats' minutes, or of the predicted ones.
+    span: tuple[float, float] | None
+    measured: bool
+
+    @property
+    def why(self) -> str:
+        """Why there is no value."""
+        return "" if self.step_s is not None else f"{MARKS.get(self.row.status, self.row.status)}. {self.row.cause}"
+
+
+def points(rows: Iterable[Row], *, predicted: bool = False) -> list[Point]:
+    """The cells of a bench, in the order in which they first came; with `predicted` as they were foretold."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(msgspec.json.encode(msgspec.structs.replace(row.cell, repeat=0)).decode(), []).append(row)
+    return [(_foretold(group[-1]) if predicted else _measured(group)) for group in groups.values()]
+
+
+def _measured(group: Sequence[Row]) -> Point:
+    done = [row for row in group if row.step_s is not None]
+    if not done:
+        return Point(group[-1], None, None, None, None, None, True)
+
+    def middle(value: Callable[[Row], float | None]) -> float | None:
+        known = [found for row in done if (found := value(row)) is not None]
+        return median(known) if known else None
+
+    minutes = [row.minutes for row in done if row.minutes is not None]
+    span = (min(minutes), max(minutes)) if len(minutes) > 1 else None
+    return Point(
+        done[-1], middle(lambda row: row.minutes), middle(lambda row: row.step_s),
+        middle(lambda row: row.tflops_per_device), middle(lambda row: row.tokens_per_usd), span, True,
+    )  # fmt: skip
+
+
+def _foretold(row: Row) -> Point:
+    if row.predicted_s is None:
+        return Point(row, None, None, None, None, None, False)
+    told = figures(row, row.predicted_s)
+    span = None
+    if row.predicted_low_s is not None and row.predicted_high_s is not None:
+        span = (figures(row, row.predicted_low_s).minutes, figures(row, row.predicted_high_s).minutes)
+    return Point(row, told.minutes, row.predicted_s, told.tflops_per_device, told.tokens_per_usd, span, False)
+
+
+def distinct(found: Iterable[Point], key: Callable[[Row], object]) -> list[str]:
+    """The values of a setting, in the order in which they came."""
+    return list(dict.fromkeys(str(key(one.row)) for one in found))
+
+
+def best(found: Sequence[Point], value: Callable[[Point], float | None], *, most: bool) -> Point | None:
+    """Of the points that have the value the one with the least, or the most."""
+    known = [one for one in found if value(one) is not None]
+    if not known:
+        return None
+    return (max if most else min)(known, key=lambda one: value(one) or 0.0)
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def bars(
+    found: Sequence[Point], *, name: str, title: str, unit: str, group: Callable[[Row], object],
+    series: Callable[[Row], object], value: Callable[[Point], float | None], most: bool,
+) -> Bars | None:  # fmt: skip
+    """A bar for every pair of settings: the best of its points, or a cross that says why there is none."""
+    groups, names = distinct(found, group), distinct(found, series)
+    made = []
+    for one in names:
+        row = []
+        for where in groups:
+            here = [p for p in found if str(group(p.row)) == where and str(series(p.row)) == one]
+            top = best(here, value, most=most)
+            if top is not None:
+                note = _settings(top.row) if len({_settings(p.row) for p in here}) > 1 else ""
+                row.append(Bar(value(top), note, top.span if unit == "minutes" else None))
+            else:
+                row.append(Bar(None, here[0].why if here else ""))
+        made.append((one, tuple(row)))
+    values = [bar.value for _, row in made for bar in row if bar.value is not None]
+    if not values:
+        return None
+    return Bars(name, title, unit, tuple(groups), tuple(made), spread(values))
+
+
+def _settings(row: Row) -> str:
+    cell = row.cell
+    return f"{cell.technique}, {cell.batch} a device, {cell.attention}"
+
+
+def studies(found: Sequence[Point]) -> list[Bars]:
+    """Minutes and TFLOP/s of every technique, a figure a cluster: what runs on which devices, as the FABRIC paper's
+    figures 3 to 7 show it."""
+    made: list[Bars] = []
+    for cluster in distinct(found, lambda row: row.cell.cluster):
+        here = [one for one in found if one.row.cell.cluster == cluster]
+        models, devices = (distinct(here, key) for key in (_model, _devices))
+
+        def group(row: Row, both: bool = len(models) > 1, several: bool = len(devices) > 1) -> str:
+            parts = ([_model(row)] if both or not several else []) + ([_devices(row)] if several else [])
+            return ", ".join(parts)
+
+        slug = "".join(mark if mark.isalnum() else "-" for mark in cluster.lower())
+        for key, unit, value, most in (
+            ("minutes", "minutes", lambda one: one.minutes, False),
+            ("tflops", "TFLOP/s a device", lambda one: one.tflops, True),
+        ):
+            figure = bars(
+                here, name=f"{key}-{slug}", title=f"{cluster}: {unit}", unit=unit, group=group,
+                series=lambda row: row.cell.technique, value=value, most=most,
+            )  # fmt: skip
+            made += [figure] if figure is not None else []
+    return made
+
+
+def prices(found: Sequence[Point]) -> list[Bars]:
+    """Tokens for a dollar by what varies, the best over all else, as the SLM cost paper's figures 1 to 4 show it."""
+    axes: tuple[tuple[str, str, Callable[[Row], object]], ...] = (
+        ("batch", "sequences a device", lambda row: row.cell.batch),
+        ("devices", "devices", lambda row: row.used),
+        ("technique", "technique", lambda row: row.cell.technique),
+        ("attention", "attention", lambda row: row.cell.attention),
+        ("precision", "precision", lambda row: row.cell.precision),
+    )
+    made: list[Bars] = []
+    for key, words, setting in axes:
+        if len(distinct(found, setting)) > 1:
+            figure = bars(
+                found, name=f"usd-{key}", title=f"Tokens for a dollar by {words}", unit="tokens for a dollar",
+                group=_place, series=setting, value=lambda one: one.tokens_per_usd, most=True,
+            )  # fmt: skip
+            made += [figure] if figure is not None else []
+    return made
+
+
+def latency(found: Sequence[Point]) -> list[Chart]:
+    """Seconds a step over the round trip, a line a technique, a figure a model; of plans over several sites."""
+    made: list[Chart] = []
+    for model in distinct(found, _model):
+        here = [one for one in found if _model(one.row) == model and one.row.rtt_s is not None]
+        trips = sorted({one.row.rtt_s for one in here if one.row.rtt_s is not None})
+        if len(trips) < 2:
+            continue
+        series = []
+        for number, technique in enumerate(distinct(here, lambda row: row.cell.technique)):
+            tops = [
+                best([p for p in here if p.row.cell.technique == technique and p.row.rtt_s == rtt_s],
+                     lambda one: one.step_s, most=False)
+                for rtt_s in trips
+            ]  # fmt: skip
+            steps = [None if top is None else top.step_s for top in tops]
+            if any(step is not None for step in steps):
+                series.append(Series(technique, steps, "line", TINTS[number % len(TINTS)]))
+        values = [value for one in series for value in one.values if value is not None]
+        axis = Axis("round trip (ms)", [1e3 * rtt_s for rtt_s in trips])
+        name = f"latency-{len(made)}"
+        if series:
+            scale = spread(values)
+            made.append(Chart(name, f"{model}: seconds a step by round trip", axis, tuple(series), scale))
+    return made
+
+
+def truth(rows: Iterable[Row]) -> Dots | None:
+    """Every measured step beside its prediction."""
+    known = [row for row in rows if row.step_s is not None and row.predicted_s is not None]
+    names = tuple(dict.fromkeys(row.cell.technique for row in known))
+    dots = tuple(
+        Dot(row.step_s, row.predicted_s, f"{row.cell}: {short_time(row.step_s)} measured, "
+            f"{short_time(row.predicted_s)} predicted", names.index(row.cell.technique))
+        for row in known if row.step_s is not None and row.predicted_s is not None
+    )  # fmt: skip
+    if not dots:
+        return None
+    return Dots("truth", "Predicted against measured", "measured seconds a step", "predicted", names, dots, equal=True)
+
+
+def frontier(found: Sequence[Point]) -> Dots | None:
+    """Minutes and dollars of the run, of every cell that has a price."""
+    known = [one for one in found if one.minutes and one.row.usd_per_hour]
+    names = tuple(distinct(known, lambda row: row.cell.technique))
+    dots = []
+    for one in known:
+        usd = (one.minutes or 0.0) / 60 * (one.row.usd_per_hour or 0.0)
+        what = f"{one.row.cell}: {one.minutes:.3g} minutes, {format_usd(usd)}"
+        dots.append(Dot(one.minutes or 0.0, usd, what, names.index(one.row.cell.technique)))
+    return Dots("frontier", "Time and money", "minutes", "dollars", names, tuple(dots)) if len(dots) > 1 else None
+
+
+def _model(row: Row) -> str:
+    return row.cell.model
+
+
+def _devices(row: Row) -> str:
+    return f"{row.used} devices" if row.used > 1 else "1 device"
+
+
+def _place(row: Row) -> str:
+    return f"{row.cell.cluster} {row.cell.model}"
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+class Table(msgspec.Struct, frozen=True):
+    """Text in columns; `best` marks the least of a line."""
+
+    title: str
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    best: tuple[int | None, ...]
+
+
+def tables(found: Sequence[Point]) -> list[Table]:
+    """Minutes of every technique, a line a cluster, a table for every model on so many devices: the FABRIC paper's
+    tables I and II. `x` is out of memory."""
+    made = []
+    techniques = distinct(found, lambda row: row.cell.technique)
+    for model, used in dict.fromkeys((_model(one.row), one.row.used) for one in found):
+        here = [one for one in found if (_model(one.row), one.row.used) == (model, used)]
+        lines, marks = [], []
+        for cluster in distinct(here, lambda row: row.cell.cluster):
+            row = [one for one in here if one.row.cell.cluster == cluster]
+            trips = [one.row.rtt_s for one in row if one.row.rtt_s is not None]
+            cells, values = [], []
+            for technique in techniques:
+                mine = [one for one in row if one.row.cell.technique == technique]
+                top = best(mine, lambda one: one.minutes, most=False)
+                values.append(None if top is None else top.minutes)
+                cells.append(_cell(top, mine))
+            known = [value for value in values if value is not None]
+            marks.append(2 + values.index(min(known)) if known else None)
+            lines.append((cluster, "" if not trips else f"{1e3 * trips[0]:.4g}", *cells))
+        devices = f"{used} device{'s' * (used > 1)}"
+        made.append(Table(f"{model} on {devices}, minutes", ("", "RTT ms", *techniques), tuple(lines), tuple(marks)))
+    return made
+
+
+def _cell(top: Point | None, mine: Sequence[Point]) -> str:
+    if top is not None and top.minutes is not None:
+        return f"{top.minutes:.3g}" if top.minutes < 1000 else f"{top.minutes:,.0f}"
+    if not mine:
+        return ""
+    return {"oom": "x", "no-plan": "-"}.get(mine[0].row.status, mine[0].row.status)
+
+
+def markdown(table: Table) -> str:
+    """A table for a paper, the best of each line in bold."""
+    lines = [f"**{table.title}**", "", f"| {' | '.join(table.heads)} |", "|" + "---|" * len(table.heads)]
+    for row, mark in zip(table.rows, table.best, strict=True):
+        cells = (f"**{cell}**" if place == mark else cell for place, cell in enumerate(row))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,61 @@
+"""The page of a bench: every figure and table on one HTML file that opens offline, each as SVG and its data as CSV."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from farspan.domain.bench import Row
+from farspan.domain.codec import write_atomically
+from farspan.report import bars, results
+from farspan.report.charts import LEFT, RIGHT
+from farspan.report.page import chart_style, environment
+
+
+def write_results(rows: Sequence[Row], folder: Path, title: str, *, predicted: bool = False) -> tuple[Path, Path]:
+    """Write `report.html` and, for papers, `tables.md` into a folder, of what was measured or, with `predicted`, of
+    what was foretold; returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = "predicted" if predicted else "report"
+    page, tables = folder / f"{name}.html", folder / f"{name}-tables.md"
+    write_atomically(page, results_page(rows, title, predicted=predicted).encode())
+    made = results.tables(results.points(rows, predicted=predicted))
+    write_atomically(tables, "\n".join(map(results.markdown, made)).encode())
+    return page, tables
+
+
+def results_page(rows: Sequence[Row], title: str, *, predicted: bool = False) -> str:
+    """The page as HTML; the same rows give the same bytes."""
+    found = results.points(rows, predicted=predicted)
+    made = environment()
+    shown = (bars.bar_scale, bars.places, bars.dot_scales, bars.short, bars.tint, bars.bars_csv, bars.dots_csv)
+    made.globals |= {function.__name__: function for function in shown}
+    made.globals |= {"left": LEFT, "right": RIGHT}
+    return made.get_template("results.html").render(
+        title=title, predicted=predicted, rows=rows, tables=results.tables(found), studies=results.studies(found),
+        prices=results.prices(found), latency=results.latency(found), truth=results.truth(rows),
+        frontier=results.frontier(found), facts=facts(rows), counts=counts(rows),
+        chart_style=chart_style("results.css"),
+    )  # fmt: skip
+
+
+def counts(rows: Sequence[Row]) -> str:
+    """`36 ok, 3 oom, 1 no-plan`."""
+    return ", ".join(f"{count} {status}" for status, count in Counter(row.status for row in rows).items())
+
+
+def facts(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """What has to be known of all rows: when, where and by what they were measured, and how well they were foretold."""
+    errors = [abs(row.predicted_s / row.step_s - 1) for row in rows if row.step_s and row.predicted_s]
+    made = {
+        "measured": " to ".join(dict.fromkeys((min(row.at for row in rows)[:10], max(row.at for row in rows)[:10]))),
+        "machine": ", ".join(dict.fromkeys(row.machine for row in rows if row.machine)),
+        "farspan": ", ".join(dict.fromkeys(f"{row.farspan} {row.commit or ''}".strip() for row in rows)),
+        "torch, Python": ", ".join(dict.fromkeys(f"{row.torch}, {row.python}" for row in rows if row.torch)),
+        "seed": ", ".join(dict.fromkeys(str(row.seed) for row in rows)),
+        "predictions": "" if not errors else
+        f"median error {median(errors):.0%}, worst {max(errors):.0%}, of {len(errors)} measured steps",
+    }  # fmt: skip
+    return [(name, value) for name, value in made.items() if value]

@@ -1,0 +1,168 @@
+"""Runs side by side: first what was configured differently, then what came out, with its spread.
+
+Losses are put in order only where they can be: nats a token only of runs with the same tokenizer on the same text, bits
+a byte of runs on the same text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import median, quantiles
+
+import msgspec
+
+from farspan.domain.codec import content_hash, read_bytes
+from farspan.domain.results import Environment, Measurement
+from farspan.domain.run import RunFolder
+from farspan.domain.units import format_bytes, format_seconds, format_usd, short_time
+from farspan.domain.words import listed, stage_words
+from farspan.report.history import Run
+from farspan.report.measure import measure
+
+#: Of the environment what is told apart from the machine that it ran on.
+ENVIRONMENT = ("farspan", "commit", "python", "torch", "device", "threads")
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing of every run, as text; the place of the best where they can be put in order and one stands out."""
+
+    what: str
+    values: tuple[str, ...]
+    best: int | None = None
+
+
+class Versus(msgspec.Struct, frozen=True, kw_only=True):
+    """What differs, how many settings do not, the results, and what has to be known of them."""
+
+    names: tuple[str, ...]
+    configuration: tuple[Line, ...]
+    same: int
+    results: tuple[Line, ...]
+    notes: tuple[str, ...]
+
+
+def versus(runs: Sequence[Run]) -> Versus:
+    """Two runs or more, against each other."""
+    configured = [configuration(run) for run in runs]
+    names = list(dict.fromkeys(name for one in configured for name in one))
+    lines = [Line(what=name, values=tuple(one.get(name, "none") for one in configured)) for name in names]
+    differing = tuple(line for line in lines if len(set(line.values)) > 1)
+    results, notes = _results(runs)
+    return Versus(
+        names=_names(runs), configuration=differing, same=len(lines) - len(differing), results=results, notes=notes
+    )
+
+
+def _names(runs: Sequence[Run]) -> tuple[str, ...]:
+    """Folder names; with their paths where two are alike."""
+    short = [run.folder.resolve().name for run in runs]
+    return tuple(short if len(set(short)) == len(short) else map(str, (run.folder for run in runs)))
+
+
+def configuration(run: Run) -> dict[str, str]:
+    """Every setting of a run by a dotted name."""
+    plan, found = run.plan, {"technique": run.plan.technique}
+    for part, value in (("model", plan.model), ("train", plan.train)):
+        found |= _flat(part, msgspec.to_builtins(value))
+    found |= {
+        "text": f"{run.corpus.source} ({run.corpus.train.text_bytes:,} bytes)", "corpus": run.corpus.hash,
+        "tokenizer": f"{run.corpus.vocab_size} words, {tokenizer(run)}",
+        "devices": listed([f"{device.backend} {device.index} of {device.host}" for device in plan.devices]),
+        "replicas": str(len(plan.replicas)),
+    }  # fmt: skip
+    for number, stage in enumerate((stage for replica in plan.replicas for stage in replica.stages), start=1):
+        found[f"stage {number}"] = f"{stage_words(stage, plan.model.layers)}, rows {listed(list(map(str, stage.rows)))}"
+    found["microbatches"] = listed([str(replica.microbatches) for replica in plan.replicas])
+    if plan.sync is not None:
+        found |= _flat("sync", msgspec.to_builtins(plan.sync))
+    here = run.history.starts[-1][0].environment if run.history.starts else None
+    return found | ({} if here is None else _environment(here))
+
+
+def _flat(prefix: str, value: object) -> dict[str, str]:
+    if isinstance(value, dict):
+        found: dict[str, str] = {}
+        for key, inner in value.items():
+            found |= _flat(f"{prefix}.{key}", inner)
+        return found
+    return {prefix: str(value)}
+
+
+def _environment(here: Environment) -> dict[str, str]:
+    return {f"environment.{name}": str(getattr(here, name)) for name in ENVIRONMENT}
+
+
+def tokenizer(run: Run) -> str:
+    """What a run's tokenizer is known by."""
+    return content_hash(read_bytes(RunFolder(run.folder).tokenizer).decode())
+
+
+def text(run: Run) -> tuple[object, ...]:
+    """What the validation text of a run is known by: where it came from, and how much of it there is."""
+    val = run.corpus.val
+    return run.corpus.source, val.text_bytes, val.documents
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+def _results(runs: Sequence[Run]) -> tuple[tuple[Line, ...], tuple[str, ...]]:
+    measured, notes = [measure(run) for run in runs], []
+    same_text = len({text(run) for run in runs}) == 1
+    same_tokens = same_text and len({tokenizer(run) for run in runs}) == 1
+    if not same_text:
+        notes.append("Losses are of unlike texts: none is called better.")
+    elif not same_tokens:
+        notes.append("Losses a token are of unlike tokenizers: only bits a byte are compared.")
+    if any(run.history.reason not in ("done", "deadline", "early-stop") for run in runs):
+        notes.append("A run that has not ended is compared as far as it came.")
+    lines = [
+        Line(what="ended", values=tuple(run.history.reason for run in runs)),
+        *_step_lines(runs),
+        _line("tokens/s", measured, lambda m: m.tokens_per_s, "{:,.0f}".format, most=True, ranked=False),
+        _line("TFLOP/s a device", measured, lambda m: m.tflops_per_device, "{:.3g}".format, most=True, ranked=False),
+        _line("MFU", measured, lambda m: m.mfu, "{:.1%}".format, most=True, ranked=False),
+        _line("run", measured, lambda m: m.run_s, format_seconds),
+        _line("steps", measured, lambda m: float(m.steps), "{:,.0f}".format, ranked=False),
+        _line("peak memory", measured, lambda m: float(m.memory_bytes), format_bytes),
+        _line("money", measured, lambda m: m.usd, format_usd),
+        _line("validation loss, nats a token", measured, lambda m: m.val_loss, "{:.4f}".format, ranked=same_tokens),
+        _line("validation loss, bits a byte", measured, lambda m: m.bits_per_byte, "{:.4f}".format, ranked=same_text),
+    ]
+    return tuple(line for line in lines if set(line.values) != {"?"}), tuple(notes)
+
+
+def _step_lines(runs: Sequence[Run]) -> list[Line]:
+    """The median step with its middle half, and what it is of the predicted one. A step is called best only where its
+    middle half is below all others'."""
+    spans = []
+    for run in runs:
+        steps = [timed.step.step_s for timed in run.history.steps if timed.warm]
+        steps = steps or [timed.step.step_s for timed in run.history.steps]
+        quarters = quantiles(steps, n=4, method="inclusive") if len(steps) > 1 else steps * 3
+        spans.append((median(steps), quarters[0], quarters[-1]) if steps else None)
+    values = tuple("?" if s is None else f"{short_time(s[0])} ({short_time(s[1])}-{short_time(s[2])})" for s in spans)
+    known = [(s[0], i) for i, s in enumerate(spans) if s is not None]
+    best = min(known)[1] if len(known) == len(spans) and known else None
+    if best is not None and any(s[1] <= spans[best][2] for i, s in enumerate(spans) if i != best):  # type: ignore[index]
+        best = None
+    ratios = [
+        None if span is None or run.history.estimate is None else span[0] / run.history.estimate.step_s
+        for span, run in zip(spans, runs, strict=True)
+    ]
+    told = tuple("?" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
+    return [
+        Line(what="step, middle half", values=values, best=best), Line(what="step, measured / predicted", values=told)
+    ]  # fmt: skip
+
+
+def _line(
+    what: str, measured: Sequence[Measurement | None], value: Callable[[Measurement], float | None],
+    show: Callable[[float], str], *, most: bool = False, ranked: bool = True,
+) -> Line:  # fmt: skip
+    found = [None if one is None else value(one) for one in measured]
+    known = [one for one in found if one is not None]
+    best = None
+    if ranked and len(known) == len(found) and len(set(known)) > 1:
+        best = found.index((max if most else min)(known))
+    return Line(what=what, values=tuple("?" if one is None else show(one) for one in found), best=best)

@@ -1,0 +1,156 @@
+"""`farspan bench` on this machine: every cell a row, nothing measured twice, and what a matrix may not say."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from farspan.domain.bench import Matrix, Row, cells
+from farspan.domain.codec import convert
+
+DEVICE = "{kind: cpu-avx2, memory: 4GB}"
+CLUSTER = f"sites: {{here: {{hosts: {{me: {{enter: [], devices: [{DEVICE}, {DEVICE}]}}}}}}}}\n"
+MATRIX = """\
+name: small
+clusters: {here: here.yaml}
+models: {tiny: {layers: 2, d_model: 32, vocab: 300, context: 32}}
+techniques: [data, 'published:Pipeshard', diloco]
+batch: [4]
+devices: [all, 1]
+steps: 3
+prices: {cpu-avx2: 0.5}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "here.yaml").write_text(CLUSTER)
+    (tmp_path / "matrix.yaml").write_text(MATRIX)
+    return tmp_path
+
+
+def rows_of(folder: Path) -> list[Row]:
+    lines = (folder / "bench" / "small" / "rows.jsonl").read_text().splitlines()
+    return [msgspec.json.decode(line, type=Row) for line in lines]
+
+
+def problem(done) -> dict[str, str]:
+    return json.loads(done.stdout)["problem"]
+
+
+def test_every_cell_has_a_row_and_none_is_measured_twice(farspan, folder):
+    pq = pytest.importorskip("pyarrow.parquet", reason="waits for farspan[parquet]")
+    done = farspan("bench", "matrix.yaml", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    rows = {(row.cell.technique, row.cell.devices): row for row in rows_of(folder)}
+    assert len(rows) == 6
+    for name in (("data", "all"), ("data", "1"), ("published:Pipeshard", "all")):
+        row = rows[name]
+        assert row.status == "ok", row.cause
+        assert len(row.steps_s) == 3 and min(row.steps_s) <= row.step_s <= max(row.steps_s)
+        assert row.tokens_per_s == pytest.approx(4 * row.used * 32 / row.step_s)
+        assert row.minutes == pytest.approx(10e6 / row.tokens_per_s / 60)
+        assert row.tokens_per_usd == pytest.approx(3600 * row.tokens_per_s / (0.5 * row.used))
+        assert row.predicted_low_s < row.predicted_s < row.predicted_high_s
+        assert row.memory_bytes > 10**8 and row.torch and row.machine and row.plan_hash
+        assert (folder / "bench/small/plans" / f"{row.plan_hash}.json").exists()
+    assert rows["diloco", "all"].status == "no-plan" and "several sites" in rows["diloco", "all"].cause
+    table = pq.read_table(folder / "bench/small/results.parquet")
+    assert table.num_rows == 6 and {"cell_technique", "step_s", "predicted_s"} <= set(table.column_names)
+
+    before = (folder / "bench/small/rows.jsonl").read_bytes()
+    again = farspan("bench", "matrix.yaml", cwd=folder)
+    assert "6 of them measured already, 0 to measure" in again.stdout
+    assert (folder / "bench/small/rows.jsonl").read_bytes() == before
+
+
+def test_what_was_interrupted_goes_on(farspan, folder, environment):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "farspan", "bench", "matrix.yaml"], cwd=folder, env=environment,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    path = folder / "bench/small/rows.jsonl"
+    until = time.monotonic() + 60
+    while not (path.exists() and path.read_bytes().count(b"\n")) and time.monotonic() < until:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    first = path.read_bytes()
+    path.write_bytes(first + b'{"half a li')
+    done = farspan("bench", "matrix.yaml", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert path.read_bytes().startswith(first) and len(rows_of(folder)) == 6
+    assert not subprocess.run(["pgrep", "-f", str(folder)], capture_output=True, text=True).stdout
+
+
+def test_a_cluster_that_changed_is_refused(farspan, folder):
+    (folder / "matrix.yaml").write_text(MATRIX.replace("[data, 'published:Pipeshard', diloco]", "[diloco]"))
+    assert farspan("bench", "matrix.yaml", cwd=folder).returncode == 0
+    (folder / "here.yaml").write_text(CLUSTER.replace("4GB", "2GB"))
+    done = farspan("bench", "matrix.yaml", "--json", cwd=folder)
+    assert problem(done)["code"] == "plan-mismatch" and "changed since" in problem(done)["what"]
+
+
+def test_rows_of_another_version_are_refused(farspan, folder):
+    out = folder / "bench" / "small"
+    out.mkdir(parents=True)
+    (out / "rows.jsonl").write_text('{"matrix": "small", "seconds": 3}\n')
+    done = farspan("bench", "matrix.yaml", "--json", cwd=folder)
+    assert problem(done)["code"] == "version-mismatch"
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "word"),
+    [
+        (("techniques: [data, 'published:Pipeshard', diloco]", "techniques: [pipeshrad]"), "out-of-range", "pipeshard"),
+        (("techniques: [data, 'published:Pipeshard', diloco]", "techniques: []"), "out-of-range", "techniques"),
+        (("devices: [all, 1]", "devices: [3]"), "device-missing", "2 devices"),
+        (("devices: [all, 1]", "devices: [mars]"), "device-missing", "here"),
+        (("steps: 3", "seq_len: [64]"), "out-of-range", "32 positions"),
+        (("steps: 3", "stepz: 3"), "unknown-key", "steps"),
+        (("here.yaml}", "there.yaml}"), "path-missing", "there.yaml"),
+        (("{layers: 2,", "{layers: 0,"), "out-of-range", "layers"),
+        (("name: small", "name: small\ntokens: -4"), "out-of-range", "tokens"),
+    ],
+)  # fmt: skip
+def test_what_a_matrix_may_not_say(farspan, folder, change, code, word):
+    assert change[0] in MATRIX
+    (folder / "matrix.yaml").write_text(MATRIX.replace(*change))
+    done = farspan("bench", "matrix.yaml", "--json", cwd=folder)
+    told = problem(done)
+    assert told["code"] == code and word in " ".join(told.values()), told
+    assert not (folder / "bench" / "small" / "rows.jsonl").exists()
+
+
+def test_thousands_of_cells_are_told_and_not_begun(farspan, folder):
+    many = MATRIX.replace("batch: [4]", f"batch: {list(range(1, 121))}")
+    (folder / "matrix.yaml").write_text(many.replace("[data, 'published:Pipeshard', diloco]", "[data]"))
+    done = farspan("bench", "matrix.yaml", "--json", cwd=folder)
+    told = problem(done)
+    assert told["code"] == "usage" and "240 cells" in told["what"] and "predicted to take" in told["fact"]
+
+
+def test_a_matrix_is_the_product_of_its_lists_each_once():
+    matrix = convert(
+        {
+            "name": "m", "clusters": {"a": "x", "b": "y"}, "models": {"p": "gpt2", "q": "gpt2m"},
+            "techniques": ["data", "data", "zero1"], "batch": [1, 2], "repeats": 2,
+        },
+        Matrix, "matrix.yaml",
+    )  # fmt: skip
+    found = cells(matrix)
+    assert len(found) == len(set(found)) == 2 * 2 * 2 * 2 * 2
+    assert [cell.repeat for cell in found] == [0] * 16 + [1] * 16
+
+
+def test_an_unknown_matrix_names_the_nearest(farspan, folder):
+    told = problem(farspan("bench", "fabrik", "--json", cwd=folder))
+    assert told["code"] == "path-missing" and "fabric" in told["remedy"]

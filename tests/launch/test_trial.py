@@ -1,0 +1,157 @@
+"""Trials on two emulated sites: what is measured, what they die of, and that nothing is left; runs far from here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from farspan import models
+from farspan.cli.clusters import of_lab
+from farspan.domain.plan import PlannedDevice, Sync
+from farspan.domain.results import Finished, Step, Validated, read_events
+from farspan.domain.trial import plan_key
+from farspan.lab import state
+from farspan.launch.launchers import launch
+from farspan.launch.trial import WARMUP, Limits, limits, shortened, timed, trial
+from tests import tiny
+from tests.launch.conftest import up
+from tests.launch.test_launchers import TRAIN, divided, losses, planned
+
+FEW = Limits(steps=3, deadline_s=90.0)
+
+
+@pytest.fixture(scope="module")
+def sites():
+    """Two sites of two devices, 20 ms apart; one device of the second may use 450 MB."""
+    name = f"trials-{os.getpid()}"
+    links = "links: [{between: [utah, star], rtt: 20ms}]"
+    star = "{devices: [{}, {memory: 450MB}]}"
+    made = up(f"name: {name}\nsites: {{utah: {{devices: 2}}, star: {star}}}\n{links}\n")
+    yield of_lab(made)
+    state.down(name)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    return tiny.run_folder(tmp_path / "run", planned()).path.parent / "corpus"
+
+
+def at_star(train=TRAIN):
+    """The whole run on the first device of the far site."""
+    plan = tiny.plan(train, rows=(8,), micro_rows=2)
+    return replace(plan, devices=(PlannedDevice(host="star", backend="cpu", index=0, threads=1),))
+
+
+def left(cluster):
+    """Run folders on the far site's disk."""
+    return list(Path(cluster.hosts[1].folder, "runs").glob("*"))
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "zero3"])
+def test_a_plan_over_both_sites_is_measured(sites, corpus, kind):
+    plan = divided(kind)
+    made = trial(plan, corpus, sites, "local", FEW)
+    assert made.status == "ok", made.problem
+    assert made.plan == plan_key(plan) and len(made.steps) == FEW.steps
+    assert min(made.steps) <= made.step_s <= max(made.steps)
+    assert set(made.memory_bytes) == set(made.compute_s) == {0, 1, 2, 3}
+    assert all(0 < seconds < made.step_s for seconds in made.compute_s.values())
+    assert 0.02 < made.step_s < made.took_s
+    assert not left(sites)
+
+
+def test_replicas_meet_as_often_as_the_plan_says(sites, corpus):
+    made = trial(divided("replicas"), corpus, sites, "local", FEW)
+    assert made.status == "ok", made.problem
+    # Rounds of 4 steps, 20 ms apart: a meeting's share of 5 steps.
+    assert len(made.steps) == 8
+    assert made.step_s < sum(made.steps) / len(made.steps)
+
+
+def test_the_share_of_a_meeting_by_hand():
+    plan = replace(divided("replicas"), sync=Sync(every=100))
+    short = shortened(plan, 3)
+    assert (short.sync.every, short.train.steps) == (4, 13)
+    # A first round; two whose steps take 1 s; 2 s and 4 s for the meetings before them.
+    ends = [0.0] * 4
+    for met in (2.0, 4.0):
+        ends += [ends[-1] + met + 1, ends[-1] + met + 2, ends[-1] + met + 3, ends[-1] + met + 4]
+    assert timed(plan, short, ends)[0] == pytest.approx(1 + 3 / 100)
+
+
+def test_steps_that_warm_up_do_not_count():
+    plan = planned()
+    short = shortened(plan, 3)
+    assert short.train.steps == WARMUP + 3 + 1
+    assert timed(plan, short, [9.0, 10.0, 11.0, 12.0, 14.0]) == (1.0, (1.0, 1.0, 2.0))
+
+
+def test_a_plan_on_the_far_site_alone_is_measured(sites, corpus):
+    made = trial(at_star(), corpus, sites, "local", FEW)
+    assert made.status == "ok", made.problem
+    assert set(made.memory_bytes) == {0}
+    assert not left(sites)
+
+
+def test_memory_that_is_not_there_is_a_result(sites, corpus):
+    model = models.family("gpt2").shape(d_model=512, layers=8, heads=8, vocab_size=300, context=16)
+    train = replace(TRAIN, batch=4)
+    plan = tiny.plan(train, rows=(1, 1, 1, 1), micro_rows=1, spec=model)
+    plan = replace(plan, devices=planned().devices)
+    found = trial(plan, corpus, sites, "local", FEW)
+    assert found.status == "oom" and found.problem is not None
+    assert "star" in f"{found.problem.what} {found.problem.where}"
+    assert found.step_s is None and not left(sites)
+
+
+def test_a_trial_that_does_not_end_is_ended(sites, corpus):
+    plan = replace(planned(), train=replace(TRAIN, batch=8))
+    made = trial(plan, corpus, sites, "local", Limits(steps=100_000, deadline_s=12.0))
+    assert made.status == "failed" and "not done after 12 s" in made.problem.what
+    assert made.took_s < 45
+    assert not subprocess.run(["pgrep", "-af", "farspan-trial-"], capture_output=True, text=True).stdout
+
+
+def test_limits_follow_the_prediction():
+    assert limits(2.0, 5).deadline_s == 60 + 4 * 7 * 2.0
+
+
+# -- runs whose rank 0 is elsewhere ------------------------------------------------------------------------------------
+
+
+#: It takes longer than events take to come back.
+MANY = replace(TRAIN, steps=600, validate_every=200)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    run = tiny.run_folder(tmp_path_factory.mktemp("alone") / "run", tiny.plan(MANY, rows=(8,), micro_rows=2))
+    return losses(run, "local", tiny.this_machine(run.load_plan()))
+
+
+def test_a_run_on_the_far_site_comes_back_whole(sites, alone, tmp_path):
+    run = tiny.run_folder(tmp_path / "run", at_star(MANY))
+    assert losses(run, "local", sites) == pytest.approx(alone, abs=1e-6)
+    told = list(read_events(run.events))
+    assert isinstance(told[-1], Finished) and told[-1].reason == "done"
+    assert (run.best / "state.safetensors").exists() or any(run.checkpoints.iterdir())
+
+
+def test_a_run_on_the_far_site_goes_on_where_it_stopped(sites, alone, tmp_path):
+    run = tiny.run_folder(tmp_path / "run", at_star(MANY))
+    first = []
+    with launch("local", run.load_plan(), run, sites) as workers:
+        for event in workers:
+            first.append(event)
+            if isinstance(event, Step) and event.step == 1:
+                workers.interrupt()
+    assert max(event.step for event in first if isinstance(event, Step)) < 600, (
+        "it ended before it could be interrupted"
+    )
+    again = losses(run, "local", sites)
+    before = [event.loss for event in first if isinstance(event, Step | Validated)]
+    assert before + again == pytest.approx(alone, abs=1e-6)

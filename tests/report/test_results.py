@@ -1,0 +1,176 @@
+"""The page of a bench: its figures are the rows' own numbers, and a real browser finds nothing to complain of."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+import time
+from urllib.parse import unquote
+
+import msgspec
+import pytest
+
+from farspan.domain.bench import Cell, Row
+from farspan.report import results
+from farspan.report.bars import Bar, Bars, bar_scale, bars_csv, places, short
+from farspan.report.charts import LEFT, RIGHT, WIDTH
+from farspan.report.results_page import results_page, write_results
+from tests.report.test_page import Reader, browse
+
+RTTS = {"near": 1e-4, "mid": 0.02, "far": 0.1}
+#: Seconds a step by technique, near, mid and far.
+STEPS = {"data": (0.2, 0.8, 3.0), "shard": (0.3, 4.0, 20.0), "pipeshard": (0.25, 0.3, 0.4)}
+
+
+def row(cluster="near", technique="data", *, step_s=1.0, used=4, batch=8, repeat=0, status="ok", **more) -> Row:
+    cell = Cell(
+        cluster=cluster, model="gpt2m", technique=technique, devices=str(used), batch=batch, seq_len=64,
+        precision="fp32", attention="sdpa", repeat=repeat,
+    )  # fmt: skip
+    done = {} if status != "ok" else {
+        "step_s": step_s, "steps_s": (step_s,) * 3, "tokens_per_s": 2048 / step_s, "tflops_per_device": 0.1 / step_s,
+        "minutes": 100 * step_s, "tokens_per_usd": 2048 / step_s / used * 3600, "machine": "a CPU", "torch": "2.13",
+    }  # fmt: skip
+    made = Row(
+        matrix="m", cell=cell, key=f"{cell}", cluster_hash=cluster, model_hash="m", plan_hash="p", status=status,
+        used=used, rows=32, parameters=10**6, step_tokens=2048,
+        step_flops=1e11 * used, run_tokens=2048 * 6000, predicted_s=1.2 * step_s, usd_per_hour=float(used),
+        rtt_s=RTTS[cluster] if used == 4 else None, at="2026-11-21T10:00:00", farspan="0.1.0", **done,
+    )  # fmt: skip
+    return msgspec.structs.replace(made, **more)
+
+
+def study() -> list[Row]:
+    rows = [
+        row(cluster, technique, step_s=steps[place])
+        for place, cluster in enumerate(RTTS) for technique, steps in STEPS.items()
+    ]  # fmt: skip
+    rows += [row(cluster, "data", step_s=0.35, used=2) for cluster in RTTS]
+    rows.append(row("mid", "zero2", status="oom", cause='rank 3: "killed", <by> & the kernel'))
+    rows += [row("near", "data", step_s=0.15, batch=16), row("near", "data", step_s=0.22, repeat=1)]
+    return rows
+
+
+def test_a_value_is_the_median_of_its_repeats():
+    rows = [row(step_s=s, repeat=i) for i, s in enumerate((1.0, 3.0, 1.1))]
+    (found,) = results.points(rows)
+    assert (found.step_s, found.minutes, found.span) == (1.1, pytest.approx(110), (100, 300))
+
+
+def test_the_table_is_the_papers_with_the_fastest_marked():
+    four, two = results.tables(results.points(study()))
+    assert four.title == "gpt2m on 4 devices, minutes" and two.title == "gpt2m on 2 devices, minutes"
+    assert four.heads == ("", "RTT ms", "data", "shard", "pipeshard", "zero2")
+    assert [line[:2] for line in four.rows] == [("near", "0.1"), ("mid", "20"), ("far", "100")]
+    assert four.rows[1][2:] == ("80", "400", "30", "x")
+    # Near, data's best batch is the fastest; far away the pipeline is.
+    assert four.best == (2, 4, 4)
+    assert results.markdown(four).splitlines()[-1] == "| far | 100 | 300 | 2,000 | **40** |  |"
+
+
+def test_bars_show_the_best_over_what_they_leave_out_and_a_cross_where_nothing_ran():
+    (minutes, tflops, *_) = results.studies([one for one in results.points(study()) if one.row.cell.cluster == "mid"])
+    assert minutes.groups == ("4 devices", "2 devices")
+    series = dict(minutes.series)
+    assert [bar.value for bar in series["data"]] == pytest.approx([80, 35])
+    assert series["zero2"][0].value is None and "out of memory" in series["zero2"][0].note
+    assert [bar.value for bar in dict(tflops.series)["shard"]] == [pytest.approx(0.025), None]
+    assert "mid" not in bars_csv(
+        minutes
+    ) and '4 devices,zero2,,"out of memory. rank 3: ""killed"", <by> & the kernel"' in bars_csv(minutes)
+
+
+def test_what_was_foretold_is_drawn_alike():
+    foretold = results.points(study(), predicted=True)
+    four, _ = results.tables(foretold)
+    assert four.rows[1][2:] == ("96", "480", "36", "120")  # 1.2 times what was measured, and what ran out of memory.
+    assert not any(one.measured for one in foretold)
+
+
+def test_money_is_drawn_by_what_varies():
+    found = {one.name: one for one in results.prices(results.points(study()))}
+    assert set(found) == {"usd-batch", "usd-devices", "usd-technique"}
+    near = found["usd-batch"].groups.index("near gpt2m")
+    best = dict(found["usd-batch"].series)
+    assert best["16"][near].value == pytest.approx(2048 / 0.15 / 4 * 3600)
+    # On 8 a device two devices at 0.35 s give a dollar more than four at 0.2 s.
+    assert best["8"][near].value == pytest.approx(max(2048 / 0.21 / 4, 2048 / 0.35 / 2) * 3600)
+
+
+def test_latency_is_a_line_a_technique():
+    (chart,) = results.latency(results.points(study()))
+    assert list(chart.x.values) == pytest.approx([0.1, 20, 100])
+    assert {one.name: list(one.values) for one in chart.series}["pipeshard"] == [0.25, 0.3, 0.4]
+    assert chart.scale == "log"
+
+
+def test_every_prediction_is_beside_its_measurement():
+    chart = results.truth(study())
+    assert len(chart.dots) == sum(one.step_s is not None for one in study())
+    assert all(dot.y == pytest.approx(1.2 * dot.x) for dot in chart.dots)
+    assert results.truth([row(status="failed")]) is None
+
+
+@pytest.mark.parametrize("rows", [[row()], [row(status="failed", cause="a fault")], study()])
+def test_pages_of_little_and_of_much_nest_and_need_no_network(rows):
+    html = results_page(rows, "a <bench>")
+    reader = Reader(html)
+    written = re.sub(r'"data:[^"]+"', "", html) + "".join(map(unquote, reader.links("data:")))
+    written = written.replace('xmlns="http://www.w3.org/2000/svg"', "")
+    assert not re.findall(r"https?://|url\(|@import", written)
+    assert "a &lt;bench&gt;" in html and len(html) < 5_000_000
+
+
+def test_bars_lie_beside_each_other_inside_the_picture():
+    chart = Bars("n", "t", "minutes", ("a", "b"), (("x", (Bar(1.0), Bar(2.0))), ("y", (Bar(3.0), Bar(None, "no")))))
+    spots = [spot for group in places(chart) for spot in group]
+    assert all(x + wide <= after for (x, wide), (after, _) in itertools.pairwise(spots))
+    assert spots[0][0] >= LEFT and spots[-1][0] + spots[-1][1] <= WIDTH - RIGHT
+    assert bar_scale(chart)(0.0) == bar_scale(chart).start
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(0, "0"), (0.0123456, "0.0123"), (12.34, "12.3"), (1234.5, "1,230"), (3.4e7, "34M")]
+)
+def test_numbers_on_bars_have_three_digits(value, said):
+    assert short(value) == said
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium: apt-get install chromium")
+@pytest.mark.parametrize("width", [390, 1200])
+def test_a_browser_hovers_clicks_and_downloads_without_a_complaint(tmp_path, width):
+    page, _ = write_results(study(), tmp_path, "study")
+    probe = """<script>
+      const ready = performance.now(), read = [];
+      for (const figure of document.querySelectorAll("figure.marks")) {
+        const mark = figure.querySelector("[data-tip]"), tip = figure.querySelector(".tip");
+        mark.dispatchEvent(new PointerEvent("pointerenter"));
+        const shown = !tip.hidden && tip.textContent, box = tip.getBoundingClientRect();
+        const inside = box.left >= 0 && box.right <= innerWidth;
+        mark.dispatchEvent(new PointerEvent("pointerleave"));
+        const link = figure.querySelector("a[download$='.svg']");
+        link.addEventListener("click", (event) => event.preventDefault());
+        link.click();
+        const file = decodeURIComponent(link.href.slice(link.href.indexOf(",") + 1));
+        const parsed = new DOMParser().parseFromString(file, "image/svg+xml");
+        const whole = parsed.querySelector("parsererror") === null;
+        read.push([shown, tip.hidden, inside, whole, parsed.documentElement.tagName]);
+      }
+      const fits = document.documentElement.scrollWidth <= innerWidth;
+      document.body.innerHTML = "<pre id=read></pre>";
+      document.getElementById("read").textContent = JSON.stringify([ready, fits, read]);
+    </script></body>"""
+    probed = tmp_path / "probed.html"
+    probed.write_text(page.read_text().replace("</body>", probe))
+    began = time.monotonic()
+    done = browse(probed, tmp_path / "profile", f"--window-size={width},900", "--dump-dom")
+    assert time.monotonic() - began < 60
+    assert "CONSOLE" not in done.stderr, done.stderr
+    ready, fits, read = json.loads(re.search(r'<pre id="read">(.*?)</pre>', done.stdout, re.DOTALL)[1])
+    assert ready < 1000 and fits
+    # Two figures for each of three clusters, three of tokens for a dollar, a frontier, and predictions.
+    assert len(read) == 11
+    for shown, hidden, inside, parsed, tag in read:
+        assert shown and hidden and inside and parsed and tag == "svg"

@@ -1,0 +1,97 @@
+"""Runs against each other: only what differs is told, and only what can be compared is put in order."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from farspan.corpus import tokenizer as tokenizers
+from farspan.domain.codec import load, save
+from farspan.domain.corpus import CorpusManifest
+from farspan.domain.plan import Plan
+from farspan.domain.run import RunFolder
+from farspan.report.history import open_run
+from farspan.report.versus import versus
+from tests.report.fake_run import START, make_plan, train_events, write_run
+
+
+def finished(folder):
+    plan = make_plan(200)
+    return write_run(folder, train_events(plan, first=0, last=200, at=START, reason="done"), plan)
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Two runs of one configuration."""
+    folders = []
+    for name in ("a", "b"):
+        folder = finished(tmp_path / name)
+        (folder / "tokenizer.json").write_text('{"words": 1}')
+        folders.append(folder)
+    return folders
+
+
+def rewrite(run, kind, change):
+    events = [msgspec.json.decode(line) for line in run.events.read_bytes().splitlines()]
+    changed = (change(event) if event["event"] == kind else event for event in events)
+    run.events.write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in changed))
+
+
+def lines(found, part="results"):
+    return {line.what: line for line in getattr(found, part)}
+
+
+def test_runs_that_are_alike_differ_in_nothing(pair):
+    found = versus([open_run(folder) for folder in pair])
+    assert found.names == ("a", "b") and found.configuration == () and found.notes == ()
+    assert found.same > 40
+    assert all(line.best is None for line in found.results)
+
+
+def test_only_what_differs_is_told(pair):
+    run = RunFolder(pair[1])
+    plan = load(run.plan, Plan)
+    train = msgspec.structs.replace(plan.train, seed=7, batch=16)
+    stage = msgspec.structs.replace(plan.replicas[0].stages[0], rows=(16,))
+    replica = msgspec.structs.replace(plan.replicas[0], stages=(stage,))
+    save(msgspec.structs.replace(plan, train=train, replicas=(replica,)), run.plan)
+    found = lines(versus([open_run(folder) for folder in pair]), "configuration")
+    assert set(found) == {"train.seed", "train.batch", "stage 1"}
+    assert found["train.seed"].values == ("0", "7")
+
+
+def test_losses_of_unlike_tokenizers_are_not_put_in_order(pair):
+    (pair[1] / "tokenizer.json").write_text('{"words": 2}')
+    rewrite(RunFolder(pair[1]), "validated", lambda event: event | {"bits_per_byte": event["bits_per_byte"] / 2})
+    found = versus([open_run(folder) for folder in pair])
+    assert lines(found)["validation loss, nats a token"].best is None
+    assert lines(found)["validation loss, bits a byte"].best == 1
+    assert any("unlike tokenizers" in note for note in found.notes)
+    assert "tokenizer" in lines(found, "configuration")
+
+
+def test_losses_on_unlike_texts_are_not_put_in_order(pair):
+    run = RunFolder(pair[1])
+    corpus = load(run.corpus, CorpusManifest)
+    val = msgspec.structs.replace(corpus.val, text_bytes=corpus.val.text_bytes + 1)
+    save(msgspec.structs.replace(corpus, val=val, hash="another"), run.corpus)
+    found = versus([open_run(folder) for folder in pair])
+    assert all(lines(found)[name].best is None for name in lines(found) if name.startswith("validation"))
+    assert any("unlike texts" in note for note in found.notes)
+
+
+def test_a_step_is_best_only_beyond_its_spread(pair):
+    def scaled(factor):
+        rewrite(RunFolder(pair[1]), "step", lambda event: event | {"step_s": factor * event["step_s"]})
+
+    scaled(1.001)
+    assert lines(versus([open_run(folder) for folder in pair]))["step, middle half"].best is None
+    scaled(3.0)
+    assert lines(versus([open_run(folder) for folder in pair]))["step, middle half"].best == 0
+
+
+def test_runs_of_one_name_are_told_by_their_paths(tmp_path):
+    folders = [finished(tmp_path / name / "run") for name in ("a", "b")]
+    for folder in folders:
+        tokenizers.train(["alpha beta"] * 50, 300).save(folder / "tokenizer.json")
+    assert versus([open_run(folder) for folder in folders]).names == tuple(map(str, folders))
