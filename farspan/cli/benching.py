@@ -34,6 +34,8 @@ from farspan.planning.quantities import positive
 
 #: A matrix of more cells, or of more seconds, asks first.
 MANY, LONG_S = 200, 3600.0
+#: The cluster that is this machine.
+HERE = "here"
 #: Tokens of the made-up corpus that every cell trains on.
 TOKENS = 2_000_000
 #: Seconds of a cell beside its steps, for the time that is said before a matrix is begun.
@@ -231,6 +233,20 @@ def line(row: Row) -> str:
 def cluster_of(matrix: Matrix, label: str) -> Iterator[Cluster]:
     """A cluster of the matrix, its lab up for as long as the `with` lasts."""
     asked = matrix.clusters[label]
+    if asked == HERE:
+        from farspan.launch.probe import Probe
+
+        with Probe() as probe:
+            found = probe.describe("auto", None)
+            # A worker a core, with its share of all memory: what is free just now is another cluster each time.
+            if found.devices[0].backend == "cpu" and (cores := found.hosts[0].cpus):
+                found = probe.describe("cpu", cores)
+                found = _changed(found, lambda host: msgspec.structs.replace(host, devices=tuple(
+                    msgspec.structs.replace(device, memory=(host.memory or device.memory) // cores)
+                    for device in host.devices
+                )))  # fmt: skip
+        yield priced(found, matrix)
+        return
     if isinstance(asked, str):
         yield priced(clusters.find(asked), matrix)
         return
@@ -250,7 +266,8 @@ def priced(cluster: Cluster, matrix: Matrix) -> Cluster:
 
     def device_of(device: Device) -> Device:
         known = device.usd_per_hour is not None
-        return device if known else msgspec.structs.replace(device, usd_per_hour=matrix.prices.get(device.kind))
+        price = matrix.prices.get(device.kind, matrix.prices.get("any"))
+        return device if known else msgspec.structs.replace(device, usd_per_hour=price)
 
     return _changed(cluster, lambda host: msgspec.structs.replace(host, devices=tuple(map(device_of, host.devices))))
 

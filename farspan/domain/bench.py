@@ -33,8 +33,9 @@ Counts = Annotated[tuple[Positive, ...], msgspec.Meta(min_length=1)]
 
 
 class Matrix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Every combination of the lists is a cell. Techniques are the planner's, those of a paper's plans
-    (`published:Data`), or plan files; devices are `all`, a site, or how many of the first."""
+    """Every combination of the lists is a cell. Clusters are files, names, or `here`, this machine. Techniques are the
+    planner's, those of a paper's plans (`published:Data`), or plan files; devices are `all`, a site, or how many of
+    the first."""
 
     name: Name
     clusters: Annotated[dict[str, str | LabOf], msgspec.Meta(min_length=1)]
@@ -55,7 +56,7 @@ class Matrix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     deadline: Quantity = "5m"
     #: Of the run that minutes and dollars are told of.
     tokens: Quantity = "10M"
-    #: Dollars an hour of a device by kind, where the cluster has none.
+    #: Dollars an hour of a device by kind, or of `any`, where the cluster has none.
     prices: dict[str, Annotated[float, msgspec.Meta(ge=0)]] = {}
     version: Literal[1] = 1
 

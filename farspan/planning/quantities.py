@@ -24,9 +24,9 @@ SIZES = {"tiny": 3_000_000, "small": 15_000_000, "medium": 60_000_000, "large": 
 
 
 def out_of_range(key: str, value: object, fact: str, remedy: str) -> Refusal:
-    """The refusal of one value of run.yaml."""
-    what = f"{key} = {value} cannot be used"
-    return Refusal("out-of-range", what=what, where=f"run.yaml, key {key}", fact=fact, remedy=remedy)
+    """The refusal of one value of run.yaml, or of a flag."""
+    what, where = f"{key} = {value} cannot be used", key if key.startswith("--") else f"run.yaml, key {key}"
+    return Refusal("out-of-range", what=what, where=where, fact=fact, remedy=remedy)
 
 
 def given_or(value: object, otherwise: str) -> str:

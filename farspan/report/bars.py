@@ -22,10 +22,11 @@ def tint(index: int) -> str:
 
 
 class Bar(msgspec.Struct, frozen=True):
-    """One value; None where there is none, and then `note` says why: it stands in the bar's place as a cross."""
+    """One value; None where there is none, and then `note` says why behind the `mark` in the bar's place."""
 
     value: float | None
     note: str = ""
+    mark: str = "×"
     #: From where to where repeats, or a prediction, lie.
     span: tuple[float, float] | None = None
 

@@ -5,6 +5,7 @@ A value is the median of a cell's repeats. Where a figure leaves a setting out, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 
@@ -17,7 +18,9 @@ from farspan.report.charts import Axis, Chart, Series
 
 #: Colours of a latency chart's techniques: those of chart.css.
 TINTS = ("train", "val", "speed", "memory", "lr", "norm")
-MARKS = {"oom": "out of memory", "failed": "failed", "no-plan": "no plan"}
+#: Groups of bars that a figure stays readable with.
+MOST_GROUPS = 12
+MARKS = {"oom": "out of memory", "failed": "failed", "no-plan": "no plan", "ok": "it ran, without a figure"}
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -36,7 +39,12 @@ class Point(msgspec.Struct, frozen=True):
     @property
     def why(self) -> str:
         """Why there is no value."""
-        return "" if self.step_s is not None else f"{MARKS.get(self.row.status, self.row.status)}. {self.row.cause}"
+        return f"{MARKS[self.row.status]}. {self.row.cause}"
+
+    @property
+    def mark(self) -> str:
+        """What stands in its place."""
+        return "✓" if self.row.status == "ok" and self.measured else "×"
 
 
 def points(rows: Iterable[Row], *, predicted: bool = False) -> list[Point]:
@@ -104,9 +112,9 @@ def bars(
             top = best(here, value, most=most)
             if top is not None:
                 note = _settings(top.row) if len({_settings(p.row) for p in here}) > 1 else ""
-                row.append(Bar(value(top), note, top.span if unit == "minutes" else None))
+                row.append(Bar(value(top), note, span=top.span if unit == "minutes" else None))
             else:
-                row.append(Bar(None, here[0].why if here else ""))
+                row.append(Bar(None, here[0].why, here[0].mark) if here else Bar(None))
         made.append((one, tuple(row)))
     values = [bar.value for _, row in made for bar in row if bar.value is not None]
     if not values:
@@ -126,6 +134,8 @@ def studies(found: Sequence[Point]) -> list[Bars]:
     for cluster in distinct(found, lambda row: row.cell.cluster):
         here = [one for one in found if one.row.cell.cluster == cluster]
         models, devices = (distinct(here, key) for key in (_model, _devices))
+        if len({(_model(one.row), one.row.used) for one in here}) > MOST_GROUPS:
+            continue
 
         def group(row: Row, both: bool = len(models) > 1, several: bool = len(devices) > 1) -> str:
             parts = ([_model(row)] if both or not several else []) + ([_devices(row)] if several else [])
@@ -154,11 +164,19 @@ def prices(found: Sequence[Point]) -> list[Bars]:
         ("precision", "precision", lambda row: row.cell.precision),
     )
     made: list[Bars] = []
+    clusters = distinct(found, lambda row: row.cell.cluster)
+    # Clusters share a figure where it stays readable.
+    shared = len(distinct(found, _place)) <= MOST_GROUPS / 2
     for key, words, setting in axes:
-        if len(distinct(found, setting)) > 1:
+        for cluster in ("",) if shared else clusters:
+            here = [one for one in found if shared or one.row.cell.cluster == cluster]
+            if len(distinct(here, setting)) < 2:
+                continue
             figure = bars(
-                found, name=f"usd-{key}", title=f"Tokens for a dollar by {words}", unit="tokens for a dollar",
-                group=_place, series=setting, value=lambda one: one.tokens_per_usd, most=True,
+                here, name=f"usd-{key}{cluster and '-'}{cluster}",
+                title=f"{cluster}{cluster and ': '}{'t' if cluster else 'T'}okens for a dollar by {words}",
+                unit="tokens for a dollar", group=_place if shared else _model, series=setting,
+                value=lambda one: one.tokens_per_usd, most=True,
             )  # fmt: skip
             made += [figure] if figure is not None else []
     return made
@@ -206,15 +224,18 @@ def truth(rows: Iterable[Row]) -> Dots | None:
 
 
 def frontier(found: Sequence[Point]) -> Dots | None:
-    """Minutes and dollars of the run, of every cell that has a price."""
-    known = [one for one in found if one.minutes and one.row.usd_per_hour]
-    names = tuple(distinct(known, lambda row: row.cell.technique))
-    dots = []
-    for one in known:
-        usd = (one.minutes or 0.0) / 60 * (one.row.usd_per_hour or 0.0)
-        what = f"{one.row.cell}: {one.minutes:.3g} minutes, {format_usd(usd)}"
-        dots.append(Dot(one.minutes or 0.0, usd, what, names.index(one.row.cell.technique)))
-    return Dots("frontier", "Time and money", "minutes", "dollars", names, tuple(dots)) if len(dots) > 1 else None
+    """Minutes and dollars of each model's run, of the cells that no other of that model is both faster and cheaper
+    than."""
+    known = [(one, one.minutes, one.minutes / 60 * one.row.usd_per_hour) for one in found
+             if one.minutes is not None and one.row.usd_per_hour]  # fmt: skip
+    names, dots = tuple(distinct((one for one, _, _ in known), _model)), []
+    for number, model in enumerate(names):
+        cheapest = math.inf
+        for one, minutes, usd in sorted((k for k in known if _model(k[0].row) == model), key=lambda k: k[1:]):
+            if usd < cheapest:
+                cheapest = usd
+                dots.append(Dot(minutes, usd, f"{one.row.cell}: {minutes:.3g} minutes, {format_usd(usd)}", number))
+    return Dots("frontier", "Time against money", "minutes", "dollars", names, tuple(dots)) if len(known) > 1 else None
 
 
 def _model(row: Row) -> str:

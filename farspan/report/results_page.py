@@ -14,19 +14,21 @@ from farspan.report.charts import LEFT, RIGHT
 from farspan.report.page import chart_style, environment
 
 
-def write_results(rows: Sequence[Row], folder: Path, title: str, *, predicted: bool = False) -> tuple[Path, Path]:
+def write_results(
+    rows: Sequence[Row], folder: Path, title: str, *, predicted: bool = False, kind: str = "Bench"
+) -> tuple[Path, Path]:
     """Write `report.html` and, for papers, `tables.md` into a folder, of what was measured or, with `predicted`, of
     what was foretold; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     name = "predicted" if predicted else "report"
     page, tables = folder / f"{name}.html", folder / f"{name}-tables.md"
-    write_atomically(page, results_page(rows, title, predicted=predicted).encode())
+    write_atomically(page, results_page(rows, title, predicted=predicted, kind=kind).encode())
     made = results.tables(results.points(rows, predicted=predicted))
     write_atomically(tables, "\n".join(map(results.markdown, made)).encode())
     return page, tables
 
 
-def results_page(rows: Sequence[Row], title: str, *, predicted: bool = False) -> str:
+def results_page(rows: Sequence[Row], title: str, *, predicted: bool = False, kind: str = "Bench") -> str:
     """The page as HTML; the same rows give the same bytes."""
     found = results.points(rows, predicted=predicted)
     made = environment()
@@ -34,7 +36,8 @@ def results_page(rows: Sequence[Row], title: str, *, predicted: bool = False) ->
     made.globals |= {function.__name__: function for function in shown}
     made.globals |= {"left": LEFT, "right": RIGHT}
     return made.get_template("results.html").render(
-        title=title, predicted=predicted, rows=rows, tables=results.tables(found), studies=results.studies(found),
+        title=title, kind=kind, predicted=predicted, rows=rows,
+        tables=results.tables(found), studies=results.studies(found),
         prices=results.prices(found), latency=results.latency(found), truth=results.truth(rows),
         frontier=results.frontier(found), facts=facts(rows), counts=counts(rows),
         chart_style=chart_style("results.css"),

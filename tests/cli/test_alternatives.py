@@ -24,7 +24,7 @@ CORPUS = CorpusManifest(
 
 def resolved(*sites) -> job.Resolved:
     return job.Resolved(
-        model=models.presets()["gpt2"].spec, train=TrainSpec(steps=1000, batch=8, seq_len=1024, precision="fp16"),
+        model=models.presets()["gpt2"].spec, train=TrainSpec(steps=100, batch=8, seq_len=1024, precision="fp16"),
         cluster=cluster(*sites), corpus=CORPUS, corpus_folder=Path("c"), warnings=(), origin={},
     )  # fmt: skip
 

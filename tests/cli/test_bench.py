@@ -12,8 +12,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from farspan.cli.commands.bench import path_of
 from farspan.domain.bench import Matrix, Row, cells
-from farspan.domain.codec import convert
+from farspan.domain.codec import convert, load_yaml
+from farspan.domain.model import parameters
+from farspan.planning.cases import check_techniques, spec_of
 
 DEVICE = "{kind: cpu-avx2, memory: 4GB}"
 CLUSTER = f"sites: {{here: {{hosts: {{me: {{enter: [], devices: [{DEVICE}, {DEVICE}]}}}}}}}}\n"
@@ -154,3 +157,12 @@ def test_a_matrix_is_the_product_of_its_lists_each_once():
 def test_an_unknown_matrix_names_the_nearest(farspan, folder):
     told = problem(farspan("bench", "fabrik", "--json", cwd=folder))
     assert told["code"] == "path-missing" and "fabric" in told["remedy"]
+
+
+@pytest.mark.parametrize("name", ["fabric", "slm-cost"])
+def test_the_matrices_that_ship_can_be_read(name):
+    matrix = load_yaml(path_of(name), Matrix)
+    check_techniques(matrix)
+    assert matrix.name == name and len(cells(matrix)) <= 100
+    for model in matrix.models.values():
+        assert parameters(spec_of(model)) > 10**5

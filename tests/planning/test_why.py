@@ -9,7 +9,7 @@ import pytest
 
 from farspan.domain.units import format_bytes, format_seconds, short_time
 from farspan.estimate.traffic import between_sites, traffic
-from farspan.planning.compare import best_of, bounds, devices_line, difference, factor, full_s, verdict
+from farspan.planning.compare import best_of, bounds, devices_line, difference, factor, verdict
 from farspan.planning.rank import Ranking
 from farspan.planning.why import choice, costs_of, exchange_line, slower_because, why
 from tests.planning.worlds import ranking
@@ -83,9 +83,9 @@ def test_a_site_that_is_left_out_has_its_reason():
     assert chosen.places == (0, 1)
     (sentence,) = why(one).left_out
     joint = [c for c in one.candidates if c.plan is not None and set(c.places) > {0, 1}]
-    best = min(joint, key=full_s)
+    best = min(joint, key=lambda one: one.time_s)
     assert sentence.startswith(f"Do not use s1, because: the best with it, {best.technique} on all devices, is ")
-    assert difference(full_s(best) / full_s(chosen)) in sentence
+    assert difference(best.time_s / chosen.time_s) in sentence
 
 
 def test_nothing_is_left_out_where_all_is_used():
@@ -108,7 +108,7 @@ def test_what_lies_inside_the_interval_is_said_to_be_open():
     one = ranking(*PAIR)
     chosen = one.candidates[one.chosen]
     high = chosen.estimate.interval[1]
-    close = [c for c in one.candidates if c is not chosen and c.eligible and full_s(c) < high * full_s(chosen)]
+    close = [c for c in one.candidates if c is not chosen and c.eligible and c.time_s < high * chosen.time_s]
     told = why(one).unknown
     assert f"to {high:.2f} times" in told[0]
     assert any("a trial of each would decide" in text for text in told) == bool(close)

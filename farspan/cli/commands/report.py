@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from farspan.cli.console import Console
 from farspan.cli.paint import paint, painter, width
 from farspan.cli.runs import find_run, takes_run
 from farspan.domain.problems import Refusal
 
+if TYPE_CHECKING:
+    from farspan.domain.bench import Row
+
 HELP = "show what a run did, or what a bench measured"
+#: Papers whose tables and figures are drawn, and the engines of what they ran.
+PAPERS = {"fabric": "alpa2022", "slm-cost": "torch2024"}
+#: More tables than this are only on the page.
+SHOWN = 8
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +31,9 @@ def run(given: argparse.Namespace, console: Console) -> None:
 
     if given.run is not None and (Path(given.run) / "rows.jsonl").exists():
         bench(Path(given.run), console, predicted=given.predicted)
+        return
+    if given.run in PAPERS and not Path(given.run).exists():
+        paper(given.run, console, predicted=given.predicted)
         return
     from farspan.report.compared_text import timeline
     from farspan.report.measure import measure
@@ -42,9 +53,6 @@ def run(given: argparse.Namespace, console: Console) -> None:
 def bench(folder: Path, console: Console, *, predicted: bool) -> None:
     """The tables of a bench, and its page."""
     from farspan.cli.benching import Results
-    from farspan.report import results
-    from farspan.report.results_page import counts, write_results
-    from farspan.report.text import table
 
     rows = Results(folder).read()
     if not rows:
@@ -52,9 +60,29 @@ def bench(folder: Path, console: Console, *, predicted: bool) -> None:
             "not-a-run", what="the bench has nothing to report yet", where=folder, fact="no cell was measured",
             remedy="farspan bench, with the same matrix",
         )  # fmt: skip
-    page, tables = write_results(rows, folder, rows[0].matrix, predicted=predicted)
+    show(rows, folder, rows[0].matrix, console, predicted=predicted)
+
+
+def paper(name: str, console: Console, *, predicted: bool) -> None:
+    """A paper's tables and figures: as printed, or as predicted."""
+    from farspan.domain.engine import engine
+    from farspan.planning.paper_rows import SOURCES, rows
+
+    used = engine(PAPERS[name])
+    show(
+        rows(name, used), Path(f"{name}-report"), f"{name}, {SOURCES[name]}", console, predicted=predicted, kind="Paper"
+    )
+
+
+def show(rows: list[Row], folder: Path, title: str, console: Console, *, predicted: bool, kind: str = "Bench") -> None:
+    """Tables as text, the page and the tables for a paper as files."""
+    from farspan.report import results
+    from farspan.report.results_page import counts, write_results
+    from farspan.report.text import table
+
+    page, tables = write_results(rows, folder, title, predicted=predicted, kind=kind)
     found = results.tables(results.points(rows, predicted=predicted))
-    for one in found:
+    for one in found if len(found) <= SHOWN else ():
         marked = [
             tuple(f"{cell} *" if place == best else cell for place, cell in enumerate(row))
             for row, best in zip(one.rows, one.best, strict=True)

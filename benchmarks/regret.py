@@ -1,0 +1,283 @@
+"""How far from the best is what `farspan select` chooses, over scenarios that a seed draws?
+
+    python benchmarks/regret.py [--scenarios 30] [--seed 0]
+    python benchmarks/regret.py --quick          # one small scenario; writes nothing here
+
+A scenario is a lab of two sites on two cores (one each): round trip, rate and loss of the link, one or two devices a
+site with speeds and memory of their own, a model, and the tokens of a step. In each, what every technique plans for
+both sites and for either is run for a few steps: the truth. A plan is left out once the least that it is predicted to
+take, at the paces that the trials have shown, is more than twice the best. The same trials then say what each rule's
+choice takes:
+
+- `select`: ours, with its default budget of trials for a run of RUN_STEPS steps;
+- `plan`: the best prediction, nothing tried;
+- `algorithm 1` of arXiv 2602.02632, `always pipeshard` and `always data` on both sites, `best site`: the faster of
+  Data and Shard on either site.
+
+All trials are appended to results/regret.jsonl as scenarios end; what is there is not run again. It needs a Linux
+machine that allows labs, with nothing else running.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from wan import results, said_of_here
+
+from farspan import models
+from farspan.cli.clusters import of_lab
+from farspan.corpus.made import make
+from farspan.domain.cluster import Cluster
+from farspan.domain.codec import convert
+from farspan.domain.engine import engine
+from farspan.domain.plan import Plan
+from farspan.domain.train import Schedule, TrainSpec
+from farspan.domain.trial import Trial, plan_key
+from farspan.lab import spec, state
+from farspan.launch.trial import limits, steps_for, trial
+from farspan.planning import algorithm1
+from farspan.planning.compare import bounds
+from farspan.planning.rank import Candidate
+from farspan.planning.select import Asked, select
+
+RESULTS = Path(__file__).parent / "results" / "regret.jsonl"
+#: Replicas that meet now and then compute something else, so their steps cannot be compared.
+TECHNIQUES = ("data", "zero1", "zero2", "fsdp", "hsdp", "shard", "pipeshard")
+#: Steps of the run that is chosen for: 3 % of it is the budget of trials.
+RUN_STEPS = 3000
+#: A plan is not run once it must take so many times the best; a choice is near the best within NEAR.
+DROPPED, NEAR = 2.0, 0.1
+#: Of Algorithm 1.
+DELTA, EPSILON = 0.1, 5
+#: (layers, width, heads, vocabulary, context)
+SHAPES = {"2M": (4, 160, 4, 4096, 128), "8M": (8, 256, 8, 8192, 128), "25M": (8, 480, 8, 8192, 128)}
+
+
+class Scenario(msgspec.Struct, frozen=True):
+    """One drawn world."""
+
+    number: int
+    rtt_ms: float
+    gbit: float
+    loss: float
+    #: Of each site's devices: speed as a share of a core, and megabytes or none.
+    devices: tuple[tuple[tuple[float, int | None], ...], ...]
+    shape: str
+    sequences: int
+    seq_len: int
+
+    @property
+    def lab(self) -> dict[str, Any]:
+        sites = {
+            name: {"devices": [{"speed": f"{100 * speed:.4g}%", **({"memory": f"{size}MB"} if size else {})}
+                               for speed, size in devices]}
+            for name, devices in zip("ab", self.devices, strict=True)
+        }  # fmt: skip
+        link = {"between": ["a", "b"], "rtt": f"{self.rtt_ms}ms", "bandwidth": f"{self.gbit}Gbit/s", "loss": self.loss}
+        return {"name": f"regret-{os.getpid()}-{self.number}", "sites": sites, "links": [link]}
+
+    @property
+    def asked(self) -> Asked:
+        layers, width, heads, vocab, context = SHAPES[self.shape]
+        model = models.family("gpt2").shape(
+            d_model=width, layers=layers, heads=heads, vocab_size=vocab, context=context
+        )
+        train = TrainSpec(
+            steps=RUN_STEPS, batch=self.sequences, seq_len=self.seq_len, precision="fp32",
+            schedule=Schedule(kind="constant"),
+        )  # fmt: skip
+        return Asked(model=model, train=train, engine=engine("farspan"), allow=TECHNIQUES)
+
+
+def drawn(seed: int, number: int) -> Scenario:
+    """The scenario of a seed and a number, whatever else is drawn."""
+    rng = random.Random(f"{seed} {number}")
+
+    def log(low: float, high: float) -> float:
+        return float(f"{math.exp(rng.uniform(math.log(low), math.log(high))):.3g}")
+
+    rtt_ms, gbit = log(0.1, 150), log(0.1, 2)
+    devices = tuple(
+        tuple((float(f"{speed:.2g}"), rng.choice((None, None, 600, 900))) for _ in range(count))
+        for count, speed in ((rng.choice((1, 2, 2)), rng.uniform(0.2, 0.5)) for _ in "ab")
+    )
+    return Scenario(
+        number, rtt_ms, gbit, rng.choice((0.0, 0.0, 1e-4, 1e-3)), devices, rng.choice(tuple(SHAPES)),
+        rng.choice((8, 16, 32)), rng.choice((32, 64, 128)),
+    )  # fmt: skip
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True):
+    """A scenario that was run: seconds a step of every rule's choice, None where that cannot run; all trials."""
+
+    seed: int
+    scenario: Scenario
+    best: str
+    best_s: float
+    chosen: dict[str, tuple[str, float | None]]
+    trials: dict[str, Trial]
+    names: dict[str, str]
+    spent_s: float
+    about: dict[str, Any]
+
+    def regret(self, rule: str) -> float:
+        step_s = self.chosen[rule][1]
+        return math.inf if step_s is None else step_s / self.best_s - 1
+
+
+class World:
+    """Trials of one scenario, each plan once."""
+
+    def __init__(self, corpus: Path, cluster: Cluster) -> None:
+        self._corpus, self._cluster = corpus, cluster
+        self.trials: dict[str, Trial] = {}
+        self.names: dict[str, str] = {}
+
+    def run(self, plan: Plan, step_s: float, name: str) -> Trial:
+        key = plan_key(plan)
+        if key not in self.trials:
+            self.trials[key] = trial(plan, self._corpus, self._cluster, "local", limits(step_s, steps_for(step_s)))
+            said = self.trials[key]
+            took = f"{said.step_s:.3f} s" if said.step_s else f"{said.status}: {said.problem and said.problem.what}"
+            print(f"  {name}: {took}, predicted {step_s:.3f} s", flush=True)
+        self.names.setdefault(key, name)
+        return self.trials[key]
+
+    def step_s(self, plan: Plan | None) -> float | None:
+        found = None if plan is None else self.trials.get(plan_key(plan))
+        return None if found is None else found.step_s
+
+
+def named(one: Candidate) -> str:
+    return f"{one.technique} on {one.where}"
+
+
+def run(seed: int, scenario: Scenario, about: dict[str, Any]) -> Done:
+    """Every rule's choice, and the truth."""
+    asked = scenario.asked
+    made = spec.read(convert(scenario.lab, spec.LabFile, "scenario"), "scenario")
+    status = state.up(made)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            corpus = Path(folder, "corpus")
+            manifest = make(corpus, asked.model.vocab_size, 400_000, seed)
+            asked = msgspec.structs.replace(asked, corpus=manifest.hash)
+            return measured(seed, scenario, asked, World(corpus, of_lab(status)), of_lab(status), about)
+    finally:
+        state.down(made.name)
+
+
+def measured(
+    seed: int, scenario: Scenario, asked: Asked, world: World, cluster: Cluster, about: dict[str, Any]
+) -> Done:
+    first = asked.rank(cluster)
+    predicted = None if first.chosen is None else first.candidates[first.chosen]
+    names: dict[str, str] = {}
+
+    def measure(plan: Plan, step_s: float, limit_s: float = 0.0) -> Trial:
+        return world.run(plan, step_s, names.get(plan_key(plan), plan.technique))
+
+    names |= {plan_key(one.plan): named(one) for one in first.candidates if one.plan is not None}
+    selection = select(cluster, asked, measure)
+    ranking = selection.ranking
+    ours = None if ranking.chosen is None else ranking.candidates[ranking.chosen]
+    paper = None
+    if len(cluster.hosts) == 2:
+        paper = algorithm1.choose(cluster, asked, lambda plan, step_s: measure(plan, step_s), DELTA)
+    truth(world, [*ranking.candidates, *first.candidates])
+    rules: dict[str, Plan | None] = {
+        "select": ours and ours.plan, "plan": predicted and predicted.plan, "algorithm 1": paper and paper.plan,
+    }  # fmt: skip
+    fixed = {one.name: one for one in paper.candidates} if paper else {}
+    rules["always pipeshard"] = fixed["tp"].plan if fixed else None
+    whole = [one for one in first.candidates if one.technique == "data" and one.where == "all devices"]
+    rules["always data"] = whole[0].plan if whole else None
+    sites = [fixed[name] for name in ("td1", "ts1", "td2", "ts2") if fixed and fixed[name].trial is not None]
+    ran = [one for one in sites if one.trial is not None and one.trial.step_s is not None]
+    rules["best site"] = min(ran, key=lambda one: one.trial.step_s or math.inf).plan if ran else None  # type: ignore[union-attr]
+    for rule, plan in rules.items():
+        if plan is not None and plan_key(plan) not in world.trials:
+            world.run(plan, 1.0, rule)
+    done = {key: one.step_s for key, one in world.trials.items() if one.step_s is not None}
+    best = min(done, key=done.__getitem__)
+    return Done(
+        seed=seed, scenario=scenario, best=world.names[best], best_s=done[best], trials=world.trials,
+        chosen={
+            rule: ("none" if plan is None else world.names[plan_key(plan)], world.step_s(plan))
+            for rule, plan in rules.items()
+        },
+        names=world.names, spent_s=selection.spent_s, about=about,
+    )  # fmt: skip
+
+
+def truth(world: World, candidates: list[Candidate]) -> None:
+    """Run every technique's plans on both sites and on either, but those that must take far longer than the best."""
+    seen = set()
+    for one in sorted((one for one in candidates if one.plan is not None), key=lambda one: one.time_s):
+        assert one.plan is not None and one.estimate is not None
+        place = (one.technique, one.places)
+        known = [t.step_s for t in world.trials.values() if t.step_s is not None]
+        least = one.estimate.step_s * bounds(one)[0] / one.time_s
+        if place in seen or (known and least > DROPPED * min(known)):
+            continue
+        seen.add(place)
+        world.run(one.plan, one.estimate.step_s, named(one))
+
+
+def table(found: list[Done]) -> str:
+    rules = list(found[0].chosen)
+    lines = [f"| scenario | best | s a step | {' | '.join(rules)} |", "|" + "---|" * (3 + len(rules))]
+    for one in found:
+        what = one.scenario
+        devices = " + ".join("/".join(f"{speed:g}" for speed, _ in site) for site in what.devices)
+        cells = (
+            "fails" if one.regret(rule) == math.inf else f"+{one.regret(rule):.0%}" if one.regret(rule) else "0"
+            for rule in rules
+        )
+        world = f"{what.number}: {what.rtt_ms:g} ms, {what.gbit:g} Gbit/s, {devices}, {what.shape}"
+        lines.append(f"| {world} | {one.best} | {one.best_s:.3g} | {' | '.join(cells)} |")
+    near = {rule: sum(one.regret(rule) <= NEAR for one in found) for rule in rules}
+    lines.append(
+        f"| within {NEAR:.0%} of the best | | | {' | '.join(f'{near[rule]} of {len(found)}' for rule in rules)} |"
+    )
+    worst = {rule: statistics.median(one.regret(rule) for one in found) for rule in rules}
+    lines.append(f"| median | | | {' | '.join(f'+{worst[rule]:.0%}' for rule in rules)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scenarios", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with results(given, RESULTS) as (out, file):
+        lines = out.read_bytes().splitlines() if out.exists() else []
+        found = [one for line in lines if (one := msgspec.json.decode(line, type=Done)).seed == given.seed]
+        known = {one.scenario.number for one in found}
+        for number in range(1 if given.quick else given.scenarios):
+            if number not in known:
+                scenario = drawn(given.seed, number)
+                print(scenario, flush=True)
+                found.append(run(given.seed, scenario, said_of_here()))
+                file.write(msgspec.json.encode(found[-1]) + b"\n")
+                file.flush()
+        print(f"\n{table(found)}")
+        if not given.quick:
+            out.with_suffix(".md").write_text(f"# What is chosen, against the best\n\n{table(found)}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Two papers' runs as rows of a bench: what they printed is measured, what the estimator says of their plans predicted.
+
+So their tables and figures are drawn as those of one's own measurements are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+import farspan
+from farspan import models
+from farspan.domain.bench import Cell, Row, figures
+from farspan.domain.codec import content_hash
+from farspan.domain.engine import Engine
+from farspan.domain.model import parameters
+from farspan.planning import cost_study, reproduce
+from farspan.planning.published import alpa_tflops
+from farspan.planning.published import cost_study as study
+from farspan.planning.published import fabric as published
+
+#: What the papers' figures are counted in: minutes of the FABRIC runs, and dollars at the A100-40GB's price.
+PAPERS = ("fabric", "slm-cost")
+SOURCES = {"fabric": "arXiv 2602.02632", "slm-cost": "arXiv 2410.19456"}
+
+
+def rows(name: str, engine: Engine) -> list[Row]:
+    """The rows of one of PAPERS."""
+    return fabric(engine) if name == "fabric" else slm_cost(engine)
+
+
+def fabric(engine: Engine) -> list[Row]:
+    """arXiv 2602.02632: every row of its tables and figures, on both machines and on one."""
+    settings, found = published().settings, []
+    run = float(settings.epochs * settings.tokens_per_epoch)
+    for case, cell in zip(reproduce.cases(), reproduce.cells(engine), strict=True):
+        train, devices = case.plan.train, case.row.devices
+        flops = 1e12 * alpa_tflops(case.model, train.batch, train.seq_len, 1.0, 1)
+        steps = run / train.tokens_per_step
+        step_s = None
+        if case.row.minutes is not None:
+            step_s = case.row.minutes * 60 / steps
+        elif case.row.tflops is not None:
+            step_s = flops / (case.row.tflops * 1e12 * devices)
+        low, high = cell.interval
+        predicted = cell.minutes * 60 / steps if cell.status == "ok" else None
+        hosts = [host.name for host in case.cluster.hosts]
+        link = case.cluster.link(*hosts) if len(hosts) == 2 else None
+        found.append(_row(
+            "fabric",
+            Cell(
+                cluster=case.row.slice, model=case.row.model, technique=case.row.technique, devices=str(devices),
+                batch=settings.rows_per_device, seq_len=train.seq_len, precision=train.precision, attention="vanilla",
+                repeat=0,
+            ),
+            status="ok" if case.row.status.startswith("ok") else "oom", cause=case.row.note or case.row.source,
+            used=devices, rows=train.batch, parameters=parameters(case.model), step_tokens=train.tokens_per_step,
+            step_flops=flops, run_tokens=run, step_s=step_s, predicted=predicted,
+            interval=(low, high), memory=cell.memory_bytes, rtt_s=None if link is None else link.rtt_s,
+        ))  # fmt: skip
+    return found
+
+
+def slm_cost(engine: Engine) -> list[Row]:
+    """arXiv 2410.19456: its grid as predicted, and the points of its figure 3 as printed."""
+    paper, found = study(), []
+    printed = {(one.model, one.scheme, one.devices): one.plotted for one in paper.points}
+    tops = {
+        (cell.model, cell.scheme, cell.devices, cell.batch, cell.attention): cell.published
+        for cell in cost_study.study_cells(engine)
+    }
+    for one in cost_study.surface(engine):
+        ratio = paper.price_ratios[one.gpu]
+        model = models.preset(one.model).spec
+        tokens = one.batch * one.devices * paper.sequence
+        usd = ratio * paper.a100_40_usd_per_hour * one.devices
+        key = (one.model, one.scheme, one.devices, one.batch, one.attention)
+        plotted = tops.get(key) if one.gpu == "a100-80" and key[:3] in printed else None
+        found.append(_row(
+            "slm-cost",
+            Cell(
+                cluster=one.gpu, model=one.model, technique=one.scheme, devices=str(one.devices), batch=one.batch,
+                seq_len=paper.sequence, precision="bf16",
+                attention="sdpa" if one.attention == "sdpa" else "vanilla", repeat=0,
+            ),
+            status="ok" if one.fits else "oom", cause="" if one.fits else "predicted to need more memory",
+            used=one.devices, rows=one.batch * one.devices, parameters=parameters(model), step_tokens=tokens,
+            step_flops=1e12 * alpa_tflops(model, one.batch * one.devices, paper.sequence, 1.0, 1),
+            run_tokens=20.0 * parameters(model),
+            step_s=None if plotted is None else tokens / (plotted * one.devices * ratio),
+            predicted=tokens / (one.plotted * one.devices * ratio) if one.fits else None, interval=(1.0, 1.0),
+            memory=one.memory_bytes, usd_per_hour=usd,
+        ))  # fmt: skip
+    return found
+
+
+def _row(
+    name: str, cell: Cell, *, step_s: float | None, predicted: float | None, interval: tuple[float, float], memory: int,
+    **more: Any,
+) -> Row:  # fmt: skip
+    """A row whose printed step, where there is one, counts as measured."""
+    low, high = interval
+    made = Row(
+        matrix=name, cell=cell, key=content_hash(cell), cluster_hash=cell.cluster, model_hash=cell.model,
+        plan_hash=None,
+        predicted_s=predicted, predicted_low_s=None if predicted is None else low * predicted,
+        predicted_high_s=None if predicted is None else high * predicted, predicted_memory_bytes=memory,
+        machine=f"as printed in {SOURCES[name]}", farspan=farspan.__version__, **more,
+    )  # fmt: skip
+    if step_s is None:
+        return made
+    found = msgspec.structs.asdict(figures(made, step_s))
+    return msgspec.structs.replace(made, step_s=step_s, steps_s=(step_s,), **found)

@@ -1,0 +1,107 @@
+"""`farspan select` in a lab of two sites: the plan that it writes trains, trials are kept, wrong values are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from farspan.cli.commands.select import epsilon
+from farspan.domain.codec import load
+from farspan.domain.plan import Plan
+from farspan.domain.problems import Refusal
+from farspan.lab import state
+from tests.launch.conftest import up
+
+
+@pytest.fixture(scope="module")
+def lab():
+    name = f"select-{os.getpid()}"
+    links = "links: [{between: [utah, star], rtt: 5ms}]"
+    up(f"name: {name}\nsites: {{utah: {{devices: 2}}, star: {{devices: 1}}}}\n{links}\n")
+    yield name
+    state.down(name)
+
+
+def answer(done) -> dict:
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+SHORT = ("--set", "parallel.allow=[data, zero1]", "--set", "train.steps=60", "--set", "train.precision=fp32")
+
+
+def test_what_is_chosen_is_measured_written_and_trains(farspan, desk, lab):
+    asked = ("select", "run.yaml", "--cluster", f"lab:{lab}", *SHORT, "--budget", "12s", "--json")
+    found = answer(farspan(*asked, "-o", "chosen.json"))
+    assert found["tried"] and all(one["trial"]["status"] == "ok" for one in found["tried"])
+    best = found["candidates"][found["chosen"]]
+    assert best["trial"]["step_s"] == min(one["trial"]["step_s"] for one in found["tried"])
+    assert best["estimate"]["step_s"] == best["trial"]["step_s"]
+    plan = load(desk / "chosen.json", Plan)
+    assert plan.technique == best["technique"] and "is chosen" in found["why"] and "measured" in found["why"]
+
+    # The same question again: what was measured is kept.
+    again = answer(farspan(*asked, "-o", "again.json"))
+    kept = {one["trial"]["plan"] for one in found["tried"]}
+    assert any(one["trial"]["plan"] in kept and one["trial"]["took_s"] == 0 for one in again["tried"])
+
+    asked = ("train", "run.yaml", "--cluster", f"lab:{lab}", "--plan", "chosen.json", "--run", "runs/chosen", "--json")
+    assert answer(farspan(*asked))["measurement"]["steps"] == 60
+
+
+def test_the_papers_rule_prints_every_t(farspan, desk, lab):
+    asked = ("select", "run.yaml", "--cluster", f"lab:{lab}", *SHORT[2:], "--algorithm", "paper")
+    done = farspan(*asked, "--epsilon", "3 steps", "--delta", "0.1", "-o", "paper.json")
+    assert done.returncode == 0, done.stderr
+    for name in ("Tp", "Td1", "Ts1", "Td2", "Ts2", "Tz"):
+        assert f"\n  {name} " in done.stdout
+    assert load(desk / "paper.json", Plan).devices
+
+
+@pytest.mark.parametrize(
+    ("words", "fact"),
+    [
+        (("--delta", "0"), "above 0"), (("--delta", "1.5"), "at most 1"), (("--delta", "nan"), "at most 1"),
+        (("--epsilon", "0 steps"), "above 0"), (("--epsilon", "many"), "steps or epochs"),
+        (("--epsilon", "1.2.3 steps"), "steps or epochs"), (("--tolerance", "-1"), "between 0 and 10"),
+        (("--budget", "0s"), "above 0"), (("--budget", "soon"), ""),
+    ],
+)  # fmt: skip
+def test_values_out_of_range(farspan, words, fact):
+    done = farspan("select", "run.yaml", *words, "--json")
+    problem = json.loads(done.stdout)["problem"]
+    assert problem["code"] == "out-of-range" and fact in problem["fact"], problem
+
+
+def test_a_plan_is_not_written_over(farspan, desk):
+    (desk / "there.json").write_text("{}")
+    done = farspan("select", "run.yaml", "-o", "there.json", "--json")
+    assert json.loads(done.stdout)["problem"]["code"] == "run-exists"
+    assert (desk / "there.json").read_text() == "{}"
+
+
+def test_one_machine_is_no_question_for_the_papers_rule(farspan):
+    done = farspan("select", "run.yaml", "--algorithm", "paper", "--set", "parallel.workers=1", "--json")
+    problem = json.loads(done.stdout)["problem"]
+    assert problem["code"] == "cannot-plan" and "--algorithm farspan" in problem["remedy"]
+
+
+@pytest.mark.parametrize("text", ["1 step", "20 steps", " 3 epochs ", "0.5 epochs"])
+def test_epsilon_reads_steps_and_epochs(text):
+    class Resolved:
+        class corpus:  # noqa: N801
+            class train:  # noqa: N801
+                tokens = 1000
+
+    class Train:
+        tokens_per_step = 10
+
+    Resolved.train = Train
+    assert epsilon(text)(Resolved) == {"1": 1, "20": 20, "3": 300, "0.5": 50}[text.split()[0]]
+
+
+def test_an_epsilon_of_nothing_is_refused():
+    with pytest.raises(Refusal):
+        epsilon("steps")
