@@ -122,7 +122,10 @@ def stock(options: Sequence[str], work: Work, cluster: Cluster, warmup: int, ste
                 stderr=errors, start_new_session=True,
             ))  # fmt: skip
         _wait(processes, Path(folder), deadline_s)
-        raw = tuple(json.loads(Path(folder, f"{rank}.out").read_bytes()) for rank in range(len(places)))
+        # What libraries print comes before.
+        raw = tuple(
+            json.loads(Path(folder, f"{rank}.out").read_bytes().splitlines()[-1]) for rank in range(len(places))
+        )
     return Measured(step_s=tuple(raw[0]["step_s"]), began=raw[0]["began"], ended=raw[0]["ended"], raw=raw)
 
 

@@ -146,7 +146,9 @@ class World:
     def run(self, plan: Plan, step_s: float, name: str) -> Trial:
         key = plan_key(plan)
         if key not in self.trials:
-            self.trials[key] = trial(plan, self._corpus, self._cluster, "local", limits(step_s, steps_for(step_s)))
+            self.trials[key] = trial(
+                plan, self._corpus, self._cluster, "local", limits(plan, step_s, steps_for(step_s))
+            )
             said = self.trials[key]
             took = f"{said.step_s:.3f} s" if said.step_s else f"{said.status}: {said.problem and said.problem.what}"
             print(f"  {name}: {took}, predicted {step_s:.3f} s", flush=True)
@@ -184,7 +186,7 @@ def measured(
     predicted = None if first.chosen is None else first.candidates[first.chosen]
     names: dict[str, str] = {}
 
-    def measure(plan: Plan, step_s: float, limit_s: float = 0.0) -> Trial:
+    def measure(plan: Plan, step_s: float) -> Trial:
         return world.run(plan, step_s, names.get(plan_key(plan), plan.technique))
 
     names |= {plan_key(one.plan): named(one) for one in first.candidates if one.plan is not None}
@@ -193,7 +195,7 @@ def measured(
     ours = None if ranking.chosen is None else ranking.candidates[ranking.chosen]
     paper = None
     if len(cluster.hosts) == 2:
-        paper = algorithm1.choose(cluster, asked, lambda plan, step_s: measure(plan, step_s), DELTA)
+        paper = algorithm1.choose(cluster, asked, measure, DELTA)
     truth(world, [*ranking.candidates, *first.candidates])
     rules: dict[str, Plan | None] = {
         "select": ours and ours.plan, "plan": predicted and predicted.plan, "algorithm 1": paper and paper.plan,

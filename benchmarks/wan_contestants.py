@@ -168,6 +168,8 @@ def over_batch(given: argparse.Namespace) -> Callable[[int], Answer]:
 
 def deepspeed(given: argparse.Namespace) -> Callable[[int], Answer]:
     """DeepSpeed's ZeRO-2 step: gradients are scattered and state is divided; in bf16 its own, with fp32 masters."""
+    # It asks for what its own launcher sets; this one starts one rank a device.
+    os.environ["LOCAL_RANK"] = os.environ["RANK"]
     import deepspeed as library
 
     rank, world = dist.get_rank(), dist.get_world_size()

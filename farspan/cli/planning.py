@@ -81,7 +81,8 @@ def table(ranking: Ranking, *, everything: bool, colours: bool, more: str) -> li
     if hidden := len(planned) - len(shown):
         found.append(paint(f"    {hidden} more, each behind its technique's best: {more}", "soft", colours))
     if rows:
-        found.append(paint(paragraph(LEGEND, indent=4), "soft", colours))
+        tried = "; *: measured in a trial" if any(ranking.candidates[i].trial is not None for i in shown) else ""
+        found.append(paint(paragraph(LEGEND + tried, indent=4), "soft", colours))
     return found + _refused(ranking, colours)
 
 
@@ -97,7 +98,8 @@ def _cells(ranking: Ranking, index: int) -> list[str]:
     low, high = (seconds / 60 for seconds in bounds(one))
     minutes = f"{_short(one.time_s / 60)} ({_short(low)}-{_short(high)})"
     return [
-        str(index + 1), one.technique, one.where, f"{_short(used / 1e9)} of {_short(of / 1e9)}",
+        str(index + 1), one.technique + ("*" if one.trial is not None and one.eligible else ""), one.where,
+        f"{_short(used / 1e9)} of {_short(of / 1e9)}",
         _split(one), format_count(found.tokens_per_s).replace(" ", ""), f"{found.tflops_per_device:.3g}",
         minutes, spent(one), verdict(ranking, one),
     ]  # fmt: skip

@@ -30,9 +30,8 @@ class Trials:
         self._resolved, self._launcher, self._again = resolved, launcher, again
         self._kept = cache_folder() / "trials"
 
-    def __call__(self, plan: Plan, step_s: float, limit_s: float) -> Trial:
-        found = limits(step_s, steps_for(step_s))
-        return self.run(plan, msgspec.structs.replace(found, deadline_s=min(found.deadline_s, limit_s)))
+    def __call__(self, plan: Plan, step_s: float) -> Trial:
+        return self.run(plan, limits(plan, step_s, steps_for(step_s)))
 
     def run(self, plan: Plan, within: Limits) -> Trial:
         """A trial, or the one that is kept: then it took no time."""

@@ -19,6 +19,7 @@ import msgspec
 
 from farspan.domain.cluster import Cluster
 from farspan.domain.codec import save
+from farspan.domain.model import parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import Environment, Event, Started, Step, Traced, read_events
@@ -34,6 +35,8 @@ WARMUP = 2
 EVERY, ROUNDS = 4, 2
 #: Processes have so long to start and meet, and a step so many times its predicted time.
 START_S, LATE = 60.0, 4.0
+#: Bytes of a parameter's weights, gradient and optimizer state, made and moved at least so fast, bytes a second.
+STATE_BYTES, STATE_RATE = 16, 2e8
 POLL_S = 0.2
 #: After its deadline a trial has so long to end its workers.
 END_S = 60.0
@@ -53,9 +56,10 @@ def steps_for(step_s: float, seconds: float = 5.0) -> int:
     return max(3, min(20, round(seconds / step_s)))
 
 
-def limits(step_s: float, steps: int) -> Limits:
-    """What a trial of a plan whose step is predicted may take."""
-    return Limits(steps=steps, deadline_s=START_S + LATE * (WARMUP + steps) * step_s)
+def limits(plan: Plan, step_s: float, steps: int) -> Limits:
+    """What a trial of a plan whose step is predicted may take: workers start, make their state, and step."""
+    state_s = STATE_BYTES * parameters(plan.model) / STATE_RATE
+    return Limits(steps=steps, deadline_s=START_S + state_s + LATE * (WARMUP + steps) * step_s)
 
 
 def shortened(plan: Plan, steps: int) -> Plan:

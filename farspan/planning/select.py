@@ -41,9 +41,9 @@ Ended = Literal["clear", "unpaid", "budget"]
 
 
 class Measure(Protocol):
-    """Runs a plan for a few steps that are predicted to take `step_s` each, and no longer than `limit_s` in all."""
+    """Runs a plan for a few steps that are predicted to take `step_s` each; ends it when it takes far longer."""
 
-    def __call__(self, plan: Plan, step_s: float, limit_s: float) -> Trial: ...
+    def __call__(self, plan: Plan, step_s: float) -> Trial: ...
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,8 +94,8 @@ def select(
     cluster: Cluster, asked: Asked, measure: Measure, *, budget_s: float | None = None, paying: bool = False,
     say: Callable[[Candidate, Trial], None] = lambda one, trial: None,
 ) -> Selection:  # fmt: skip
-    """The best plan, by trials that take `budget_s` seconds at most (by default SHARE of the run, LEAST_S at least);
-    the last one may go on for as long again.
+    """The best plan, by trials of which none begins after `budget_s` seconds of them (by default SHARE of the run,
+    LEAST_S at least).
 
     With `paying`, only trials are made that may save the run more time than they take. A trial that fails is a result:
     its plan is not chosen.
@@ -115,7 +115,7 @@ def select(
             break
         one = contenders[0]
         assert one.plan is not None and one.estimate is not None
-        trial = measure(one.plan, one.estimate.step_s, max(budget - spent, LEAST_S))
+        trial = measure(one.plan, one.estimate.step_s)
         spent += trial.took_s
         tried[plan_key(one.plan)] = (one, trial)
         say(one, trial)

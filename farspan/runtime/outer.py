@@ -8,6 +8,7 @@ to its result (arXiv 2501.18512, section 2.3).
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -21,10 +22,12 @@ from farspan.runtime.compress import Codec, ErrorFeedback
 from farspan.runtime.place import Place
 from farspan.runtime.state import TrainState
 from farspan.runtime.whole import Manifest, Piece, Whole
-from farspan.runtime.wire import Posted, Wire, tag
+from farspan.runtime.wire import ON_THE_LINE, Posted, Wire, tag
 
 #: Channels of messages (`wire.tag`): one for each replica that sends, and what is handed on inside a site.
 OUTER, HANDED = 32, 512
+#: Bytes of a message between replicas at most.
+PART = 2**20
 
 
 class Outer:
@@ -48,7 +51,7 @@ class Outer:
                 fact="every replica must round the same numbers together", remedy="set the plan's sync.bits to 32",
             )  # fmt: skip
         self._count = 0
-        self._coming: dict[int, list[tuple[Send, Posted]]] = {}
+        self._coming: dict[int, _Exchange] = {}
         self._own: Tensor | None = None
 
     def _alike(self) -> bool:
@@ -85,13 +88,11 @@ class Outer:
         """Send what this replica changed, and post receives for what the others did."""
         number, self._count = self._count, self._count + 1
         for r, route in self._routes.items():
-            self._coming[r] = [
-                (one, self._wire.post(self._feedback.codec.encoded_size(one.stop - one.start), torch.uint8, one.source,
-                                      tag(OUTER + r, number))) for one in route.receives
-            ] + [
-                (one, self._wire.post(one.stop - one.start, torch.float32, one.source, tag(OUTER + HANDED + r, number)))
-                for one in route.handed
-            ]  # fmt: skip
+            self._coming[r] = _Exchange(
+                [self._post(one, r, number) for one in route.receives],
+                [self._wire.post(one.stop - one.start, torch.float32, one.source, tag(OUTER + HANDED + r, number))
+                 for one in route.handed],
+            )  # fmt: skip
         pairs = zip(self.anchor, self._state.master, strict=True)
         self._own = own = torch.cat([anchor - master for anchor, master in pairs]).cpu()
         encoded: dict[tuple[int, int], Tensor] = {}
@@ -100,9 +101,27 @@ class Outer:
             encoded[start, stop] = self._feedback.encode_((start, stop), content)
             # Everyone adds what went over the line, this replica too.
             self._space.put(own, start, content)
-        for route in self._routes.values():
-            for one in route.sends:
-                self._wire.send(encoded[one.start, one.stop], one.target, tag(OUTER + self._replica, number))
+        for r, route in self._routes.items():
+            self._coming[r].leaving = deque(
+                (part, one.target) for one in route.sends for part in encoded[one.start, one.stop].split(PART)
+            )
+            # While steps go on nobody looks after the exchange: then all leaves at once.
+            least = PART + self._feedback.codec.encoded_size(route.ahead)
+            self._leave(r, max(least, ON_THE_LINE // route.senders) if self._left is None else None)
+
+    def _post(self, one: Send, r: int, number: int) -> list[Posted]:
+        """Receives for the parts of one range of replica `r`."""
+        size = self._feedback.codec.encoded_size(one.stop - one.start)
+        sizes = (min(PART, size - at) for at in range(0, size, PART))
+        return [self._wire.post(part, torch.uint8, one.source, tag(OUTER + r, number)) for part in sizes]
+
+    def _leave(self, r: int, limit: int | None) -> None:
+        """Send the next parts to replica `r`, of so many bytes or all."""
+        leaving, sent = self._coming[r].leaving, 0
+        while leaving and (limit is None or sent < limit):
+            part, target = leaving.popleft()
+            self._wire.send(part, target, tag(OUTER + self._replica, self._count - 1))
+            sent += part.nbytes
 
     def _take(self) -> None:
         """The outer step on what all replicas changed, and this replica's parameters after it."""
@@ -126,15 +145,28 @@ class Outer:
     def _received(self, r: int, route: _Route) -> Tensor:
         """What replica `r` changed, of what this worker owns; handed on to those of its site that own it too."""
         found = torch.zeros(self._space.size)  # What fills up a bucket comes from nobody.
-        coming = self._coming.pop(r)
-        for one, posted in coming[: len(route.receives)]:
-            self._space.put(found, one.start, self._feedback.codec.decode(posted.wait(), one.stop - one.start))
+        for one, parts in zip(route.receives, self._coming[r].receives, strict=True):
+            came = []
+            for posted in parts:
+                came.append(posted.wait())
+                # The other side has room again for as much as came: both do the same.
+                self._leave(r, PART)
+            self._space.put(found, one.start, self._feedback.codec.decode(torch.cat(came), one.stop - one.start))
+        self._leave(r, None)
         for one in route.hands:
             content = self._space.read(found, one.start, one.stop)
             self._wire.send(content, one.target, tag(OUTER + HANDED + r, self._count - 1))
-        for one, posted in coming[len(route.receives) :]:
-            self._space.put(found, one.start, posted.wait())
+        for one, handed in zip(route.handed, self._coming.pop(r).handed, strict=True):
+            self._space.put(found, one.start, handed.wait())
         return found
+
+
+class _Exchange:
+    """What comes from another replica, range by range and in parts, and the parts that are still to leave."""
+
+    def __init__(self, receives: list[list[Posted]], handed: list[Posted]) -> None:
+        self.receives, self.handed = receives, handed
+        self.leaving: deque[tuple[Tensor, int]] = deque()
 
 
 class _Range(NamedTuple):
@@ -247,9 +279,30 @@ class _Route:
         mine, theirs = space.of(place.replica_index), space.of(other)
         out, _ = transfer(mine, theirs, place.site)
         into, spread = transfer(theirs, mine, place.site)
-        self.sends = [one for one in out if one.source == place.rank]
-        self.receives = [one for one in into if one.target == place.rank]
+        # In the order of elements: what `_ahead` says holds for that alone.
+        self.sends = sorted((one for one in out if one.source == place.rank), key=lambda one: one.start)
+        #: Workers of this replica that send to the other one.
+        self.senders = max(1, len({one.source for one in out}))
+        self.receives = sorted((one for one in into if one.target == place.rank), key=lambda one: one.start)
+        self.ahead = _ahead(self.sends, self.receives)
         self.handed = [one for one in spread if one.target == place.rank]
         self.hands = [one for one in spread if one.source == place.rank]
         #: The ranges that are rounded together, of those that this worker owns.
         self.chunks = tuple(dict.fromkeys((one.start, one.stop) for one in out if space.owns(one.start, one.stop)))
+
+
+def _ahead(sends: Sequence[Send], receives: Sequence[Send]) -> int:
+    """The most elements, over all places in their order, that a worker sends before a place and has not received
+    before it. A worker that may have more than these under way can always send the first element that someone still
+    waits for: whoever waits for it has all before it, so this worker has what comes to it from before, too."""
+    changes: dict[int, int] = {}
+    for sign, ranges in ((1, sends), (-1, receives)):
+        for one in ranges:
+            changes[one.start] = changes.get(one.start, 0) + sign
+            changes[one.stop] = changes.get(one.stop, 0) - sign
+    most = now = slope = before = 0
+    for place in sorted(changes):
+        now, before = now + slope * (place - before), place
+        slope += changes[place]
+        most = max(most, now)
+    return most

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from farspan import models
 from farspan.cli.clusters import of_lab
+from farspan.domain.model import parameters
 from farspan.domain.plan import PlannedDevice, Sync
 from farspan.domain.results import Finished, Step, Validated, read_events
 from farspan.domain.trial import plan_key
@@ -117,7 +118,9 @@ def test_a_trial_that_does_not_end_is_ended(sites, corpus):
 
 
 def test_limits_follow_the_prediction():
-    assert limits(2.0, 5).deadline_s == 60 + 4 * 7 * 2.0
+    plan = planned()
+    state_s = 16 * parameters(plan.model) / 2e8
+    assert limits(plan, 2.0, 5).deadline_s == pytest.approx(60 + state_s + 4 * 7 * 2.0)
 
 
 # -- runs whose rank 0 is elsewhere ------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ class World:
         error = random.Random(f"{self.seed} {plan_key(plan)}").uniform(-self.spread, self.spread)
         return estimate(plan, models.graph(plan.model), self.true, ENGINE).step_s * math.exp(error)
 
-    def __call__(self, plan: Plan, step_s: float, limit_s: float = 0.0) -> Trial:
+    def __call__(self, plan: Plan, step_s: float) -> Trial:
         self.ran.append(plan)
         if self.dies(plan):
             return Trial(plan=plan_key(plan), status="oom", problem=GONE, took_s=self.took_s)

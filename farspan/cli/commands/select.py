@@ -124,7 +124,7 @@ def _by_paper(
     trials = selecting.Trials(resolved, selecting.launcher(asked), again=given.again)
 
     def measure(plan: Plan, step_s: float) -> Trial:
-        return trials.run(plan, limits(step_s, steps))
+        return trials.run(plan, limits(plan, step_s, steps))
 
     console.say(f"epsilon: {steps} steps of each; delta: {given.delta:g}; T in TFLOP/s a device, 0 for what fails")
     found = choose(
