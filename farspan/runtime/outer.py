@@ -22,12 +22,14 @@ from farspan.runtime.compress import Codec, ErrorFeedback
 from farspan.runtime.place import Place
 from farspan.runtime.state import TrainState
 from farspan.runtime.whole import Manifest, Piece, Whole
-from farspan.runtime.wire import ON_THE_LINE, Posted, Wire, tag
+from farspan.runtime.wire import Posted, Wire, tag
 
 #: Channels of messages (`wire.tag`): one for each replica that sends, and what is handed on inside a site.
 OUTER, HANDED = 32, 512
-#: Bytes of a message between replicas at most.
-PART = 2**20
+#: Bytes of a message between replicas at most; and what the workers of a site have under way to those of another one,
+#: all together: a little more than 1 Gbit/s carries in a round trip of 100 ms. With more at once the queues of a long
+#: line overflow while TCP still looks for its rate, and what is lost costs round trips.
+PART, ON_THE_LINE = 2**20, 16 * 2**20
 
 
 class Outer:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -20,7 +19,7 @@ from torch import Tensor
 from farspan.runtime.compress import Codec, ErrorFeedback
 from farspan.runtime.place import Groups, Place
 from farspan.runtime.state import Bucket, TrainState
-from farspan.runtime.wire import ON_THE_LINE, Posted, Sent, Wire, tag
+from farspan.runtime.wire import Posted, Sent, Wire, tag
 
 #: Channels of messages (`wire.tag`).
 SCATTER, ACROSS = 1, 2
@@ -56,8 +55,6 @@ class Reducer:
         self._round = 0
         #: By bucket and sender: receives of sums over sites, posted before the backward pass.
         self._coming: dict[int, dict[int, Posted]] = {}
-        #: Of sums over sites that have left: who waits for the same from the others, and bytes; the oldest first.
-        self._flying: deque[tuple[list[Future[Tensor]], int]] = deque()
         self._active: list[_Running] = []
         self.passed: Callable[[int], None] = lambda bucket: None
         self.done: Callable[[int], None] = lambda bucket: None
@@ -177,7 +174,6 @@ class Reducer:
             yield [_all_reduce(full, self._all)] if self._all else []
             yield []
             yield []
-            yield []
 
     def _divided(self, b: int, whole: list[Tensor], last: bool, count: int) -> Phases:
         """This worker's part of the sum over the data axis, added to earlier microbatches'; then over sites. `whole` is
@@ -193,7 +189,7 @@ class Reducer:
             state.grad[b].add_(part)
         else:
             state.grad[b].copy_(part)
-        yield from self._across(b, state.grad[b]) if last else ([], [])
+        yield from self._across(b, state.grad[b]) if last else ([],)
         yield []
 
     def _scattered(self, b: int, full: Tensor, count: int) -> Generator[Waits, None, Tensor]:
@@ -227,19 +223,14 @@ class Reducer:
         posted, mine, own = self._coming.pop(b), full.reshape(-1), self._place.rank
         if not posted:
             yield []
-            yield []
             return
         codec = self._feedback.codec
-        size = codec.encoded_size(len(mine))
-        yield self._room(size)
         sent = self._feedback.encode_(b, mine)
         for rank in posted:
             for one in self._wire.send(sent, rank, self._number(b)):
                 self._leaving.submit(one.wait)
         del sent
-        coming = [self._waiters[ACROSS].submit(one.wait) for one in posted.values()]
-        self._flying.append((coming, size))
-        yield coming
+        yield [self._waiters[ACROSS].submit(one.wait) for one in posted.values()]
         contents = {rank: one.buffer.to(full.device) for rank, one in posted.items()}
         order = sorted([*contents, own])
         # The first two of a sum may change places, so that most begin with what is here already.
@@ -252,17 +243,6 @@ class Reducer:
                 codec.add(total, contents[rank])
         if total is not mine:
             mine.copy_(total)
-
-    def _room(self, size: int) -> list[Future[Tensor]]:
-        """Whom to wait for until so many bytes more may be under way. Others send what this worker sends: when theirs
-        has come, this worker's has, nearly. All send their buckets in one order, so none waits for a later one."""
-        while self._flying and all(one.done() for one in self._flying[0][0]):
-            self._flying.popleft()
-        waits: list[Future[Tensor]] = []
-        limit = ON_THE_LINE // len(self._home)
-        while self._flying and size + sum(flying for _, flying in self._flying) > limit:
-            waits += self._flying.popleft()[0]
-        return waits
 
 
 class _Running:

@@ -20,10 +20,6 @@ from torch import Tensor
 MESSAGES = 2**20
 #: A message is divided over streams in parts of at least so many bytes.
 LEAST_PART = 2**16
-#: Bytes that the workers of a site have under way to those of another one, all together: a little more than 1 Gbit/s
-#: carries in a round trip of 100 ms. With more at once the queues of a long line overflow while TCP still looks for
-#: its rate, and what is lost costs round trips (54 MB at once: one packet of six).
-ON_THE_LINE = 16 * 2**20
 
 
 class Posted(NamedTuple):
