@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -14,17 +12,15 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
 import numpy as np
 from _wan_plans import CORPUS, Work
 
-from farspan.corpus import tokenizer as tokenizers
+from farspan.corpus.made import make
 from farspan.domain.cluster import Cluster
 from farspan.domain.codec import save
-from farspan.domain.corpus import CorpusManifest, Split
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Event, Step
@@ -34,7 +30,8 @@ from farspan.lab.lab import Status
 from farspan.launch.hosts import command
 from farspan.launch.launchers import launch
 from farspan.launch.meeting import arrange
-from farspan.launch.workers import Workers, place, with_environment, worker_environment
+from farspan.launch.trial import Deadline
+from farspan.launch.workers import place, with_environment, worker_environment
 
 CHILD = Path(__file__).parent / "wan_contestants.py"
 #: How often processes and the relay are looked at.
@@ -158,35 +155,6 @@ def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 # -- farspan -----------------------------------------------------------------------------------------------------------
 
 
-class Deadline:
-    """Kills the workers of a run when its time is over, or when the `with` is left while they run."""
-
-    def __init__(self, workers: Workers, seconds: float) -> None:
-        self._workers, self._until, self._ended = workers, time.monotonic() + seconds, threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self.passed = False
-
-    def __enter__(self) -> Deadline:
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._ended.set()
-        self._thread.join()
-        self._kill()
-
-    def _watch(self) -> None:
-        while not self._ended.wait(POLL_S):
-            if time.monotonic() > self._until:
-                self.passed = True
-                self._kill()
-
-    def _kill(self) -> None:
-        for process in self._workers.processes:
-            if process.poll() is None:
-                process.signal(signal.SIGKILL)
-
-
 def ours(plan: Plan, work: Work, cluster: Cluster, warmup: int, deadline_s: float) -> Measured:
     """A plan run by the product's own workers. Raises Failed, or the Refusal of the worker that made one."""
     with tempfile.TemporaryDirectory(prefix="farspan-wan-") as folder:
@@ -244,19 +212,5 @@ def run_folder(plan: Plan, corpus: Path, cluster: Cluster) -> Iterator[RunFolder
 
 def write_corpus(folder: Path, work: Work) -> None:
     """Token files in which the next token mostly follows from the last."""
-    folder.mkdir()
-    rng, vocab, splits = np.random.default_rng(work.seed), work.size.vocab, {}
-    for name, count in (("train", 100 * work.size.tokens + 1), ("val", 4 * work.size.tokens + 1)):
-        jumps = np.where(rng.random(count) < 0.9, 7, rng.integers(0, vocab, count))
-        (np.cumsum(jumps) % vocab).astype("<u2").tofile(folder / f"{name}.bin")
-        np.array([0, count], "<i8").tofile(folder / f"{name}.idx")
-        splits[name] = Split(tokens=count, documents=1, text_bytes=3 * count)
-    nats = math.log(vocab)
-    save(
-        CorpusManifest(
-            hash=CORPUS, source="random", vocab_size=vocab, end_of_text=0, dtype="uint16", unigram_nats=nats,
-            bigram_nats=nats, exact_duplicates=0, near_duplicates=0, **splits,
-        ),
-        folder / "corpus.json",
-    )  # fmt: skip
-    tokenizers.train(["alpha beta gamma delta"] * 50, vocab).save(folder / "tokenizer.json")
+    manifest = make(folder, work.size.vocab, 100 * work.size.tokens, work.seed)
+    save(msgspec.structs.replace(manifest, hash=CORPUS), folder / "corpus.json")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -14,12 +14,13 @@ import msgspec
 
 import farspan
 from farspan.cli import clusters
+from farspan.cli.clusters import reached_by
 from farspan.cli.console import Console
 from farspan.cli.planfile import cluster_hash
 from farspan.corpus.made import make
 from farspan.domain.bench import Cell, Matrix, Row, Status, cells, figures
 from farspan.domain.cluster import Cluster, Device, Host
-from farspan.domain.codec import content_hash, load, save
+from farspan.domain.codec import content_hash, cut_unfinished_line, load, save
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.engine import engine
 from farspan.domain.model import parameters
@@ -67,10 +68,8 @@ class Results:
         (self.folder / "plans").mkdir(parents=True, exist_ok=True)
         if plan is not None:
             save(plan, self.folder / "plans" / f"{row.plan_hash}.json")
-        content = self.path.read_bytes() if self.path.exists() else b""
         with open(self.path, "ab") as file:
-            if content and not content.endswith(b"\n"):
-                file.truncate(content.rfind(b"\n") + 1)
+            cut_unfinished_line(self.path)
             file.write(msgspec.json.encode(row) + b"\n")
             file.flush()
             os.fsync(file.fileno())
@@ -146,7 +145,7 @@ def missing(
                 remedy="give it another name in the matrix, or measure into another folder: -o FOLDER",
             )  # fmt: skip
     asked = matrix.clusters[wanted[0].cluster]
-    launcher = asked if isinstance(asked, str) and asked.startswith("ray:") else "local"
+    launcher = reached_by(asked) or "local" if isinstance(asked, str) else "local"
     for cell in wanted:
         folder, manifest = corpus(spec_of(matrix.models[cell.model]).vocab_size, matrix.seed)
         one = case(cell, matrix, cluster, engine("farspan"), manifest.hash)
@@ -241,10 +240,9 @@ def cluster_of(matrix: Matrix, label: str) -> Iterator[Cluster]:
             # A worker a core, with its share of all memory: what is free just now is another cluster each time.
             if found.devices[0].backend == "cpu" and (cores := found.hosts[0].cpus):
                 found = probe.describe("cpu", cores)
-                found = _changed(found, lambda host: msgspec.structs.replace(host, devices=tuple(
-                    msgspec.structs.replace(device, memory=(host.memory or device.memory) // cores)
-                    for device in host.devices
-                )))  # fmt: skip
+                found = found.with_devices(lambda host, index: msgspec.structs.replace(
+                    host.devices[index], memory=(host.memory or host.devices[index].memory) // cores
+                ))  # fmt: skip
         yield priced(found, matrix)
         return
     if isinstance(asked, str):
@@ -264,21 +262,17 @@ def cluster_of(matrix: Matrix, label: str) -> Iterator[Cluster]:
 def priced(cluster: Cluster, matrix: Matrix) -> Cluster:
     """The cluster with the matrix's prices where it has none of its own."""
 
-    def device_of(device: Device) -> Device:
+    def device_of(host: Host, index: int) -> Device:
+        device = host.devices[index]
         known = device.usd_per_hour is not None
         price = matrix.prices.get(device.kind, matrix.prices.get("any"))
         return device if known else msgspec.structs.replace(device, usd_per_hour=price)
 
-    return _changed(cluster, lambda host: msgspec.structs.replace(host, devices=tuple(map(device_of, host.devices))))
+    return cluster.with_devices(device_of)
 
 
 def figures_hash(cluster: Cluster) -> str:
     """What a cluster is known by that is made anew each time: its figures, without ways to enter it."""
-    return cluster_hash(_changed(
-        cluster, lambda host: msgspec.structs.replace(host, folder=None, address=None, interface=None, python="python3")
+    return cluster_hash(cluster.with_hosts(
+        lambda host: msgspec.structs.replace(host, folder=None, address=None, interface=None, python="python3")
     ))  # fmt: skip
-
-
-def _changed(cluster: Cluster, change: Callable[[Host], Host]) -> Cluster:
-    sites = tuple(msgspec.structs.replace(site, hosts=tuple(map(change, site.hosts))) for site in cluster.sites)
-    return msgspec.structs.replace(cluster, sites=sites)

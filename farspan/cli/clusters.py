@@ -24,6 +24,11 @@ def find(name: str) -> Cluster:
     return clusters.find(name)
 
 
+def reached_by(name: str) -> str | None:
+    """The launcher that alone reaches a cluster of such a name; None where any does."""
+    return name if name.startswith("ray:") else None
+
+
 def of_lab(status: lab.Status) -> Cluster:
     """A lab that is up, as the cluster that it emulates: a host a site, whose disks only the first site shares."""
     from farspan.lab import state

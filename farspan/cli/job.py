@@ -162,25 +162,25 @@ def plan(resolved: Resolved, asked: ParallelConfig, console: Console, *, table: 
     from farspan.cli import selecting
     from farspan.planning.compare import called
 
-    named, cluster = asked.technique != "auto", resolved.cluster
-    question = selecting.question(resolved, asked)
-    ranking = question.rank(cluster)
+    named, several = asked.technique != "auto", len(resolved.cluster.devices) > 1
+    if several and not named:
+        ranking = selecting.choose(resolved, asked, console, paying=True).ranking
+    else:
+        ranking = selecting.question_of(resolved, asked).rank(resolved.cluster)
     if table:
         from farspan.cli.planning import say_ranking
 
         say_ranking(ranking, console)
         console.say()
-    if not named and len(cluster.devices) > 1:
-        ranking = selecting.choose(resolved, asked, console, paying=True).ranking
-    here = [one for one in ranking.candidates if named and one.plan is not None]
-    if ranking.chosen is not None:
-        here.insert(0, ranking.candidates[ranking.chosen])
+    here = [] if ranking.chosen is None else [ranking.candidates[ranking.chosen]]
+    # What is named is run, also where something speaks against it.
+    here += [one for one in ranking.candidates if named and one.plan is not None]
     if not here:
         refused = next((one for one in ranking.candidates if one.problem), ranking.candidates[0])
         raise Refusal.of(refused.problem or unchosen(refused))
     best = here[0]
     assert best.plan is not None and best.estimate is not None
-    if len(cluster.devices) > 1 and not named:
+    if several and not named:
         console.say(f"of {len(ranking.candidates)} plans the best: {called(best)}")
     learned = msgspec.structs.replace(resolved, cluster=ranking.cluster)
     return Planned(plan=best.plan, estimate=best.estimate, resolved=learned)
@@ -190,7 +190,7 @@ def unchosen(candidate: Candidate) -> Problem:
     """Why a plan that fits is not run."""
     return Problem(
         code="cannot-plan", what=f"{candidate.technique} is not chosen", where=candidate.where,
-        fact=candidate.unchosen or "it leaves out the first device, whose host holds the run",
+        fact=candidate.unchosen or "nothing says what it would take",
         remedy="set parallel.technique: data",
     )  # fmt: skip
 
@@ -247,6 +247,8 @@ def start(path: Path, config: RunConfig, console: Console, *, table: bool = Fals
 
 def make(path: Path, config: RunConfig, planned: Planned, console: Console) -> RunFolder:
     """Say what a plan will take, and make its run directory at `path`."""
+    from farspan.cli import selecting
+
     resolved = planned.resolved
     say_plan(planned, console)
     # Again: it may have been made while this run was planned.
@@ -257,7 +259,7 @@ def make(path: Path, config: RunConfig, planned: Planned, console: Console) -> R
         corpus=str(resolved.corpus_folder.resolve()), command=tuple(sys.argv),
         created=datetime.now(UTC).isoformat(timespec="seconds"), warnings=resolved.warnings,
         initial=str(Path(config.model.path).expanduser().resolve()) if config.model.path else None,
-        launcher=asked if (asked := config.parallel.cluster or "").startswith("ray:") else config.parallel.launcher,
+        launcher=selecting.launcher(config.parallel),
     )  # fmt: skip
     write_atomically(run.config, as_yaml(config))
     write_atomically(run.corpus, to_json(resolved.corpus))

@@ -8,7 +8,7 @@ import msgspec
 
 from farspan.cli import job
 from farspan.cli.console import Console
-from farspan.domain.cluster import Cluster
+from farspan.domain.cluster import Cluster, Host
 from farspan.domain.codec import content_hash, parse_json, read_bytes, save
 from farspan.domain.config import RunConfig
 from farspan.domain.corpus import CorpusManifest
@@ -22,16 +22,12 @@ VERSION = next(field.default for field in msgspec.structs.fields(Plan) if field.
 
 def cluster_hash(cluster: Cluster) -> str:
     """What a cluster is known by: without what a trial measured on one day, and without the processes of a lab."""
-    sites = []
-    for site in cluster.sites:
-        hosts = []
-        for host in site.hosts:
-            devices = tuple(
-                msgspec.structs.replace(device, pace=1.0, framework=None, enter=None) for device in host.devices
-            )
-            hosts.append(msgspec.structs.replace(host, devices=devices, enter=None))
-        sites.append(msgspec.structs.replace(site, hosts=tuple(hosts)))
-    return content_hash(msgspec.structs.replace(cluster, sites=tuple(sites)))
+
+    def lasting_host(host: Host) -> Host:
+        devices = tuple(msgspec.structs.replace(one, pace=1.0, framework=None, enter=None) for one in host.devices)
+        return msgspec.structs.replace(host, devices=devices, enter=None)
+
+    return content_hash(cluster.with_hosts(lasting_host))
 
 
 def lasting(plan: Plan, cluster: Cluster) -> Plan:

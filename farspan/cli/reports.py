@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from farspan.domain.cluster import Cluster
+from farspan.domain.cluster import Cluster, Device, Host
 from farspan.domain.codec import load, load_yaml
 from farspan.domain.config import RunConfig
 from farspan.domain.problems import Refusal
@@ -39,11 +39,10 @@ def planned_again(run: Run, paces: dict[int, float]) -> str:
     """What the planner would choose if it knew these ranks' paces, measured over assumed compute time; "" where it
     cannot be asked."""
     from farspan import models
-    from farspan.cli import job
+    from farspan.cli import selecting
     from farspan.domain.engine import engine
     from farspan.estimate.price import estimate
     from farspan.planning.compare import called
-    from farspan.planning.rank import rank
 
     folder, plan = RunFolder(run.folder), run.plan
     try:
@@ -51,13 +50,10 @@ def planned_again(run: Run, paces: dict[int, float]) -> str:
         cluster = paced(load(folder.cluster, Cluster), {
             (plan.devices[rank].host, plan.devices[rank].index): pace for rank, pace in paces.items()
         })  # fmt: skip
-        ranking = rank(
-            plan.model, cluster, plan.train, engine(plan.engine), objective=asked.objective, allow=job.allowed(asked),
-            corpus=plan.inputs.corpus, parts=asked.technique == "auto" and len(cluster.devices) <= job.FEW,
-        )  # fmt: skip
+        ranking = selecting.question(plan.model, plan.train, cluster, plan.inputs.corpus, asked).rank(cluster)
     except Refusal:
         return ""
-    best = next((one for one in ranking.candidates if one.eligible and 0 in one.places), None)
+    best = None if ranking.chosen is None else ranking.candidates[ranking.chosen]
     if best is None or best.plan is None or best.estimate is None:
         return ""
     now = estimate(plan, models.graph(plan.model), cluster, engine(plan.engine))
@@ -71,14 +67,9 @@ def planned_again(run: Run, paces: dict[int, float]) -> str:
 
 def paced(cluster: Cluster, paces: dict[tuple[str, int], float]) -> Cluster:
     """The cluster whose devices, by host and place in it, take so many times as long to compute."""
-    sites = []
-    for site in cluster.sites:
-        hosts = []
-        for host in site.hosts:
-            devices = tuple(
-                msgspec.structs.replace(device, pace=device.pace * paces.get((host.name, index), 1.0))
-                for index, device in enumerate(host.devices)
-            )
-            hosts.append(msgspec.structs.replace(host, devices=devices))
-        sites.append(msgspec.structs.replace(site, hosts=tuple(hosts)))
-    return msgspec.structs.replace(cluster, sites=tuple(sites))
+
+    def device_of(host: Host, index: int) -> Device:
+        device = host.devices[index]
+        return msgspec.structs.replace(device, pace=device.pace * paces.get((host.name, index), 1.0))
+
+    return cluster.with_devices(device_of)

@@ -8,13 +8,16 @@ import msgspec
 
 import farspan
 from farspan.cli import job
+from farspan.cli.clusters import reached_by
 from farspan.cli.console import Console
 from farspan.cli.planfile import cluster_hash
 from farspan.domain.cluster import Cluster
 from farspan.domain.codec import content_hash, load, save
 from farspan.domain.config import ParallelConfig
+from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Plan
 from farspan.domain.run import cache_folder
+from farspan.domain.train import TrainSpec
 from farspan.domain.trial import Trial, plan_key
 from farspan.domain.units import format_seconds, short_time
 from farspan.launch.trial import Limits, limits, steps_for, trial
@@ -46,23 +49,30 @@ class Trials:
         return made
 
 
-def question(resolved: job.Resolved, asked: ParallelConfig, tolerance: float | None = None) -> Asked:
+def question(
+    model: ModelSpec, train: TrainSpec, cluster: Cluster, corpus: str, asked: ParallelConfig,
+    tolerance: float | None = None,
+) -> Asked:  # fmt: skip
     """What is chosen for a run: all parts of a cluster of a few devices, or of one named technique the whole."""
     from farspan.domain.engine import engine
     from farspan.planning.rank import TOLERANCE
 
     named = asked.technique != "auto"
     return Asked(
-        model=resolved.model, train=resolved.train, engine=engine("farspan"), objective=asked.objective,
-        allow=job.allowed(asked), corpus=resolved.corpus.hash, here=launcher(asked) != "local",
-        parts=not named and len(resolved.cluster.devices) <= job.FEW,
+        model=model, train=train, engine=engine("farspan"), objective=asked.objective, allow=job.allowed(asked),
+        corpus=corpus, here=launcher(asked) != "local", parts=not named and len(cluster.devices) <= job.FEW,
         tolerance=TOLERANCE if tolerance is None else tolerance,
     )  # fmt: skip
 
 
 def launcher(asked: ParallelConfig) -> str:
     """What starts the workers: that of a cluster which only one launcher reaches, or the one that is asked for."""
-    return asked.cluster if (asked.cluster or "").startswith("ray:") and asked.cluster else asked.launcher
+    return reached_by(asked.cluster or "") or asked.launcher
+
+
+def question_of(resolved: job.Resolved, asked: ParallelConfig, tolerance: float | None = None) -> Asked:
+    """`question` for a run.yaml made concrete."""
+    return question(resolved.model, resolved.train, resolved.cluster, resolved.corpus.hash, asked, tolerance)
 
 
 def choose(
@@ -72,7 +82,7 @@ def choose(
     """The selection, each trial said as it ends."""
     job.require_torch()
     return select(
-        resolved.cluster, question(resolved, asked, tolerance), Trials(resolved, launcher(asked), again=again),
+        resolved.cluster, question_of(resolved, asked, tolerance), Trials(resolved, launcher(asked), again=again),
         budget_s=budget_s, paying=paying, say=lambda one, made: console.say(trial_line(one, made)),
     )  # fmt: skip
 
@@ -115,7 +125,7 @@ def why(selection: Selection) -> str:
     return f"{head}. {text}"
 
 
-def as_json(selection: Selection, cluster: Cluster) -> dict[str, Any]:
+def as_json(selection: Selection) -> dict[str, Any]:
     """The answer of `farspan select`: candidates as `farspan plan` gives them, each with its trial."""
     from farspan.cli.commands.plan import as_json as candidate
 

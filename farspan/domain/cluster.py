@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Literal
 
 import msgspec
@@ -144,6 +144,17 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def site_of(self, host: str) -> Site:
         return next(site for site in self.sites if any(other.name == host for other in site.hosts))
+
+    def with_hosts(self, change: Callable[[Host], Host]) -> Cluster:
+        """The same cluster with every host changed."""
+        sites = tuple(msgspec.structs.replace(site, hosts=tuple(map(change, site.hosts))) for site in self.sites)
+        return msgspec.structs.replace(self, sites=sites)
+
+    def with_devices(self, change: Callable[[Host, int], Device]) -> Cluster:
+        """The same cluster with another device in every place of every host."""
+        return self.with_hosts(lambda host: msgspec.structs.replace(
+            host, devices=tuple(change(host, index) for index in range(len(host.devices)))
+        ))  # fmt: skip
 
     def first(self, devices: int) -> Cluster:
         """The same cluster with its first so many devices only, in rank order."""

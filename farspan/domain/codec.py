@@ -49,6 +49,17 @@ def write_atomically(path: Path, content: bytes) -> None:
         raise
 
 
+def cut_unfinished_line(path: Path) -> None:
+    """Cut off what a killed process left of a last line, in a file of one value a line."""
+    with open(path, "rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        tail_start = max(0, size - 2**20)
+        file.seek(tail_start)
+        tail = file.read()
+        if tail and not tail.endswith(b"\n"):
+            file.truncate(tail_start + tail.rfind(b"\n") + 1)
+
+
 def save(value: object, path: Path) -> None:
     """Save a struct as JSON, atomically."""
     write_atomically(path, to_json(value))

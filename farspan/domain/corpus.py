@@ -6,6 +6,9 @@ from typing import Literal
 
 import msgspec
 
+#: The files of both splits, as `Split` describes them.
+TOKEN_FILES = ("train.bin", "train.idx", "val.bin", "val.idx")
+
 
 class Split(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One token file: `NAME.bin`, tokens one after the other, a document's last followed by the end-of-text token.

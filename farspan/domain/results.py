@@ -140,6 +140,11 @@ class Warned(_Event, frozen=True, kw_only=True, tag="warned"):
     message: str
 
 
+#: Kinds of spans that are arithmetic; and backends whose passes have ended when their spans end: others only take
+#: orders in them.
+COMPUTE, IN_STEP = ("forward", "backward", "update"), ("cpu", "cuda")
+
+
 class Span(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a worker did from `start` to `end`, seconds since the epoch: forward, backward, receive, collective, or
     update."""

@@ -13,6 +13,7 @@ import msgspec
 
 from farspan.domain.cluster import Host
 from farspan.domain.codec import load, to_json
+from farspan.domain.corpus import TOKEN_FILES
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.problems import command as farspan
@@ -37,7 +38,7 @@ class Away:
         record = load(self._here.record, RunRecord)
         corpus = Path(self._host.folder or "") / "cache" / "corpora" / f"sent-{self._plan.inputs.corpus}"
         if self._ask(f"cat {quoted(corpus / 'corpus.json')}") is None:
-            files = [Path(record.corpus) / name for name in ("train.bin", "train.idx", "val.bin", "val.idx")]
+            files = [Path(record.corpus) / name for name in TOKEN_FILES]
             # The file that says what the folder is comes last: without it the folder counts as empty.
             self._put([(path, path.name) for path in (*files, Path(record.corpus) / "corpus.json")], corpus)
         if self._ask(f"cat {quoted(self._there.plan)}") is None:
@@ -45,11 +46,9 @@ class Away:
             sent = [here.corpus, here.tokenizer, here.estimate, here.events, here.checkpoints, here.plan]
             moved = to_json(msgspec.structs.replace(record, corpus=str(corpus)))
             self._put([(path, path.name) for path in sent if path.exists()], self._there.path, {"run.json": moved})
-        events = self._ask(f"cat {quoted(self._there.events)}")
         # What was recorded there and never came back comes now.
         self._pulled = self._here.events.stat().st_size if self._here.events.exists() else 0
-        if events is not None and len(events) > self._pulled:
-            self.pull()
+        self.pull()
 
     def pull(self, *, now: bool = True) -> None:
         """Append the events here that were written there; without `now` only if it is time to ask again."""

@@ -22,7 +22,7 @@ from farspan.domain.codec import save
 from farspan.domain.model import parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem, Refusal
-from farspan.domain.results import Environment, Event, Started, Step, Traced, read_events
+from farspan.domain.results import COMPUTE, IN_STEP, Environment, Event, Started, Step, Traced, read_events
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.trial import Trial, plan_key
 from farspan.launch.hosts import command, quoted
@@ -40,8 +40,6 @@ STATE_BYTES, STATE_RATE = 16, 2e8
 POLL_S = 0.2
 #: After its deadline a trial has so long to end its workers.
 END_S = 60.0
-#: Spans of arithmetic, and backends whose passes have ended when their spans end; others only take orders in them.
-COMPUTE, IN_STEP = ("forward", "backward", "update"), ("cpu", "cuda")
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,7 +137,8 @@ def _run(plan: Plan, run: RunFolder, cluster: Cluster, launcher: str, within: Li
 
 
 class Deadline:
-    """Ends the workers of a run when its time is over."""
+    """Ends the workers of a run when its time is over, or when the `with` is left while they run: nothing of them is to
+    be saved."""
 
     def __init__(self, workers: Workers, seconds: float) -> None:
         self._workers, self._until, self._left = workers, time.monotonic() + seconds, threading.Event()
@@ -153,14 +152,18 @@ class Deadline:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._left.set()
         self._thread.join()
+        self._kill()
 
     def _watch(self) -> None:
         while not self._left.wait(POLL_S):
             if time.monotonic() > self._until and not self.passed:
                 self.passed = True
-                for process in self._workers.processes:
-                    if process.poll() is None:
-                        process.signal(signal.SIGKILL)
+                self._kill()
+
+    def _kill(self) -> None:
+        for process in self._workers.processes:
+            if process.poll() is None:
+                process.signal(signal.SIGKILL)
 
 
 def _run_folder(run: RunFolder, plan: Plan, corpus: Path) -> RunFolder:

@@ -157,15 +157,9 @@ def state_bytes_each(engine: Engine, train: TrainSpec) -> int:
 
 def with_memory(cluster: Cluster, memory: Callable[[Device], int]) -> Cluster:
     """The cluster with other memory in every device."""
-    replace = msgspec.structs.replace
-    sites = (
-        replace(site, hosts=tuple(
-            replace(host, devices=tuple(replace(device, memory=memory(device)) for device in host.devices))
-            for host in site.hosts
-        ))
-        for site in cluster.sites
-    )  # fmt: skip
-    return replace(cluster, sites=tuple(sites))
+    return cluster.with_devices(
+        lambda host, i: msgspec.structs.replace(host.devices[i], memory=memory(host.devices[i]))
+    )
 
 
 def three_digits(number: float) -> int:

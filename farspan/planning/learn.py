@@ -20,21 +20,17 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from farspan import models
-from farspan.domain.cluster import Cluster, Link
-from farspan.domain.engine import Engine
+from farspan.domain.cluster import Cluster, Device, Host, Link
 from farspan.domain.plan import Plan
 from farspan.estimate.devices import devices
-from farspan.estimate.network import Network
 from farspan.estimate.price import price
-from farspan.estimate.stage import Costs
+from farspan.planning.why import costs_of
 
 #: Standard deviations of logarithms: of one trial's step from the next one's, and of the estimator's rates from what a
-#: plan meets. [fitted] on the spread of repeats and on the errors in benchmarks/results/wan.jsonl.
+#: plan meets. Choices: repeats in benchmarks/results/wan.jsonl differ by 3 %; rates that nobody probed are known worse.
 NOISE, DOUBT = 0.05, 0.25
 #: Steps of the search, and the change of a pace's logarithm that slopes are taken over.
 ROUNDS, STEP = 4, 0.02
-
 
 Paces = npt.NDArray[np.float64]
 
@@ -55,12 +51,12 @@ class Part(NamedTuple):
     b: str
 
 
-def learn(cluster: Cluster, engine: Engine, seen: Sequence[Seen]) -> Cluster:
+def learn(cluster: Cluster, seen: Sequence[Seen]) -> Cluster:
     """The cluster at the paces that explain what was seen; itself without anything seen."""
     parts = sorted(parts_of(cluster, seen))
     if not parts:
         return cluster
-    computing = [_alone(one, cluster, engine) for one in seen]
+    computing = [_alone(one, cluster) for one in seen]
     measured = np.log([s for one, ranks in zip(seen, computing, strict=True)
                        for s in (one.step_s, *(one.compute_s[rank] for rank in ranks))])  # fmt: skip
 
@@ -68,7 +64,7 @@ def learn(cluster: Cluster, engine: Engine, seen: Sequence[Seen]) -> Cluster:
         paced = with_paces(cluster, {part: math.exp(value) for part, value in zip(parts, x, strict=True)})
         found: list[float] = []
         for one, ranks in zip(seen, computing, strict=True):
-            costs = _costs(one.plan, paced, engine)
+            costs = costs_of(one.plan, paced)
             times = devices(one.plan, costs) if ranks else {}
             found += (price(one.plan, costs, brief=True).step_s, *(times[rank].compute_s for rank in ranks))
         return np.log(found)
@@ -84,15 +80,11 @@ def learn(cluster: Cluster, engine: Engine, seen: Sequence[Seen]) -> Cluster:
     return with_paces(cluster, {part: math.exp(value) for part, value in zip(parts, x, strict=True)})
 
 
-def _costs(plan: Plan, cluster: Cluster, engine: Engine) -> Costs:
-    return Costs(models.graph(plan.model), plan.train, Network(cluster, plan.devices, engine))
-
-
-def _alone(one: Seen, cluster: Cluster, engine: Engine) -> list[int]:
+def _alone(one: Seen, cluster: Cluster) -> list[int]:
     """The ranks whose passes hold nothing but arithmetic: what they compute says how fast they are."""
     if not one.compute_s:
         return []
-    times = devices(one.plan, _costs(one.plan, cluster, engine))
+    times = devices(one.plan, costs_of(one.plan, cluster))
     return [rank for rank in one.compute_s if rank in times and times[rank].compute_s and not times[rank].inside_s]
 
 
@@ -110,20 +102,14 @@ def parts_of(cluster: Cluster, seen: Sequence[Seen]) -> frozenset[Part]:
 
 def with_paces(cluster: Cluster, paces: Mapping[Part, float]) -> Cluster:
     """The cluster whose parts take so many times as long as they did."""
-    sites = []
-    for site in cluster.sites:
-        hosts = []
-        for host in site.hosts:
-            devices = tuple(
-                msgspec.structs.replace(
-                    device, pace=device.pace * paces.get(Part("device", host.name, device.kind), 1.0)
-                )
-                for device in host.devices
-            )
-            hosts.append(msgspec.structs.replace(host, devices=devices))
-        sites.append(msgspec.structs.replace(site, hosts=tuple(hosts)))
+
+    def paced(host: Host, index: int) -> Device:
+        device = host.devices[index]
+        pace = paces.get(Part("device", host.name, device.kind), 1.0)
+        return msgspec.structs.replace(device, pace=device.pace * pace)
+
     links = tuple(_slower(link, paces.get(Part("link", link.a, link.b), 1.0)) for link in cluster.links)
-    return msgspec.structs.replace(cluster, sites=tuple(sites), links=links)
+    return msgspec.structs.replace(cluster.with_devices(paced), links=links)
 
 
 def _slower(link: Link, pace: float) -> Link:

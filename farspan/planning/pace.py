@@ -7,7 +7,7 @@ import math
 import msgspec
 
 from farspan import models
-from farspan.domain.cluster import Cluster, DType
+from farspan.domain.cluster import Cluster, Device, DType, Host
 from farspan.domain.engine import Engine
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import GradSync, Inputs, Mesh, Plan, PlannedDevice, Replica, Stage
@@ -71,17 +71,14 @@ def calibrated(cluster: Cluster, model: ModelSpec, train: TrainSpec, engine: Eng
     speed, found = probe.speeds[train.precision], on_one_device(model, tried, cluster, engine)
     kind = cluster.devices[0].kind
     framework = max(0, speed.memory_bytes - found.memory_bytes + round(found.memory[0].framework))
-    sites = []
-    for site in cluster.sites:
-        hosts = []
-        for host in site.hosts:
-            devices = tuple(
-                msgspec.structs.replace(device, pace=speed.step_s / found.step_s, framework=framework)
-                if device.kind == kind else device for device in host.devices
-            )  # fmt: skip
-            hosts.append(msgspec.structs.replace(host, devices=devices))
-        sites.append(msgspec.structs.replace(site, hosts=tuple(hosts)))
-    return msgspec.structs.replace(cluster, sites=tuple(sites))
+
+    def tried_device(host: Host, index: int) -> Device:
+        device = host.devices[index]
+        if device.kind != kind:
+            return device
+        return msgspec.structs.replace(device, pace=speed.step_s / found.step_s, framework=framework)
+
+    return cluster.with_devices(tried_device)
 
 
 def product_flops(cluster: Cluster, engine: Engine, precisions: tuple[DType, ...]) -> float:

@@ -13,21 +13,21 @@ import farspan
 from farspan import models
 from farspan.domain.bench import Cell, Row, figures
 from farspan.domain.codec import content_hash
-from farspan.domain.engine import Engine
+from farspan.domain.engine import Engine, engine
 from farspan.domain.model import parameters
 from farspan.planning import cost_study, reproduce
 from farspan.planning.published import alpa_tflops
 from farspan.planning.published import cost_study as study
 from farspan.planning.published import fabric as published
 
-#: What the papers' figures are counted in: minutes of the FABRIC runs, and dollars at the A100-40GB's price.
-PAPERS = ("fabric", "slm-cost")
+#: The engine of what each paper ran, and where it is found.
+ENGINES = {"fabric": "alpa2022", "slm-cost": "torch2024"}
 SOURCES = {"fabric": "arXiv 2602.02632", "slm-cost": "arXiv 2410.19456"}
 
 
-def rows(name: str, engine: Engine) -> list[Row]:
-    """The rows of one of PAPERS."""
-    return fabric(engine) if name == "fabric" else slm_cost(engine)
+def rows(name: str) -> list[Row]:
+    """The rows of one of ENGINES."""
+    return (fabric if name == "fabric" else slm_cost)(engine(ENGINES[name]))
 
 
 def fabric(engine: Engine) -> list[Row]:

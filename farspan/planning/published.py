@@ -93,7 +93,9 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def cluster(self, name: str, devices: int) -> Cluster:
         """The first devices of a slice, with the memory that the driver reports."""
         whole = catalog_cluster(self.clusters[name]).first(devices)
-        return _with_devices(whole, lambda device: msgspec.structs.replace(device, memory=self._memory(device)))
+        return whole.with_devices(
+            lambda host, i: msgspec.structs.replace(host.devices[i], memory=self._memory(host.devices[i]))
+        )
 
     def _memory(self, device: Device) -> int:
         usable = self.usable_memory.get(device.kind)
@@ -147,21 +149,6 @@ def _load(name: str, kind: type[T]) -> T:
 def catalog_cluster(name: str) -> Cluster:
     """A cluster that ships with farspan."""
     return load_cluster(Path(str(resources.files("farspan.catalog").joinpath("clusters", f"{name}.yaml"))))
-
-
-def _with_devices(cluster: Cluster, change: object) -> Cluster:
-    assert callable(change)
-    sites = [
-        msgspec.structs.replace(
-            site,
-            hosts=tuple(
-                msgspec.structs.replace(host, devices=tuple(change(device) for device in host.devices))
-                for host in site.hosts
-            ),
-        )
-        for site in cluster.sites
-    ]
-    return msgspec.structs.replace(cluster, sites=tuple(sites))
 
 
 def planned_devices(cluster: Cluster) -> tuple[PlannedDevice, ...]:

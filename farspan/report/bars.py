@@ -8,10 +8,8 @@ from typing import Literal
 
 import msgspec
 
-from farspan.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Scale, label
+from farspan.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TINTS, TOP, WIDTH, Scale, label
 
-#: Colours of chart.css that series take in turn; a series beyond them is drawn pale.
-TINTS = ("train", "val", "speed", "memory", "lr", "norm")
 #: Share of a group's width that its bars leave free.
 GAP = 0.22
 

@@ -12,6 +12,8 @@ WIDTH, HEIGHT = 560, 330
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 14, 46
 #: A chart draws at most the lowest and the highest point of so many groups of neighbours: about one a pixel.
 GROUPS = 320
+#: Colours of chart.css that series, or stages, take in turn.
+TINTS = ("train", "val", "speed", "memory", "lr", "norm")
 #: Nothing below it is shown on a logarithmic scale.
 LEAST = 1e-12
 

@@ -7,6 +7,7 @@ from statistics import median, quantiles
 import msgspec
 
 from farspan.domain.problems import Refusal
+from farspan.domain.results import IN_STEP
 from farspan.domain.run import RunFolder
 from farspan.estimate.stage import Costs
 from farspan.report import expected as predicting
@@ -14,7 +15,7 @@ from farspan.report.drift import Drift, drifts, joined
 from farspan.report.expected import Expected
 from farspan.report.history import Run
 from farspan.report.plan_picture import Mark, part_words
-from farspan.report.traces import IN_STEP, Traces
+from farspan.report.traces import Traces
 
 PARTS = {"compute": "compute", "communication": "communication", "waiting": "waiting for others"}
 ALIGNED = (

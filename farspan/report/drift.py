@@ -15,14 +15,14 @@ from typing import Literal
 import msgspec
 
 from farspan.domain.plan import Replica
-from farspan.domain.results import Estimate, Span
+from farspan.domain.results import IN_STEP, Estimate, Span
 from farspan.domain.units import short_time
 from farspan.estimate.price import edges
 from farspan.estimate.schedule import Hop
 from farspan.estimate.stage import Costs
 from farspan.report.expected import Expected
 from farspan.report.history import Run
-from farspan.report.traces import IN_STEP, Traces
+from farspan.report.traces import Traces
 
 #: Nothing is told of runs with fewer steps.
 LEAST_STEPS = 10

@@ -12,6 +12,7 @@ from farspan.domain.results import Environment
 from farspan.domain.run import RunFolder
 from farspan.domain.units import format_bytes, format_count, format_seconds, short_time
 from farspan.report import charts, compared_text, plan_terminal, text
+from farspan.report.charts import TINTS
 from farspan.report.compared import Compared
 from farspan.report.figures import figures
 from farspan.report.history import Run
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     import jinja2
 
 _TEMPLATES = Path(__file__).parent / "template"
-#: Colours of chart.css that stages take in turn.
-TINTS = ("train", "val", "speed", "memory", "lr", "norm")
 #: Marks of a timeline narrower than this share of it have no number.
 NUMBERED = 0.045
 

@@ -14,10 +14,8 @@ import msgspec
 from farspan.domain.bench import Row, figures
 from farspan.domain.units import format_usd, short_time
 from farspan.report.bars import Bar, Bars, Dot, Dots, spread
-from farspan.report.charts import Axis, Chart, Series
+from farspan.report.charts import TINTS, Axis, Chart, Series
 
-#: Colours of a latency chart's techniques: those of chart.css.
-TINTS = ("train", "val", "speed", "memory", "lr", "norm")
 #: Groups of bars that a figure stays readable with.
 MOST_GROUPS = 12
 MARKS = {"oom": "out of memory", "failed": "failed", "no-plan": "no plan", "ok": "it ran, without a figure"}

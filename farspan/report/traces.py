@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from farspan.domain.results import Span, Step, Traced
+from farspan.domain.results import COMPUTE, Span, Step, Traced
 from farspan.report.history import Run
 from farspan.report.plan_picture import Mark
 
-#: Backends whose passes have ended when the span of the pass ends; others only take orders in it.
-IN_STEP = ("cpu", "cuda")
 #: What a span of a kind is counted as: the three parts of an Estimate's step.
-PARTS = {
-    "forward": "compute", "backward": "compute", "update": "compute", "collective": "communication",
-    "receive": "waiting",
-}  # fmt: skip
+PARTS = {**dict.fromkeys(COMPUTE, "compute"), "collective": "communication", "receive": "waiting"}
 #: `down` brings activations from the stage before, `up` gradients from the next one.
 Way = Literal["down", "up"]
 

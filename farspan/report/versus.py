@@ -122,7 +122,7 @@ def _results(runs: Sequence[Run]) -> tuple[tuple[Line, ...], tuple[str, ...]]:
         _line("tokens/s", measured, lambda m: m.tokens_per_s, "{:,.0f}".format, most=True, ranked=False),
         _line("TFLOP/s a device", measured, lambda m: m.tflops_per_device, "{:.3g}".format, most=True, ranked=False),
         _line("MFU", measured, lambda m: m.mfu, "{:.1%}".format, most=True, ranked=False),
-        _line("run", measured, lambda m: m.run_s, format_seconds),
+        _line("run", measured, lambda m: m.run_s, format_seconds, ranked=len({m.steps for m in measured if m}) == 1),
         _line("steps", measured, lambda m: float(m.steps), "{:,.0f}".format, ranked=False),
         _line("peak memory", measured, lambda m: float(m.memory_bytes), format_bytes),
         _line("money", measured, lambda m: m.usd, format_usd),

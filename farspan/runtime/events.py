@@ -8,6 +8,7 @@ from types import TracebackType
 
 import msgspec
 
+from farspan.domain.codec import cut_unfinished_line
 from farspan.domain.results import Event
 
 
@@ -17,7 +18,7 @@ class EventLog:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "ab")  # noqa: SIM115 - closed by __exit__
-        _cut_unfinished_line(path)
+        cut_unfinished_line(path)
         self._encoder = msgspec.json.Encoder()
 
     def write(self, event: Event) -> None:
@@ -31,13 +32,3 @@ class EventLog:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-
-
-def _cut_unfinished_line(path: Path) -> None:
-    with open(path, "rb+") as file:
-        size = file.seek(0, os.SEEK_END)
-        tail_start = max(0, size - 2**20)
-        file.seek(tail_start)
-        tail = file.read()
-        if tail and not tail.endswith(b"\n"):
-            file.truncate(tail_start + tail.rfind(b"\n") + 1)

@@ -55,7 +55,7 @@ class Executor:
     def __init__(self, place: Place, device: torch.device) -> None:
         plan, stage = place.plan, place.stage
         self.place, self.device, self.wire = place, device, Wire()
-        # On MPS spans are of orders given (report.traces.IN_STEP).
+        # On MPS spans are of orders given (domain.results.IN_STEP).
         self.spans = Spans() if device.type == "mps" else Spans(lambda: settle(device))
         self.groups = groups = Groups()
         with torch.device("meta"):

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from farspan.corpus.tokens import TokenFile
 from farspan.domain.codec import load, save
-from farspan.domain.corpus import CorpusManifest
+from farspan.domain.corpus import TOKEN_FILES, CorpusManifest
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder, RunRecord, cache_folder
@@ -31,7 +31,6 @@ from farspan.domain.run import RunFolder, RunRecord, cache_folder
 #: No byte for this long: the receiver is gone.
 QUIET_S = 30.0
 POLL_S = 0.05
-TOKEN_FILES = ("train.bin", "train.idx", "val.bin", "val.idx")
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):

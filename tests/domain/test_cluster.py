@@ -2,6 +2,7 @@
 
 import itertools
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -206,3 +207,13 @@ def test_a_measured_cluster_has_one_hash_whatever_the_order_of_its_tables():
 
     assert content_hash(measured((1, 16, 2))) == content_hash(measured((16, 2, 1)))
     assert content_hash(measured((1, 2))) != content_hash(measured((1, 4)))
+
+
+def test_hosts_and_devices_change_each_in_its_place():
+    here = clusters.find("fabric/utah-gpn")
+    changed = here.with_devices(lambda host, i: msgspec.structs.replace(host.devices[i], threads=i + len(host.name)))
+    wanted = [i + len(host.name) for host in here.hosts for i in range(len(host.devices))]
+    assert [device.threads for device in changed.devices] == wanted and len(wanted) == 4
+    assert changed.links == here.links and here.with_hosts(lambda host: host) == here
+    odd = here.only({1, 2})
+    assert odd.devices == here.devices[1:3] and odd.links == here.links

@@ -17,7 +17,7 @@ from farspan.domain.results import Finished, Step, Validated, read_events
 from farspan.domain.trial import plan_key
 from farspan.lab import state
 from farspan.launch.launchers import launch
-from farspan.launch.trial import WARMUP, Limits, limits, shortened, timed, trial
+from farspan.launch.trial import WARMUP, Limits, Question, apart, limits, shortened, timed, trial
 from tests import tiny
 from tests.launch.conftest import up
 from tests.launch.test_launchers import TRAIN, divided, losses, planned
@@ -115,6 +115,13 @@ def test_a_trial_that_does_not_end_is_ended(sites, corpus):
     assert made.status == "failed" and "not done after 12 s" in made.problem.what
     assert made.took_s < 45
     assert not subprocess.run(["pgrep", "-af", "farspan-trial-"], capture_output=True, text=True).stdout
+
+
+def test_what_kills_the_process_of_a_cell_is_a_result(sites, tmp_path):
+    nowhere = str(tmp_path / "no-corpus")
+    made = apart(Question(plan=planned(), corpus=nowhere, cluster=sites, launcher="local", within=FEW))
+    assert made.status == "failed" and made.plan == plan_key(planned())
+    assert "exit code 1" in made.problem.fact and "no-corpus" in made.problem.fact
 
 
 def test_limits_follow_the_prediction():

@@ -7,7 +7,6 @@ import functools
 import pytest
 
 from farspan.domain.bench import Row, figures
-from farspan.domain.engine import engine
 from farspan.planning.paper_rows import rows
 from farspan.planning.published import cost_study, fabric
 from farspan.report import results
@@ -16,12 +15,12 @@ from farspan.report.results_page import results_page
 
 @functools.cache
 def fabric_rows() -> list[Row]:
-    return rows("fabric", engine("alpa2022"))
+    return rows("fabric")
 
 
 @functools.cache
 def cost_rows() -> list[Row]:
-    return rows("slm-cost", engine("torch2024"))
+    return rows("slm-cost")
 
 
 def test_the_fabric_rows_say_what_the_paper_printed():

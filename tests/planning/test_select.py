@@ -186,7 +186,7 @@ def test_paces_are_found_again():
     candidates = asked().rank(here).candidates
     plans = [one.plan for one in candidates if one.plan is not None and len(one.places) == 4]
     seen = [Seen(plan, estimate(plan, models.graph(plan.model), true, ENGINE).step_s) for plan in plans]
-    found = learn(here, ENGINE, seen)
+    found = learn(here, seen)
     assert found.hosts[0].devices[0].pace == pytest.approx(1.5, rel=0.1)
     assert found.links[0].rtt_s == pytest.approx(0.014, rel=0.15)
 
@@ -196,20 +196,20 @@ def test_unlike_devices_of_one_host_are_told_apart_by_what_each_computes():
     true = with_paces(here, {Part("device", "h0", "fast"): 0.8, Part("device", "h0", "slow"): 1.3})
     plan = next(one.plan for one in asked(allow=("data",)).rank(here).candidates if len(one.places) == 2)
     world = World(true)
-    found = learn(here, ENGINE, [Seen(plan, world.step_s(plan), world.compute_s(plan))])
+    found = learn(here, [Seen(plan, world.step_s(plan), world.compute_s(plan))])
     assert [device.pace for device in found.hosts[0].devices] == pytest.approx([0.8, 1.3], rel=0.05)
 
 
 def test_nothing_seen_changes_nothing():
     here = cluster((FAST,), (SLOW,))
-    assert learn(here, ENGINE, []) is here
+    assert learn(here, []) is here
 
 
 def test_a_plan_of_one_site_says_nothing_of_others():
     here = cluster((FAST, FAST), (SLOW, SLOW))
     plan = next(one.plan for one in asked(allow=("data",)).rank(here).candidates if one.places == (0, 1))
     now = estimate(plan, models.graph(plan.model), here, ENGINE).step_s
-    found = learn(here, ENGINE, [Seen(plan, 2 * now)])
+    found = learn(here, [Seen(plan, 2 * now)])
     assert found.hosts[0].devices[0].pace > 1.4
     assert found.hosts[1] == here.hosts[1] and found.links == here.links
 

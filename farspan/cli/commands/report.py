@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from farspan.domain.bench import Row
 
 HELP = "show what a run did, or what a bench measured"
-#: Papers whose tables and figures are drawn, and the engines of what they ran.
-PAPERS = {"fabric": "alpa2022", "slm-cost": "torch2024"}
 #: More tables than this are only on the page.
 SHOWN = 8
 
@@ -32,8 +30,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     if given.run is not None and (Path(given.run) / "rows.jsonl").exists():
         bench(Path(given.run), console, predicted=given.predicted)
         return
-    if given.run in PAPERS and not Path(given.run).exists():
-        paper(given.run, console, predicted=given.predicted)
+    if given.run is not None and not Path(given.run).exists() and paper(given.run, console, predicted=given.predicted):
         return
     from farspan.report.compared_text import timeline
     from farspan.report.measure import measure
@@ -63,15 +60,14 @@ def bench(folder: Path, console: Console, *, predicted: bool) -> None:
     show(rows, folder, rows[0].matrix, console, predicted=predicted)
 
 
-def paper(name: str, console: Console, *, predicted: bool) -> None:
-    """A paper's tables and figures: as printed, or as predicted."""
-    from farspan.domain.engine import engine
+def paper(name: str, console: Console, *, predicted: bool) -> bool:
+    """A paper's tables and figures, as printed or as predicted; whether there is such a paper."""
     from farspan.planning.paper_rows import SOURCES, rows
 
-    used = engine(PAPERS[name])
-    show(
-        rows(name, used), Path(f"{name}-report"), f"{name}, {SOURCES[name]}", console, predicted=predicted, kind="Paper"
-    )
+    if name in SOURCES:
+        title = f"{name}, {SOURCES[name]}"
+        show(rows(name), Path(f"{name}-report"), title, console, predicted=predicted, kind="Paper")
+    return name in SOURCES
 
 
 def show(rows: list[Row], folder: Path, title: str, console: Console, *, predicted: bool, kind: str = "Bench") -> None:

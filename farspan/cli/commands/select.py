@@ -84,7 +84,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     say_ranking(ranking, console, more="farspan plan --all")
     console.say()
     console.say(paragraph(selecting.why(selection)))
-    found = selecting.as_json(selection, ranking.cluster)
+    found = selecting.as_json(selection)
     plan = None if ranking.chosen is None else ranking.candidates[ranking.chosen].plan
     if plan is None:
         raise nothing_runs(selection)
@@ -128,7 +128,7 @@ def _by_paper(
 
     console.say(f"epsilon: {steps} steps of each; delta: {given.delta:g}; T in TFLOP/s a device, 0 for what fails")
     found = choose(
-        resolved.cluster, selecting.question(resolved, asked), measure, given.delta,
+        resolved.cluster, selecting.question_of(resolved, asked), measure, given.delta,
         say=lambda one: console.say(f"  {said(one)}"),
     )  # fmt: skip
     console.say(f"  {'Tz':5} {found.speeds.tz:.4g}")
