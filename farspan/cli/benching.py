@@ -63,11 +63,18 @@ class Results:
                 fact=str(error), remedy=f"move {self.folder} away, and measure again",
             ) from None  # fmt: skip
 
-    def add(self, row: Row, plan: Plan | None) -> None:
-        """Append a row; its plan goes beside it."""
-        (self.folder / "plans").mkdir(parents=True, exist_ok=True)
-        if plan is not None:
-            save(plan, self.folder / "plans" / f"{row.plan_hash}.json")
+    def plan(self, hash_: str) -> Plan:
+        return load(self.folder / "plans" / f"{hash_}.json", Plan)
+
+    def cluster(self, hash_: str) -> Cluster:
+        return load(self.folder / "clusters" / f"{hash_}.json", Cluster)
+
+    def add(self, row: Row, plan: Plan | None, cluster: Cluster) -> None:
+        """Append a row; its plan and its cluster go beside it."""
+        for name, hash_, what in (("plans", row.plan_hash, plan), ("clusters", row.cluster_hash, bare(cluster))):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+            if what is not None:
+                save(what, self.folder / name / f"{hash_}.json")
         with open(self.path, "ab") as file:
             cut_unfinished_line(self.path)
             file.write(msgspec.json.encode(row) + b"\n")
@@ -125,7 +132,7 @@ def measure(matrix: Matrix, results: Results, console: Console, *, agreed: bool,
             )  # fmt: skip
         for number, one in enumerate(todo):
             row, plan = measured(matrix, one)
-            results.add(row, plan)
+            results.add(row, plan, one.case.cluster)
             console.say(f"{number + 1}/{len(todo)} {line(row)}")
     results.write_table()
     return results.read()
@@ -271,8 +278,13 @@ def priced(cluster: Cluster, matrix: Matrix) -> Cluster:
     return cluster.with_devices(device_of)
 
 
-def figures_hash(cluster: Cluster) -> str:
-    """What a cluster is known by that is made anew each time: its figures, without ways to enter it."""
-    return cluster_hash(cluster.with_hosts(
-        lambda host: msgspec.structs.replace(host, folder=None, address=None, interface=None, python="python3")
+def bare(cluster: Cluster) -> Cluster:
+    """A cluster's figures, without ways to enter it: what stays the same where it is made anew each time."""
+    return cluster.with_hosts(lambda host: msgspec.structs.replace(
+        host, folder=None, address=None, interface=None, python="python3", enter=None,
+        devices=tuple(msgspec.structs.replace(device, enter=None) for device in host.devices),
     ))  # fmt: skip
+
+
+def figures_hash(cluster: Cluster) -> str:
+    return cluster_hash(bare(cluster))

@@ -173,7 +173,7 @@ def surface(engine: Engine) -> tuple[Setting, ...]:
     return tuple(
         one
         for gpu in study.price_ratios
-        for model in sorted({point.model for point in study.points})
+        for model in dict.fromkeys(point.model for point in study.points)
         for scheme in study.schemes
         for devices in study.devices
         for one in settings(engine, gpu, model, scheme, devices)

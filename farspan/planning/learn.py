@@ -1,8 +1,10 @@
-"""What trials say of devices and links: the paces at which the estimator would have predicted what was measured.
+"""What trials say of devices, links and ways of dividing the work: the paces at which the estimator would have
+predicted what was measured.
 
-A pace multiplies the seconds of all that a host's devices of one kind compute, or of all that crosses one link. With
-x the logarithms of the paces, p(x) the estimator's logarithms of the plans' steps, and of what single devices compute
-in them, and m the measured ones, x minimises
+A pace multiplies the seconds of all that a host's devices of one kind compute, of all that crosses one link, or of the
+steps of all plans with stages, or with a tensor axis, or with sums over a batch axis: what the estimator misses of one
+such plan it misses of the next. With x the logarithms of the paces, p(x) the estimator's logarithms of the plans'
+steps, and of what single devices compute in them, and m the measured ones, x minimises
 
     |(p(x) - m) / NOISE|^2 + |x / DOUBT|^2
 
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -28,7 +30,7 @@ from farspan.planning.why import costs_of
 
 #: Standard deviations of logarithms: of one trial's step from the next one's, and of the estimator's rates from what a
 #: plan meets. Choices: repeats in benchmarks/results/wan.jsonl differ by 3 %; rates that nobody probed are known worse.
-NOISE, DOUBT = 0.05, 0.25
+NOISE, DOUBT = 0.05, {"device": 0.25, "link": 0.25, "way": 0.2}
 #: Steps of the search, and the change of a pace's logarithm that slopes are taken over.
 ROUNDS, STEP = 4, 0.02
 
@@ -44,40 +46,70 @@ class Seen(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What keeps a pace: the devices of one kind in a host, or the link between two sites or hosts."""
+    """What keeps a pace: the devices of kind `b` in host `a`, the link between two sites or hosts, or a way `a` of
+    dividing the work."""
 
-    what: str
+    what: Literal["device", "link", "way"]
     a: str
-    b: str
+    b: str = ""
 
 
-def learn(cluster: Cluster, seen: Sequence[Seen]) -> Cluster:
-    """The cluster at the paces that explain what was seen; itself without anything seen."""
+class Learned(NamedTuple):
+    """The cluster at its learned paces, and those of the ways: a step takes the product of its plan's."""
+
+    cluster: Cluster
+    ways: Mapping[str, float]
+
+    def way(self, plan: Plan) -> float:
+        return math.prod(self.ways.get(way, 1.0) for way in ways_of(plan))
+
+
+def ways_of(plan: Plan) -> frozenset[str]:
+    """How a plan divides the work between its devices; nothing for a single one."""
+    stages = [stage for replica in plan.replicas for stage in replica.stages]
+    ways = {
+        "stages": any(len(replica.stages) > 1 for replica in plan.replicas),
+        "tensor": any(stage.mesh.size("tensor") > 1 for stage in stages),
+        "sums": any(len(stage.mesh.batch) > 1 for stage in stages),
+        "meetings": len(plan.replicas) > 1,
+    }
+    return frozenset(way for way, used in ways.items() if used)
+
+
+def learn(cluster: Cluster, seen: Sequence[Seen]) -> Learned:
+    """The paces that explain what was seen; the cluster itself without anything seen."""
     parts = sorted(parts_of(cluster, seen))
     if not parts:
-        return cluster
+        return Learned(cluster, {})
     computing = [_alone(one, cluster) for one in seen]
     measured = np.log([s for one, ranks in zip(seen, computing, strict=True)
                        for s in (one.step_s, *(one.compute_s[rank] for rank in ranks))])  # fmt: skip
 
+    def learned(x: Paces) -> Learned:
+        paces = {part: math.exp(value) for part, value in zip(parts, x, strict=True)}
+        ways = {part.a: pace for part, pace in paces.items() if part.what == "way"}
+        return Learned(with_paces(cluster, paces), ways)
+
     def predicted(x: Paces) -> Paces:
-        paced = with_paces(cluster, {part: math.exp(value) for part, value in zip(parts, x, strict=True)})
+        paced = learned(x)
         found: list[float] = []
         for one, ranks in zip(seen, computing, strict=True):
-            costs = costs_of(one.plan, paced)
+            costs = costs_of(one.plan, paced.cluster)
             times = devices(one.plan, costs) if ranks else {}
-            found += (price(one.plan, costs, brief=True).step_s, *(times[rank].compute_s for rank in ranks))
+            step_s = price(one.plan, costs, brief=True).step_s * paced.way(one.plan)
+            found += (step_s, *(times[rank].compute_s for rank in ranks))
         return np.log(found)
 
+    doubt = np.array([DOUBT[part.what] for part in parts])
     x: Paces = np.zeros(len(parts))
     for _ in range(ROUNDS):
         here = predicted(x)
         slopes = np.stack([(predicted(x + STEP * unit) - here) / STEP for unit in np.eye(len(parts))], axis=1)
         # The prior as further rows: all in units of their standard deviations.
-        rows = np.concatenate([slopes / NOISE, np.eye(len(parts)) / DOUBT])
-        lacking = np.concatenate([(measured - here) / NOISE, -x / DOUBT])
+        rows = np.concatenate([slopes / NOISE, np.diag(1 / doubt)])
+        lacking = np.concatenate([(measured - here) / NOISE, -x / doubt])
         x = x + np.linalg.lstsq(rows, lacking, rcond=None)[0]
-    return with_paces(cluster, {part: math.exp(value) for part, value in zip(parts, x, strict=True)})
+    return learned(x)
 
 
 def _alone(one: Seen, cluster: Cluster) -> list[int]:
@@ -89,7 +121,7 @@ def _alone(one: Seen, cluster: Cluster) -> list[int]:
 
 
 def parts_of(cluster: Cluster, seen: Sequence[Seen]) -> frozenset[Part]:
-    """All that any of the plans uses: kinds by host, and links between its hosts."""
+    """All that any of the plans uses: kinds by host, links between its hosts, and ways."""
     found: set[Part] = set()
     for one in seen:
         hosts = {at.host for at in one.plan.devices}
@@ -97,6 +129,7 @@ def parts_of(cluster: Cluster, seen: Sequence[Seen]) -> frozenset[Part]:
         found |= {Part("device", at.host, by_name[at.host].devices[at.index].kind) for at in one.plan.devices}
         ends = hosts | {cluster.site_of(name).name for name in hosts}
         found |= {Part("link", link.a, link.b) for link in cluster.links if {link.a, link.b} <= ends}
+        found |= {Part("way", way) for way in ways_of(one.plan)}
     return frozenset(found)
 
 

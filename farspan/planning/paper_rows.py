@@ -30,6 +30,27 @@ def rows(name: str) -> list[Row]:
     return (fabric if name == "fabric" else slm_cost)(engine(ENGINES[name]))
 
 
+def slices(predicted: bool) -> list[reproduce.Case]:
+    """Of every slice of the FABRIC study, all devices: the plan of gpt2m with the fewest minutes, as printed or as
+    predicted."""
+    found: dict[str, tuple[float, reproduce.Case]] = {}
+    for case in reproduce.cases():
+        row, used = case.row, engine(ENGINES["fabric"])
+        if row.model == "gpt2m" and row.minutes is not None and row.devices == len(case.cluster.devices) == 4:
+            minutes = reproduce.minutes(case, used) if predicted else row.minutes
+            if row.slice not in found or minutes < found[row.slice][0]:
+                found[row.slice] = (minutes, case)
+    return [case for _, case in found.values()]
+
+
+def sizes() -> list[tuple[str, float, float, float]]:
+    """Family, parameters, width and layers of the models that the cost study fitted, and of its own four."""
+    paper = study()
+    found = [(one.family, 1e9 * one.billions, float(one.d_model), float(one.layers)) for one in paper.sizes]
+    own = [models.preset(name).spec for name in (*paper.fitted_on, *paper.held_out)]
+    return [*found, *(("the study's own", float(parameters(one)), one.d_model, one.layers) for one in own)]
+
+
 def fabric(engine: Engine) -> list[Row]:
     """arXiv 2602.02632: every row of its tables and figures, on both machines and on one."""
     settings, found = published().settings, []

@@ -111,6 +111,17 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     plotted: float
 
 
+class Size(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model that the cost study's fit of shapes goes by."""
+
+    family: str
+    #: Parameters by its name.
+    billions: float
+    d_model: int
+    layers: int
+    source: str
+
+
 class CostStudy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """arXiv 2410.19456."""
 
@@ -127,6 +138,7 @@ class CostStudy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     schemes: dict[str, Zero]
     fitted_on: tuple[str, ...]
     held_out: tuple[str, ...]
+    sizes: tuple[Size, ...]
     points: tuple[Point, ...]
 
 

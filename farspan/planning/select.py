@@ -1,8 +1,10 @@
 """Choosing by evidence: predict every plan, run those that could be the best for a few steps, learn, predict again.
 
-A trial is a measured plan. Plans are tried in the order in which they are predicted, as long as one could be better
-than what is best by now (its interval reaches below it) and the budget lasts. After each trial the paces of devices
-and links are learned from all of them (`learn`), and every technique plans anew for the cluster that they show.
+A trial is a measured plan. A plan is tried as long as it could be better than what is best by now (its interval
+reaches below it) and the budget lasts; first the one that could be best of all, so that what nobody has seen yet goes
+before variants of what was seen (optimism in the face of uncertainty: Lai and Robbins 1985). After each trial the paces
+of devices, links and ways of dividing the work are learned from all of them (`learn`), and every technique plans anew
+for the cluster that they show.
 """
 
 from __future__ import annotations
@@ -103,11 +105,9 @@ def select(
     tried: dict[str, tuple[Candidate, Trial]] = {}
     ranking, spent = asked.rank(cluster), 0.0
     ended: Ended = "clear"
-    best = None if ranking.chosen is None else ranking.candidates[ranking.chosen]
-    budget = budget_s if budget_s is not None else max(LEAST_S, SHARE * (best.time_s if best else 0.0))
     while contenders := _contenders(ranking, asked):
         each = spent / len(tried) if tried else TRIAL_S
-        if spent >= budget:
+        if spent >= (_share(ranking) if budget_s is None else budget_s):
             ended = "budget"
             break
         if paying and _gain(ranking, contenders) < each * min(2, len(contenders)):
@@ -121,15 +121,21 @@ def select(
         say(one, trial)
         ranking = _with_evidence(cluster, asked, tried)
     return Selection(
-        ranking=_settled(ranking, asked), tried=tuple(tried.values()), spent_s=spent, budget_s=budget, ended=ended
-    )
+        ranking=_settled(ranking, asked), tried=tuple(tried.values()), spent_s=spent,
+        budget_s=_share(ranking) if budget_s is None else budget_s, ended=ended,
+    )  # fmt: skip
+
+
+def _share(ranking: Ranking) -> float:
+    """Seconds that trials may take, of the run as the best plan is known by now."""
+    return max(LEAST_S, SHARE * (0.0 if ranking.chosen is None else ranking.candidates[ranking.chosen].time_s))
 
 
 # -- what is still open ------------------------------------------------------------------------------------------------
 
 
 def _contenders(ranking: Ranking, asked: Asked) -> list[Candidate]:
-    """The untried plans that could be the best, the one that is predicted best first; none where that is clear."""
+    """The untried plans that could be the best, the one whose best case is best first; none where that is clear."""
     eligible = [one for one in ranking.candidates if one.eligible]
     if not eligible:
         return []
@@ -146,7 +152,8 @@ def _contenders(ranking: Ranking, asked: Asked) -> list[Candidate]:
         if one.trial is None and (key(at_best) < sure or tells):
             open_.append(one)
     # One that stands alone needs no trial, unless others have failed theirs.
-    return [] if open_ == eligible[:1] and not any(one.trial for one in ranking.candidates) else open_
+    alone = open_ == eligible[:1] and not any(one.trial for one in ranking.candidates)
+    return [] if alone else sorted(open_, key=lambda one: key(_at(one, 0, ranking.cluster)))
 
 
 def _at(one: Candidate, bound: Literal[0, 1], cluster: Cluster) -> Candidate:
@@ -172,16 +179,16 @@ def _with_evidence(cluster: Cluster, asked: Asked, tried: Mapping[str, tuple[Can
         Seen(one.plan, trial.step_s, trial.compute_s) for one, trial in tried.values()
         if one.plan is not None and trial.step_s is not None
     ]  # fmt: skip
-    ranking = asked.rank(learn(cluster, seen))
-    known = parts_of(ranking.cluster, seen)
+    learned = learn(cluster, seen)
+    ranking, known = asked.rank(learned.cluster), parts_of(cluster, seen)
     found = [_judged(one, trial, cluster) for one, trial in tried.values()]
     for one in ranking.candidates:
-        if one.plan is None or one.estimate is None:
+        if (plan := one.plan) is None or one.estimate is None:
             found.append(one)
-        elif plan_key(one.plan) not in tried:
-            if seen and parts_of(ranking.cluster, [Seen(one.plan, 0.0)]) <= known:
-                one = msgspec.structs.replace(one, estimate=msgspec.structs.replace(one.estimate, interval=LEARNED))
-            found.append(one)
+        elif plan_key(plan) not in tried:
+            one = _taking(one, one.estimate.step_s * learned.way(plan), cluster)
+            known_all = seen and parts_of(cluster, [Seen(plan, 0.0)]) <= known
+            found.append(_within(one, LEARNED) if known_all else one)
     candidates, chosen = ordered(found, asked.objective, asked.tolerance)
     return msgspec.structs.replace(ranking, candidates=candidates, chosen=chosen)
 
@@ -191,10 +198,12 @@ def _judged(one: Candidate, trial: Trial, cluster: Cluster) -> Candidate:
     if trial.step_s is None:
         why = "it ended without a step" if trial.problem is None else f"{trial.problem.what}: {trial.problem.fact}"
         return msgspec.structs.replace(one, trial=trial, unchosen=f"its trial failed, {why}")
-    taken = _taking(one, trial.step_s, cluster)
-    assert taken.estimate is not None
-    estimate = msgspec.structs.replace(taken.estimate, interval=MEASURED)
-    return msgspec.structs.replace(taken, estimate=estimate, trial=trial)
+    return msgspec.structs.replace(_within(_taking(one, trial.step_s, cluster), MEASURED), trial=trial)
+
+
+def _within(one: Candidate, interval: tuple[float, float]) -> Candidate:
+    assert one.estimate is not None
+    return msgspec.structs.replace(one, estimate=msgspec.structs.replace(one.estimate, interval=interval))
 
 
 def _taking(one: Candidate, step_s: float, cluster: Cluster) -> Candidate:

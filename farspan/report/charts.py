@@ -19,11 +19,12 @@ LEAST = 1e-12
 
 
 class Axis(msgspec.Struct, frozen=True):
-    """What a chart is drawn over, ascending; `marks` are named places on it."""
+    """What a chart is drawn over, ascending; `marks` are named places on it; with `log` all are above 0."""
 
     name: str
     values: Sequence[float]
     marks: tuple[tuple[str, float], ...] = ()
+    log: bool = False
 
 
 class Series(msgspec.Struct, frozen=True):
@@ -88,7 +89,8 @@ def scales(chart: Chart) -> tuple[Scale, Scale]:
         low = 0.0 if chart.scale == "zero" else low
         room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
         low, high = (0.0 if 0 <= low < room else low - room), high + room
-    x = Scale(0.0, max(chart.x.values) or 1.0, LEFT, WIDTH - RIGHT)
+    far = max(chart.x.values) or 1.0
+    x = Scale(min(chart.x.values) if chart.x.log else 0.0, far, LEFT, WIDTH - RIGHT, chart.x.log)
     return x, Scale(low, high, HEIGHT - BOTTOM, TOP, chart.scale == "log")
 
 

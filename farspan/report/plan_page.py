@@ -7,6 +7,7 @@ phone as on a wide screen.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -76,13 +77,17 @@ def write_plan_page(shown: Picture | None, told: Told, path: Path) -> None:
 def plan_page(shown: Picture | None, told: Told) -> str:
     """The whole page as HTML. The same ranking gives the same bytes."""
     made = environment()
-    made.globals |= {
+    made.globals |= drawing_words() | {
         "lane_name": plan_picture.lane_name, "paces": plan_picture.paces, "bars": plan_picture.bars,
-        "rows_line": plan_picture.rows_line, "stage_line": plan_picture.stage_line, "short_time": short_time,
-        "fills": FILLS, "parts": PARTS, "head": HEAD, "row": ROW,
+        "short_time": short_time, "fills": FILLS, "parts": PARTS,
     }  # fmt: skip
     drawing = layout(shown) if shown is not None else None
     return made.get_template("plan.html").render(shown=shown, told=told, drawing=drawing, told_plan=told_plan(shown))
+
+
+def drawing_words() -> dict[str, Any]:
+    """What the picture of a cluster in `template/plan.svg` uses."""
+    return {"rows_line": plan_picture.rows_line, "stage_line": plan_picture.stage_line, "head": HEAD, "row": ROW}
 
 
 def told_plan(shown: Picture | None) -> str:

@@ -13,11 +13,15 @@ import msgspec
 
 from farspan.domain.bench import Row, figures
 from farspan.domain.units import format_usd, short_time
+from farspan.estimate.loss import loss
 from farspan.report.bars import Bar, Bars, Dot, Dots, spread
 from farspan.report.charts import TINTS, Axis, Chart, Series
 
 #: Groups of bars that a figure stays readable with.
 MOST_GROUPS = 12
+#: Budgets on a figure's axis, and tokens a parameter that its ends buy: a choice, an order of magnitude about the 20
+#: that are compute-optimal.
+BUDGETS, SPENT = 60, (2.0, 200.0)
 MARKS = {"oom": "out of memory", "failed": "failed", "no-plan": "no plan", "ok": "it ran, without a figure"}
 
 
@@ -204,6 +208,44 @@ def latency(found: Sequence[Point]) -> list[Chart]:
         if series:
             scale = spread(values)
             made.append(Chart(name, f"{model}: seconds a step by round trip", axis, tuple(series), scale))
+    return made
+
+
+def budgets(found: Sequence[Point]) -> Chart | None:
+    """What a scaling law expects of each model's loss for a budget, spent in its cheapest setting: loss a dollar of
+    arXiv 2410.19456, whose loss a token is here the law's (`estimate.loss`), not a constant."""
+    tops = {}
+    for model in distinct(found, _model):
+        here = [one for one in found if _model(one.row) == model]
+        if (top := best(here, lambda one: one.tokens_per_usd, most=True)) and top.tokens_per_usd:
+            tops[model] = (top.row.parameters, top.tokens_per_usd)
+    if not tops:
+        return None
+    low, high = (
+        pick(tokens * size / rate for size, rate in tops.values())
+        for tokens, pick in zip(SPENT, (min, max), strict=True)
+    )
+    usd = [low * (high / low) ** (step / BUDGETS) for step in range(BUDGETS + 1)]
+    series = tuple(
+        Series(model, [loss(size, rate * one) for one in usd], "line", TINTS[number % len(TINTS)])
+        for number, (model, (size, rate)) in enumerate(tops.items())
+    )
+    return Chart("loss-usd", "Loss that a budget buys", Axis("dollars", usd, log=True), series)
+
+
+def sizes(found: Sequence[tuple[str, float, float, float]], fit: Callable[[float], tuple[float, float]]) -> list[Chart]:
+    """Width and layers over parameters, as points by family, and the fit through them: the cost study's figure 5.
+    `found` has (family, parameters, width, layers); `fit` gives (width, layers)."""
+    over = sorted({size for _, size, _, _ in found})
+    smooth = sorted({*over, *(over[0] * (over[-1] / over[0]) ** (step / BUDGETS) for step in range(BUDGETS + 1))})
+    made = []
+    for place, what in enumerate(("width", "layers")):
+        series = [Series("fit", [fit(size)[place] for size in smooth], "line", TINTS[0])]
+        for number, family in enumerate(dict.fromkeys(one[0] for one in found), start=1):
+            known = {size: (width, layers)[place] for name, size, width, layers in found if name == family}
+            series.append(Series(family, [known.get(size) for size in smooth], "points", TINTS[number]))
+        axis = Axis("parameters", smooth, log=True)
+        made.append(Chart(f"size-{what}", f"{what.capitalize()} by parameters", axis, tuple(series), "log"))
     return made
 
 

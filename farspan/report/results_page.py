@@ -10,35 +10,43 @@ from statistics import median
 from farspan.domain.bench import Row
 from farspan.domain.codec import write_atomically
 from farspan.report import bars, results
-from farspan.report.charts import LEFT, RIGHT
+from farspan.report.charts import LEFT, RIGHT, Chart
+from farspan.report.drawn import Drawn, clusters
 from farspan.report.page import chart_style, environment
+from farspan.report.plan_page import drawing_words
 
 
 def write_results(
-    rows: Sequence[Row], folder: Path, title: str, *, predicted: bool = False, kind: str = "Bench"
-) -> tuple[Path, Path]:
+    rows: Sequence[Row], folder: Path, title: str, *, predicted: bool = False, kind: str = "Bench",
+    drawn: Sequence[Drawn] = (), more: Sequence[Chart] = (),
+) -> tuple[Path, Path]:  # fmt: skip
     """Write `report.html` and, for papers, `tables.md` into a folder, of what was measured or, with `predicted`, of
-    what was foretold; returns their paths."""
+    what was foretold, with the clusters that are `drawn` and `more` charts; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     name = "predicted" if predicted else "report"
     page, tables = folder / f"{name}.html", folder / f"{name}-tables.md"
-    write_atomically(page, results_page(rows, title, predicted=predicted, kind=kind).encode())
-    made = results.tables(results.points(rows, predicted=predicted))
-    write_atomically(tables, "\n".join(map(results.markdown, made)).encode())
+    html = results_page(rows, title, predicted=predicted, kind=kind, drawn=drawn, more=more)
+    write_atomically(page, html.encode())
+    made = [clusters(drawn), *results.tables(results.points(rows, predicted=predicted))]
+    write_atomically(tables, "\n".join(results.markdown(one) for one in made if one is not None).encode())
     return page, tables
 
 
-def results_page(rows: Sequence[Row], title: str, *, predicted: bool = False, kind: str = "Bench") -> str:
+def results_page(
+    rows: Sequence[Row], title: str, *, predicted: bool = False, kind: str = "Bench", drawn: Sequence[Drawn] = (),
+    more: Sequence[Chart] = (),
+) -> str:  # fmt: skip
     """The page as HTML; the same rows give the same bytes."""
     found = results.points(rows, predicted=predicted)
     made = environment()
     shown = (bars.bar_scale, bars.places, bars.dot_scales, bars.short, bars.tint, bars.bars_csv, bars.dots_csv)
     made.globals |= {function.__name__: function for function in shown}
-    made.globals |= {"left": LEFT, "right": RIGHT}
+    made.globals |= drawing_words() | {"left": LEFT, "right": RIGHT}
     return made.get_template("results.html").render(
-        title=title, kind=kind, predicted=predicted, rows=rows,
-        tables=results.tables(found), studies=results.studies(found),
-        prices=results.prices(found), latency=results.latency(found), truth=results.truth(rows),
+        title=title, kind=kind, predicted=predicted, rows=rows, clusters=clusters(drawn),
+        drawn=[one for one in drawn if one.picture is not None], plan_style=chart_style("plan.css"), more=more,
+        tables=results.tables(found), studies=results.studies(found), prices=results.prices(found),
+        budgets=results.budgets(found), latency=results.latency(found), truth=results.truth(rows),
         frontier=results.frontier(found), facts=facts(rows), counts=counts(rows),
         chart_style=chart_style("results.css"),
     )  # fmt: skip

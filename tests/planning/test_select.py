@@ -185,10 +185,22 @@ def test_paces_are_found_again():
     true = with_paces(here, {Part("device", "h0", "fast"): 1.5, Part("link", "s0", "s1"): 0.7})
     candidates = asked().rank(here).candidates
     plans = [one.plan for one in candidates if one.plan is not None and len(one.places) == 4]
-    seen = [Seen(plan, estimate(plan, models.graph(plan.model), true, ENGINE).step_s) for plan in plans]
-    found = learn(here, seen)
+    world = World(true)
+    found = learn(here, [Seen(plan, world.step_s(plan), world.compute_s(plan)) for plan in plans]).cluster
     assert found.hosts[0].devices[0].pace == pytest.approx(1.5, rel=0.1)
     assert found.links[0].rtt_s == pytest.approx(0.014, rel=0.15)
+
+
+def test_what_is_missed_of_one_plan_with_stages_is_missed_of_the_next():
+    here = cluster((FAST, FAST), (SLOW, SLOW), rtt_s=0.02)
+    candidates = [one for one in asked(allow=SYNCHRONOUS).rank(here).candidates if one.plan and len(one.places) == 4]
+    staged = next(one.plan for one in candidates if stages(one.plan) > 1)
+    whole = next(one.plan for one in candidates if one.technique == "data")
+    world = World(here)
+    found = learn(here, [Seen(staged, 1.6 * world.step_s(staged), world.compute_s(staged))])
+    assert found.way(staged) > 1.2 and found.way(whole) == 1.0
+    again = learn(here, [Seen(one, 1.2 * world.step_s(one), world.compute_s(one)) for one in (staged, whole)])
+    assert again.way(whole) > 1.05
 
 
 def test_unlike_devices_of_one_host_are_told_apart_by_what_each_computes():
@@ -196,20 +208,20 @@ def test_unlike_devices_of_one_host_are_told_apart_by_what_each_computes():
     true = with_paces(here, {Part("device", "h0", "fast"): 0.8, Part("device", "h0", "slow"): 1.3})
     plan = next(one.plan for one in asked(allow=("data",)).rank(here).candidates if len(one.places) == 2)
     world = World(true)
-    found = learn(here, [Seen(plan, world.step_s(plan), world.compute_s(plan))])
+    found = learn(here, [Seen(plan, world.step_s(plan), world.compute_s(plan))]).cluster
     assert [device.pace for device in found.hosts[0].devices] == pytest.approx([0.8, 1.3], rel=0.05)
 
 
 def test_nothing_seen_changes_nothing():
     here = cluster((FAST,), (SLOW,))
-    assert learn(here, []) is here
+    assert learn(here, []) == (here, {})
 
 
 def test_a_plan_of_one_site_says_nothing_of_others():
     here = cluster((FAST, FAST), (SLOW, SLOW))
     plan = next(one.plan for one in asked(allow=("data",)).rank(here).candidates if one.places == (0, 1))
     now = estimate(plan, models.graph(plan.model), here, ENGINE).step_s
-    found = learn(here, [Seen(plan, 2 * now)])
+    found = learn(here, [Seen(plan, 2 * now)]).cluster
     assert found.hosts[0].devices[0].pace > 1.4
     assert found.hosts[1] == here.hosts[1] and found.links == here.links
 

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 import json
 import re
 import shutil
 import time
 from urllib.parse import unquote
+from xml.etree import ElementTree
 
 import msgspec
 import pytest
 
+from farspan import models
 from farspan.domain.bench import Cell, Row
+from farspan.domain.engine import engine
+from farspan.domain.train import TrainSpec
+from farspan.estimate.loss import loss
+from farspan.planning.select import Asked
+from farspan.planning.size import fitted_shape
+from farspan.planning.why import costs_of
 from farspan.report import results
 from farspan.report.bars import Bar, Bars, bar_scale, bars_csv, places, short
 from farspan.report.charts import LEFT, RIGHT, WIDTH
+from farspan.report.drawn import Drawn, clusters
+from farspan.report.plan_picture import picture
 from farspan.report.results_page import results_page, write_results
+from tests.planning.worlds import FAST, SLOW, cluster
 from tests.report.test_page import Reader, browse
 
 RTTS = {"near": 1e-4, "mid": 0.02, "far": 0.1}
@@ -106,6 +118,50 @@ def test_latency_is_a_line_a_technique():
     assert chart.scale == "log"
 
 
+def test_a_budget_buys_the_loss_of_the_tokens_that_it_buys():
+    chart = results.budgets(results.points(study()))
+    (line,) = chart.series
+    rate = max(one.tokens_per_usd for one in study() if one.tokens_per_usd is not None)
+    for usd, nats in zip(chart.x.values, line.values, strict=True):
+        assert nats == pytest.approx(loss(10**6, usd * rate))
+    assert chart.x.log and list(line.values) == sorted(line.values, reverse=True)
+    assert results.budgets(results.points([row(status="failed")])) is None
+
+
+def test_sizes_are_points_by_family_beside_the_fit():
+    found = [("A", 1e9, 1951.0, 19.0), ("A", 8e9, 4096.0, 32.0), ("B", 8e9, 4000.0, 40.0)]
+    width, layers = results.sizes(found, fitted_shape)
+    fit, a, b = layers.series
+    places = {size: place for place, size in enumerate(layers.x.values)}
+    assert (a.values[places[1e9]], a.values[places[8e9]], b.values[places[8e9]]) == (19, 32, 40)
+    assert fit.values[places[1e9]] == pytest.approx(18.93) and width.series[0].values[places[1e9]] == 1951.37
+    assert sum(value is not None for value in b.values) == 1
+
+
+def two_sites() -> Drawn:
+    here = cluster((FAST, FAST), (SLOW, SLOW), rtt_s=0.02)
+    train = TrainSpec(steps=10, batch=8, seq_len=1024, precision="fp16")
+    asked = Asked(model=models.presets()["gpt2"].spec, train=train, engine=engine("farspan"), allow=("pipeshard",))
+    one = next(one for one in asked.rank(here).candidates if len(one.places) == 4)
+    return Drawn("A & B", here, "pipeshard of gpt2", picture(one.plan, one.estimate, costs_of(one.plan, here)))
+
+
+def test_a_cluster_is_drawn_with_its_plan_and_told_as_data():
+    one = two_sites()
+    lines = list(csv.reader(one.csv.splitlines()))
+    assert {len(line) for line in lines} == {6}
+    link = next(line for line in lines if line[0] == "link")
+    assert link[1] == "s0 - s1" and float(link[4]) == 0.02
+    assert {line[1] for line in lines[1:] if line[0] != "link"} == {"h0", "h1"}
+    table = clusters([one, Drawn("lone", cluster((FAST,)))])
+    assert table.rows[0] == ("A & B", "s0: 2 fast of 24 GB; s1: 2 slow of 16 GB", "20 ms", "1 Gbit/s")
+    assert table.rows[1][2:] == ("", "")
+    html = results_page(study(), "drawn", drawn=[one])
+    assert html.count("A &amp; B") >= 2 and "stage 2" in html
+    svg = next(unquote(link) for link in Reader(html).links("data:image") if "plan-a" in unquote(link))
+    ElementTree.fromstring(svg[svg.index("<svg") :])
+
+
 def test_every_prediction_is_beside_its_measurement():
     chart = results.truth(study())
     assert len(chart.dots) == sum(one.step_s is not None for one in study())
@@ -141,7 +197,7 @@ def test_numbers_on_bars_have_three_digits(value, said):
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium: apt-get install chromium")
 @pytest.mark.parametrize("width", [390, 1200])
 def test_a_browser_hovers_clicks_and_downloads_without_a_complaint(tmp_path, width):
-    page, _ = write_results(study(), tmp_path, "study")
+    page, _ = write_results(study(), tmp_path, "study", drawn=[two_sites()])
     probe = """<script>
       const ready = performance.now(), read = [];
       for (const figure of document.querySelectorAll("figure.marks")) {

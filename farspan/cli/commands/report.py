@@ -12,7 +12,11 @@ from farspan.cli.runs import find_run, takes_run
 from farspan.domain.problems import Refusal
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from farspan.domain.bench import Row
+    from farspan.report.charts import Chart
+    from farspan.report.drawn import Drawn
 
 HELP = "show what a run did, or what a bench measured"
 #: More tables than this are only on the page.
@@ -50,6 +54,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
 def bench(folder: Path, console: Console, *, predicted: bool) -> None:
     """The tables of a bench, and its page."""
     from farspan.cli.benching import Results
+    from farspan.cli.reports import drawn_bench
 
     rows = Results(folder).read()
     if not rows:
@@ -57,26 +62,38 @@ def bench(folder: Path, console: Console, *, predicted: bool) -> None:
             "not-a-run", what="the bench has nothing to report yet", where=folder, fact="no cell was measured",
             remedy="farspan bench, with the same matrix",
         )  # fmt: skip
-    show(rows, folder, rows[0].matrix, console, predicted=predicted)
+    show(
+        rows, folder, rows[0].matrix, console, predicted=predicted, drawn=drawn_bench(rows, folder, predicted=predicted)
+    )
 
 
 def paper(name: str, console: Console, *, predicted: bool) -> bool:
     """A paper's tables and figures, as printed or as predicted; whether there is such a paper."""
-    from farspan.planning.paper_rows import SOURCES, rows
+    from farspan.cli.reports import drawn_slices
+    from farspan.planning.paper_rows import SOURCES, rows, sizes
+    from farspan.planning.size import fitted_shape
+    from farspan.report import results
 
     if name in SOURCES:
-        title = f"{name}, {SOURCES[name]}"
-        show(rows(name), Path(f"{name}-report"), title, console, predicted=predicted, kind="Paper")
+        title, fabric = f"{name}, {SOURCES[name]}", name == "fabric"
+        show(
+            rows(name), Path(f"{name}-report"), title, console, predicted=predicted, kind="Paper",
+            drawn=drawn_slices(predicted=predicted) if fabric else (),
+            more=() if fabric else results.sizes(sizes(), fitted_shape),
+        )  # fmt: skip
     return name in SOURCES
 
 
-def show(rows: list[Row], folder: Path, title: str, console: Console, *, predicted: bool, kind: str = "Bench") -> None:
+def show(
+    rows: list[Row], folder: Path, title: str, console: Console, *, predicted: bool, kind: str = "Bench",
+    drawn: Sequence[Drawn] = (), more: Sequence[Chart] = (),
+) -> None:  # fmt: skip
     """Tables as text, the page and the tables for a paper as files."""
     from farspan.report import results
     from farspan.report.results_page import counts, write_results
     from farspan.report.text import table
 
-    page, tables = write_results(rows, folder, title, predicted=predicted, kind=kind)
+    page, tables = write_results(rows, folder, title, predicted=predicted, kind=kind, drawn=drawn, more=more)
     found = results.tables(results.points(rows, predicted=predicted))
     for one in found if len(found) <= SHOWN else ():
         marked = [

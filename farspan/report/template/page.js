@@ -3,8 +3,9 @@ for (const figure of document.querySelectorAll("figure:not(.chartless)")) {
   const csv = figure.querySelector("a[download$='.csv']").getAttribute("href");
   const [names, ...rows] = decodeURIComponent(csv.slice(csv.indexOf(",") + 1)).trim().split("\n").map((l) => l.split(","));
   const svg = figure.querySelector("svg"), tip = figure.querySelector(".tip"), cursor = svg.querySelector(".cursor");
-  const { low, high, left, right } = Object.fromEntries(Object.entries(svg.dataset).map(([k, v]) => [k, Number(v)]));
-  const pixel = (row) => left + (row[0] - low) / (high - low) * (right - left);
+  const { low, high, left, right, log } = Object.fromEntries(Object.entries(svg.dataset).map(([k, v]) => [k, Number(v)]));
+  const flat = (value) => log ? Math.log(value) : value;
+  const pixel = (row) => left + (flat(row[0]) - flat(low)) / (flat(high) - flat(low)) * (right - left);
   let at = -1;
   const show = (index) => {
     at = Math.max(0, Math.min(rows.length - 1, index));
