@@ -14,8 +14,10 @@ choice takes:
 - `algorithm 1` of arXiv 2602.02632, `always pipeshard` and `always data` on both sites, `best site`: the faster of
   Data and Shard on either site.
 
-All trials are appended to results/regret.jsonl as scenarios end; what is there is not run again. It needs a Linux
-machine that allows labs, with nothing else running.
+All trials are appended to results/regret.jsonl as scenarios end; what is there is not run again. With --again every
+rule chooses anew among the trials that are there, and only plans that nothing has tried yet are run: for a change to
+the rules, not for one to what runs. The last line of a scenario counts. It needs a Linux machine that allows labs,
+with nothing else running.
 """
 
 from __future__ import annotations
@@ -138,10 +140,10 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
 class World:
     """Trials of one scenario, each plan once."""
 
-    def __init__(self, corpus: Path, cluster: Cluster) -> None:
+    def __init__(self, corpus: Path, cluster: Cluster, before: Done | None) -> None:
         self._corpus, self._cluster = corpus, cluster
-        self.trials: dict[str, Trial] = {}
-        self.names: dict[str, str] = {}
+        self.trials: dict[str, Trial] = {} if before is None else dict(before.trials)
+        self.names: dict[str, str] = {} if before is None else dict(before.names)
 
     def run(self, plan: Plan, step_s: float, name: str) -> Trial:
         key = plan_key(plan)
@@ -164,8 +166,8 @@ def named(one: Candidate) -> str:
     return f"{one.technique} on {one.where}"
 
 
-def run(seed: int, scenario: Scenario, about: dict[str, Any]) -> Done:
-    """Every rule's choice, and the truth."""
+def run(seed: int, scenario: Scenario, about: dict[str, Any], before: Done | None = None) -> Done:
+    """Every rule's choice, and the truth; `before` has trials of the same scenario."""
     asked = scenario.asked
     made = spec.read(convert(scenario.lab, spec.LabFile, "scenario"), "scenario")
     status = state.up(made)
@@ -174,7 +176,7 @@ def run(seed: int, scenario: Scenario, about: dict[str, Any]) -> Done:
             corpus = Path(folder, "corpus")
             manifest = make(corpus, asked.model.vocab_size, 400_000, seed)
             asked = msgspec.structs.replace(asked, corpus=manifest.hash)
-            return measured(seed, scenario, asked, World(corpus, of_lab(status)), of_lab(status), about)
+            return measured(seed, scenario, asked, World(corpus, of_lab(status), before), of_lab(status), about)
     finally:
         state.down(made.name)
 
@@ -261,24 +263,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scenarios", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--again", action="store_true")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with results(given, RESULTS) as (out, file):
         lines = out.read_bytes().splitlines() if out.exists() else []
-        found = [one for line in lines if (one := msgspec.json.decode(line, type=Done)).seed == given.seed]
-        known = {one.scenario.number for one in found}
+        read = [msgspec.json.decode(line, type=Done) for line in lines]
+        found = {one.scenario.number: one for one in read if one.seed == given.seed}
         for number in range(1 if given.quick else given.scenarios):
-            if number not in known:
-                scenario = drawn(given.seed, number)
+            before, scenario = found.get(number), drawn(given.seed, number)
+            if before is None or given.again:
                 print(scenario, flush=True)
-                found.append(run(given.seed, scenario, said_of_here()))
-                file.write(msgspec.json.encode(found[-1]) + b"\n")
+                found[number] = run(given.seed, scenario, said_of_here(), before)
+                file.write(msgspec.json.encode(found[number]) + b"\n")
                 file.flush()
-        print(f"\n{table(found)}")
+        made = table([found[number] for number in sorted(found)])
+        print(f"\n{made}")
         if not given.quick:
-            out.with_suffix(".md").write_text(f"# What is chosen, against the best\n\n{table(found)}\n")
+            out.with_suffix(".md").write_text(f"# What is chosen, against the best\n\n{made}\n")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,24 @@
 """A model that fits nowhere: what is short, where, by how much, and the nearest things that fit.
 
 What is short is told of the technique that lacks least: its plan were every device just enough larger, in proportion.
+Or, where plans that were predicted to fit ran out of memory, what fits by their word.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import msgspec
 
 from farspan import models
 from farspan.domain.cluster import Cluster
 from farspan.domain.model import ModelSpec, parameters
+from farspan.domain.trial import Trial
 from farspan.planning.fit import Limit, Room, climb, nearest_miss
 from farspan.planning.ladders import QUICK, Ground, Models, Rung, holds_too_little
 from farspan.planning.parts import whole
-from farspan.planning.rank import candidate
+from farspan.planning.rank import Candidate, candidate
+from farspan.planning.select import Asked, held
 from farspan.techniques import Task
 
 #: Shorter sequences than this are not proposed.
@@ -62,6 +67,16 @@ def misfit(ground: Ground, model: ModelSpec) -> Misfit | None:
         host=host, seq_len=_shorter(ground, model),
         devices=None if times is None else times * len(ground.cluster.devices), times=times,
     )  # fmt: skip
+
+
+def largest_tried(cluster: Cluster, asked: Asked, tried: Sequence[tuple[Candidate, Trial]]) -> Limit | None:
+    """The largest model of the family that fits by what plans showed that ran out of memory though they were predicted
+    to fit (`held`); None where none that is smaller does."""
+    out = [one for one, trial in tried if trial.status == "oom"]
+    less, model = held(cluster, asked.engine, out), asked.model
+    ground = Ground(less, asked.engine, lambda model, cluster: asked.train, asked.allow)
+    found = climb(ground, Models(ground, model.family, model.vocab_size, model.context))
+    return None if found is None or found.best.amount >= parameters(model) else found.best
 
 
 def _fits(ground: Ground, model: ModelSpec, cluster: Cluster, seq_len: int | None = None) -> bool:

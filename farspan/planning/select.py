@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from farspan.domain.cluster import Cluster
+from farspan.domain.cluster import Cluster, Device, Host
 from farspan.domain.engine import Engine
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Plan
@@ -36,6 +36,8 @@ SAME = 0.03
 MEASURED, LEARNED = (0.95, 1.05), (0.8, 1.3)
 #: A plan that was not tried is chosen if its prediction is better than the best trial by more than this.
 UNTRIED = 0.15
+#: After a plan ran out of memory, others may fill its fullest device to so much less than that one was predicted to.
+LESS = 0.9
 #: Seconds that a trial takes beside its steps until one was made: workers start, meet and end.
 TRIAL_S = 20.0
 
@@ -180,7 +182,9 @@ def _with_evidence(cluster: Cluster, asked: Asked, tried: Mapping[str, tuple[Can
         if one.plan is not None and trial.step_s is not None
     ]  # fmt: skip
     learned = learn(cluster, seen)
-    ranking, known = asked.rank(learned.cluster), parts_of(cluster, seen)
+    out = [one for one, trial in tried.values() if trial.status == "oom"]
+    ranking = asked.rank(held(learned.cluster, asked.engine, out))
+    known = parts_of(cluster, seen)
     found = [_judged(one, trial, cluster) for one, trial in tried.values()]
     for one in ranking.candidates:
         if (plan := one.plan) is None or one.estimate is None:
@@ -190,7 +194,26 @@ def _with_evidence(cluster: Cluster, asked: Asked, tried: Mapping[str, tuple[Can
             known_all = seen and parts_of(cluster, [Seen(plan, 0.0)]) <= known
             found.append(_within(one, LEARNED) if known_all else one)
     candidates, chosen = ordered(found, asked.objective, asked.tolerance)
-    return msgspec.structs.replace(ranking, candidates=candidates, chosen=chosen)
+    return msgspec.structs.replace(ranking, cluster=learned.cluster, candidates=candidates, chosen=chosen)
+
+
+def held(cluster: Cluster, engine: Engine, out: Sequence[Candidate]) -> Cluster:
+    """The cluster whose devices hold less than plans that ran `out` of memory were predicted to fill; of each plan
+    the device that is fullest by that prediction tells, with all others of its kind in its host."""
+    for one in out:
+        assert one.estimate is not None
+        needs = zip(one.places, one.estimate.memory, strict=True)
+        total, place = max((need.total / cluster.devices[place].memory, need.total, place) for place, need in needs)[1:]
+        most, fullest = int(LESS * total / engine.fill), cluster.devices[place].kind
+        host_of = [host.name for host in cluster.hosts for _ in host.devices][place]
+
+        def device_of(host: Host, index: int, name: str = host_of, kind: str = fullest, most: int = most) -> Device:
+            device = host.devices[index]
+            less = min(device.memory, most) if (host.name, device.kind) == (name, kind) else device.memory
+            return msgspec.structs.replace(device, memory=less)
+
+        cluster = cluster.with_devices(device_of)
+    return cluster
 
 
 def _judged(one: Candidate, trial: Trial, cluster: Cluster) -> Candidate:

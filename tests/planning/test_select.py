@@ -7,7 +7,9 @@ import msgspec
 import pytest
 
 from farspan import models
+from farspan.cli.commands.select import nothing_runs
 from farspan.domain.engine import engine
+from farspan.domain.model import parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem
 from farspan.domain.train import TrainSpec
@@ -18,6 +20,7 @@ from farspan.estimate.price import estimate
 from farspan.estimate.stage import Costs
 from farspan.planning import algorithm1
 from farspan.planning.learn import Part, Seen, learn, with_paces
+from farspan.planning.misfit import largest_tried
 from farspan.planning.select import Asked, select
 from tests.planning.worlds import FAST, SLOW, cluster
 
@@ -142,6 +145,40 @@ def test_a_trial_that_fails_is_a_result():
     assert {trial.status for _, trial in found.tried} == {"oom"}
     told = [one.unchosen for one in found.ranking.candidates if one.trial is not None]
     assert all("ran out of memory" in text for text in told)
+
+
+def needs_more(plan: Plan, here, gigabytes: float) -> bool:
+    """Whether a device needs more than that, as predicted."""
+    found = estimate(plan, models.graph(plan.model), here, ENGINE)
+    return max(need.total for need in found.memory) > gigabytes * 1e9
+
+
+def test_a_plan_that_runs_out_of_memory_leads_to_plans_that_need_less():
+    here = cluster((FAST, FAST), (SLOW, SLOW), rtt_s=0.01)
+    question = asked("gpt2-medium", batch=64, allow=("data", "fsdp"))
+    first = question.rank(here)
+    most = max(need.total for need in first.candidates[first.chosen].estimate.memory) / 1e9
+    found = select(here, question, World(here, dies=lambda plan: needs_more(plan, here, 0.6 * most)), budget_s=1e6)
+    assert {trial.status for _, trial in found.tried} == {"ok", "oom"}
+    assert not needs_more(chosen(found).plan, here, 0.6 * most) and chosen(found).trial.step_s
+    # What devices really have is not changed by that.
+    assert [one.memory for one in found.ranking.cluster.devices] == [one.memory for one in here.devices]
+
+
+def test_where_all_run_out_of_memory_the_largest_model_goes_by_what_they_needed():
+    here = cluster((FAST, FAST), (SLOW, SLOW), rtt_s=0.01)
+    question = asked("gpt2-medium", allow=("data", "zero2"))
+    found = select(here, question, World(here, dies=lambda plan: needs_more(plan, here, 2.0)), budget_s=1e6)
+    assert found.ranking.chosen is None
+    limit = largest_tried(here, question, found.tried)
+    assert limit.amount < parameters(question.model)
+    failed = [one for one, _ in found.tried if one.places == limit.places]
+    assert failed and max(need.total for need in limit.estimate.memory) < min(
+        max(need.total for need in one.estimate.memory) for one in failed
+    )
+    refusal = nothing_runs(found, question).problem
+    assert refusal.code == "out-of-memory" and f"params: {limit.typed}" in refusal.remedy
+    assert "ran out of memory" in refusal.what and "parameters fit" in refusal.fact
 
 
 def test_what_was_measured_stands_in_the_ranking():

@@ -20,7 +20,7 @@ from farspan.cli.runs import load_config, takes_config
 from farspan.domain.config import ParallelConfig
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, command
-from farspan.domain.units import parse_seconds, short_time
+from farspan.domain.units import format_count, parse_seconds, short_time
 from farspan.planning.compare import called
 from farspan.planning.quantities import positive
 from farspan.planning.rank import OBJECTIVES, TOLERANCE
@@ -28,7 +28,7 @@ from farspan.planning.rank import OBJECTIVES, TOLERANCE
 if TYPE_CHECKING:
     from farspan.domain.trial import Trial
     from farspan.planning.algorithm1 import Candidate, Found
-    from farspan.planning.select import Selection
+    from farspan.planning.select import Asked, Selection
 
 HELP = "choose the technique and the machines by trials"
 #: Of the paper's algorithm: what is run of each plan, and by how much one must exceed the other.
@@ -87,7 +87,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     found = selecting.as_json(selection)
     plan = None if ranking.chosen is None else ranking.candidates[ranking.chosen].plan
     if plan is None:
-        raise nothing_runs(selection)
+        raise nothing_runs(selection, selecting.question_of(resolved, asked, given.tolerance))
     console.answer({**found, **_write(plan, resolved, given, out, console)})
 
 
@@ -167,22 +167,31 @@ def sentence(found: Found, delta: float) -> str:
     return f"{told}: ZeRO2 on both{'' if chosen.technique else ', which does not run'}."
 
 
-def nothing_runs(selection: Selection) -> Refusal:
-    """Why no plan can be chosen: what the trials died of, or what is short."""
+def nothing_runs(selection: Selection, asked: Asked) -> Refusal:
+    """Why no plan can be chosen: what the trials died of, or what is short, and the largest model that fits."""
+    from farspan.planning.misfit import largest_tried
+
     failed = [(one, made) for one, made in selection.tried if made.step_s is None]
     if not failed:
         refused = next((one.problem for one in selection.ranking.candidates if one.problem), None)
         return Refusal.of(refused or job.unchosen(selection.ranking.candidates[0]))
     one, made = failed[0]
-    memory = all(made.status == "oom" for _, made in failed)
-    fact = made.problem.fact if made.problem else "it made no step"
+    fact, what = made.problem.fact if made.problem else "it made no step", f"all {len(failed)} plans that were tried"
+    if any(made.status != "oom" for _, made in failed):
+        return Refusal(
+            "cannot-plan", what=f"{what} failed", where=called(one), fact=fact,
+            remedy="farspan doctor --cluster, with the same cluster",
+        )  # fmt: skip
+    limit = largest_tried(selection.ranking.cluster, asked, selection.tried)
+    if limit is None:
+        fits, remedy = "by what these needed, no smaller model of its family fits", "farspan plan --rent"
+    else:
+        size = f"{format_count(limit.amount)} parameters fit, with {limit.technique} on {limit.where}"
+        fits = f"by what these needed, {size}"
+        remedy = f"in run.yaml, model: {{family: {asked.model.family}, params: {limit.typed}}}"
     return Refusal(
-        "out-of-memory" if memory else "cannot-plan",
-        what=f"every one of {len(failed)} plans that were tried {'ran out of memory' if memory else 'failed'}",
-        where=called(one), fact=fact,
-        remedy="farspan plan --fit model, with the same cluster: the largest model that fits" if memory
-        else "farspan doctor --cluster, with the same cluster",
-    )  # fmt: skip
+        "out-of-memory", what=f"{what} ran out of memory", where=called(one), fact=f"{fact}; {fits}", remedy=remedy
+    )
 
 
 def _refused(flag: str, value: object, fact: str, remedy: str) -> Refusal:
