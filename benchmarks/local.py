@@ -4,18 +4,21 @@
     python benchmarks/local.py [--repeat 3] [--steps 20] [--workers 1,2] [--precision fp32,bf16]
 
 A worker has one thread on a core of its own. Contestants are stock PyTorch and DeepSpeed (wan_contestants.py) and what
-farspan's planner picks, all with the same model, rows, clipping, fused AdamW and environment, in fresh processes, one
-contestant after another and all again. Every cell is appended to results/local.jsonl with its raw steps; what is there
-is not run again. The table is printed and written beside it.
+`farspan select` picks for a run of RUN_STEPS steps (its trials are made beforehand), all with the same model, rows,
+clipping, fused AdamW and environment, in fresh processes, one contestant after another and all again. Every cell is
+appended to results/local.jsonl with its raw steps; what is there is not run again. The table is printed and written
+beside it.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import os
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import IO, Any
@@ -27,9 +30,12 @@ from _wan_plans import Work
 from _wan_records import append
 from wan import results, said_of_here, why
 
+from farspan import techniques
 from farspan.domain.cluster import Cluster
 from farspan.domain.plan import Plan
-from farspan.planning.rank import rank
+from farspan.domain.trial import Trial
+from farspan.launch.trial import limits, steps_for, trial
+from farspan.planning.select import Asked, select
 from farspan.runtime.device import detect
 
 RESULTS = Path(__file__).parent / "results" / "local.jsonl"
@@ -38,6 +44,8 @@ PEERS = {
     "deepspeed/zero2": ["zero2"],
 }  # fmt: skip
 OURS = "farspan"
+#: Steps of the run that a plan is chosen for, and techniques whose steps compute the same as the peers'.
+RUN_STEPS, EXACT = 3000, tuple(name for name in techniques.names() if name != "diloco")
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -67,20 +75,34 @@ def here(workers: int) -> Cluster:
     return msgspec.structs.replace(found, sites=(msgspec.structs.replace(site, hosts=(host,)),))
 
 
-def picked(work: Work, cluster: Cluster, steps: int) -> Plan:
-    """What the planner chooses of techniques that compute what the peers compute."""
-    task = plans.question(work, cluster, steps)
-    found = rank(task.model, cluster, task.train, task.engine, corpus=task.corpus)
-    best = next(one for one in found.candidates if one.plan is not None and len(one.places) == len(cluster.devices))
-    assert best.plan is not None
-    return best.plan
+@functools.cache
+def picked(work: Work, workers: int) -> Plan:
+    """What is chosen of techniques that compute what the peers compute, with all workers."""
+    cluster = here(workers)
+    task = plans.question(work, cluster, RUN_STEPS)
+    asked = Asked(
+        model=task.model, train=task.train, engine=task.engine, allow=EXACT, corpus=task.corpus, parts=False
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="farspan-local-") as folder:
+        cells.write_corpus(Path(folder), work)
+
+        def measure(plan: Plan, step_s: float) -> Trial:
+            return trial(plan, Path(folder), cluster, "local", limits(plan, step_s, steps_for(step_s)))
+
+        ranking = select(cluster, asked, measure).ranking
+    assert ranking.chosen is not None
+    plan = ranking.candidates[ranking.chosen].plan
+    assert plan is not None
+    return plan
 
 
 def measured(given: argparse.Namespace, name: str, workers: int, work: Work) -> dict[str, Any]:
     cluster = here(workers)
     try:
         if name == OURS:
-            plan = picked(work, cluster, given.warmup + given.steps)
+            plan = picked(work, workers)
+            train = msgspec.structs.replace(plan.train, steps=given.warmup + given.steps)
+            plan = msgspec.structs.replace(plan, train=train)
             found = cells.ours(plan, work, cluster, given.warmup, given.deadline)
             return {"step_s": found.step_s, "plan": msgspec.to_builtins(plan)}
         found = cells.stock(PEERS[name], work, cluster, given.warmup, given.steps, given.deadline)
