@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -17,6 +17,11 @@ GAP = 0.22
 def tint(index: int) -> str:
     """The colour of a series, and its pale one once all are taken."""
     return TINTS[index % len(TINTS)] + (" pale" if index >= len(TINTS) else "")
+
+
+def tinted(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Series with their colours."""
+    return [(name, tint(index)) for index, name in enumerate(names)]
 
 
 class Bar(msgspec.Struct, frozen=True):

@@ -10,6 +10,8 @@ import msgspec
 
 WIDTH, HEIGHT = 560, 330
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 14, 46
+#: Pixels above a picture of its own: its title, a row of its legend, and a letter's width at 12 pixels.
+TITLE, LINE, LETTER = 32, 18, 6.6
 #: A chart draws at most the lowest and the highest point of so many groups of neighbours: about one a pixel.
 GROUPS = 320
 #: Colours of chart.css that series, or stages, take in turn.
@@ -92,6 +94,26 @@ def scales(chart: Chart) -> tuple[Scale, Scale]:
     far = max(chart.x.values) or 1.0
     x = Scale(min(chart.x.values) if chart.x.log else 0.0, far, LEFT, WIDTH - RIGHT, chart.x.log)
     return x, Scale(low, high, HEIGHT - BOTTOM, TOP, chart.scale == "log")
+
+
+def caption(named: Sequence[tuple[str, str]]) -> tuple[int, list[tuple[str, str, float, float]]]:
+    """Height above a picture that is a file of its own, and where its legend's (name, tint) stand in it: rows that are
+    as wide as the picture, above 0. A single series needs no legend."""
+    spots: list[tuple[str, str, float, int]] = []
+    x, row = float(LEFT), 0
+    for name, tint in named if len(named) > 1 else ():
+        wide = 17 + LETTER * len(name) + 16
+        if x + wide > WIDTH and x > LEFT:
+            x, row = float(LEFT), row + 1
+        spots.append((name, tint, x, row))
+        x += wide
+    height = TITLE + LINE * (row + 1 if spots else 0)
+    return height, [(name, tint, x, TITLE + LINE * (row + 0.6) - height) for name, tint, x, row in spots]
+
+
+def named(chart: Chart) -> list[tuple[str, str]]:
+    """What a chart's legend says."""
+    return [(one.name, one.tint) for one in chart.series]
 
 
 def ticks(scale: Scale, most: int) -> list[float]:

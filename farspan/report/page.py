@@ -58,10 +58,10 @@ def environment() -> jinja2.Environment:
         "capitalised": lambda words: words[:1].upper() + words[1:],
     }  # fmt: skip
     shown = (compared_text.sentences, compared_text.part_rows, compared_text.memory_rows, compared_text.traced_line,
-             charts.scales, charts.ticks, charts.label, charts.thin, charts.to_csv, text.counted, text.gap, text.maybe,
-             text.model_line, text.money, short_time, zip)  # fmt: skip
+             charts.scales, charts.ticks, charts.label, charts.caption, charts.named, charts.thin, charts.to_csv,
+             text.counted, text.gap, text.maybe, text.model_line, text.money, short_time, zip)  # fmt: skip
     made.globals |= {function.__name__: function for function in shown}
-    made.globals |= {"width": charts.WIDTH, "height": charts.HEIGHT, "endings": text.ENDINGS}
+    made.globals |= {"width": charts.WIDTH, "height": charts.HEIGHT, "left": charts.LEFT, "endings": text.ENDINGS}
     made.globals |= {"tints": TINTS, "numbered": NUMBERED, "words": plan_terminal.WORDS}
     return made
 

@@ -10,7 +10,7 @@ from statistics import median
 from farspan.domain.bench import Row
 from farspan.domain.codec import write_atomically
 from farspan.report import bars, results
-from farspan.report.charts import LEFT, RIGHT, Chart
+from farspan.report.charts import RIGHT, Chart
 from farspan.report.drawn import Drawn, clusters
 from farspan.report.page import chart_style, environment
 from farspan.report.plan_page import drawing_words
@@ -39,9 +39,18 @@ def results_page(
     """The page as HTML; the same rows give the same bytes."""
     found = results.points(rows, predicted=predicted)
     made = environment()
-    shown = (bars.bar_scale, bars.places, bars.dot_scales, bars.short, bars.tint, bars.bars_csv, bars.dots_csv)
+    shown = (
+        bars.bar_scale,
+        bars.places,
+        bars.dot_scales,
+        bars.short,
+        bars.tint,
+        bars.tinted,
+        bars.bars_csv,
+        bars.dots_csv,
+    )
     made.globals |= {function.__name__: function for function in shown}
-    made.globals |= drawing_words() | {"left": LEFT, "right": RIGHT}
+    made.globals |= drawing_words() | {"right": RIGHT}
     return made.get_template("results.html").render(
         title=title, kind=kind, predicted=predicted, rows=rows, clusters=clusters(drawn),
         drawn=[one for one in drawn if one.picture is not None], plan_style=chart_style("plan.css"), more=more,
