@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from farspan.domain.cluster import Cluster, Device, Host, Link, Site
+from farspan.domain.units import parse_rate
 
 if TYPE_CHECKING:
     from farspan.lab import lab
@@ -70,11 +71,13 @@ def _device(device: lab.Device, enter: tuple[str, ...]) -> Device:
 
     flags = _cpu_flags()
     kind = "cpu-amx" if "amx_bf16" in flags else "cpu-avx512" if "avx512f" in flags else "cpu-avx2"
-    share = device.cores * (device.speed if device.speed is not None else 1.0)
-    flops = {dtype: rate * share for dtype, rate in catalog.devices()[kind].flops.items()}
+    core, share = catalog.devices()[kind], device.speed if device.speed is not None else 1.0
+    flops = {dtype: rate * share * device.cores for dtype, rate in core.flops.items()}
+    bandwidth = parse_rate(core.bandwidth) * share * device.cores if core.bandwidth else None
     return Device(
-        kind=kind, backend="cpu", memory=device.memory or _machine_memory(), flops=flops, threads=device.cores,
-        dtypes=("fp32", "bf16") if flags & {"amx_bf16", "avx512_bf16"} else ("fp32",), enter=enter,
+        kind=kind, backend="cpu", memory=device.memory or _machine_memory(), flops=flops, bandwidth=bandwidth,
+        threads=device.cores, share=share, enter=enter,
+        dtypes=("fp32", "bf16") if flags & {"amx_bf16", "avx512_bf16"} else ("fp32",),
     )  # fmt: skip
 
 

@@ -44,7 +44,7 @@ class Rates:
         if engine.flops_per_watt is not None and device.watts is not None:
             self._flops = min(self._flops, engine.flops_per_watt * device.watts)
         self._bandwidth = (device.bandwidth or UNKNOWN_BANDWIDTH[device.backend]) * engine.bandwidth
-        self._operator_s = engine.operator_s
+        self._operator_s = engine.operator_s / device.share
         #: Elements in 16 bytes, by which matrix units read (NVIDIA, Matrix Multiplication Background, section 4.1).
         self._aligned, self._unaligned = 16 // BYTES[dtype], engine.unaligned
         self.slowdown = slowdown * device.pace
