@@ -39,8 +39,10 @@ MANY, LONG_S = 200, 3600.0
 HERE = "here"
 #: Tokens of the made-up corpus that every cell trains on.
 TOKENS = 2_000_000
+#: Steps that are predicted to take longer than this together are timed fewer times: one at least.
+LONGEST_S = 20.0
 #: Seconds of a cell beside its steps, for the time that is said before a matrix is begun.
-CELL_S = 8.0
+CELL_S = 15.0
 
 
 class Results:
@@ -102,10 +104,12 @@ class Todo(NamedTuple):
     corpus: Path
     launcher: str
 
-    @property
-    def seconds(self) -> float:
+    def seconds(self, matrix: Matrix) -> float:
         """What it is predicted to take."""
-        return 0.0 if self.case.estimate is None else CELL_S + self.case.estimate.step_s * (WARMUP + 5)
+        if self.case.estimate is None:
+            return 0.0
+        step_s = self.case.estimate.step_s
+        return CELL_S + step_s * (WARMUP + steps_of(matrix, step_s))
 
 
 def measure(matrix: Matrix, results: Results, console: Console, *, agreed: bool, retry: bool = False) -> list[Row]:
@@ -119,7 +123,7 @@ def measure(matrix: Matrix, results: Results, console: Console, *, agreed: bool,
             cluster = stack.enter_context(cluster_of(matrix, label))
             there = [cell for cell in wanted if cell.cluster == label]
             todo += missing(matrix, there, cluster, rows, retry=retry)
-        seconds = sum(one.seconds for one in todo)
+        seconds = sum(one.seconds(matrix) for one in todo)
         console.say(
             f"{len(wanted)} cells, {len(wanted) - len(todo)} of them measured already, {len(todo)} to measure: about "
             f"{format_seconds(seconds)}"
@@ -178,7 +182,7 @@ def measured(matrix: Matrix, todo: Todo) -> tuple[Row, Plan | None]:
         cause = f"{one.made.what} ({one.made.fact})"
         return row_of(matrix, todo, at, status="oom" if short else "no-plan", cause=f"not run: {cause}"), None
     deadline_s = positive(parse_seconds, matrix.deadline, "deadline", "5m")
-    within = Limits(steps=matrix.steps, deadline_s=deadline_s)
+    within = Limits(steps=steps_of(matrix, one.estimate.step_s), deadline_s=deadline_s)
     made = apart(Question(
         plan=one.made, corpus=str(todo.corpus), cluster=one.cluster, launcher=todo.launcher, within=within
     ))  # fmt: skip
@@ -193,6 +197,11 @@ def measured(matrix: Matrix, todo: Todo) -> tuple[Row, Plan | None]:
         found = msgspec.structs.asdict(figures(row, made.step_s))
         row = msgspec.structs.replace(row, step_s=made.step_s, steps_s=made.steps, **found)
     return row, one.made
+
+
+def steps_of(matrix: Matrix, step_s: float) -> int:
+    """How many steps of a cell are timed."""
+    return min(matrix.steps, max(1, round(LONGEST_S / step_s)))
 
 
 def row_of(matrix: Matrix, todo: Todo, at: str, *, status: Status, cause: str) -> Row:

@@ -48,7 +48,7 @@ class Matrix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     seq_len: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(min_length=1)] = (0,)
     precision: Annotated[tuple[Precision, ...], msgspec.Meta(min_length=1)] = ("fp32",)
     attention: Annotated[tuple[Literal["sdpa", "vanilla"], ...], msgspec.Meta(min_length=1)] = ("sdpa",)
-    #: Steps that count, after those that warm up; and fresh runs of every cell.
+    #: Steps that count, after those that warm up, fewer where they take long; and fresh runs of every cell.
     steps: Positive = 5
     repeats: Positive = 1
     seed: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0
