@@ -75,7 +75,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     repeat: int
 
     def __str__(self) -> str:
-        more = [f"{self.batch} x {self.seq_len}", self.precision]
+        more = [f"{self.batch} x {self.seq_len}" if self.seq_len else f"{self.batch} a device", self.precision]
         more += [self.attention] if self.attention != "sdpa" else []
         more += [f"repeat {self.repeat + 1}"] if self.repeat else []
         return f"{self.technique} of {self.model} on {self.devices} of {self.cluster}, {', '.join(more)}"

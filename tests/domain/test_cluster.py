@@ -104,7 +104,7 @@ def test_every_cluster_that_ships_reads_back_from_what_is_written(tmp_path):
 
 def test_measured_figures_survive_a_file(tmp_path):
     cpu = Device(
-        kind="cpu-avx2", backend="cpu", memory=2**30, flops={"fp32": 64e9}, bandwidth=1.25e10, threads=2,
+        kind="cpu-avx2", backend="cpu", memory=2**30, flops={"fp32": 64e9}, bandwidth=1.25e10, threads=2, share=0.4,
         watts=9.0, usd_per_hour=0.5, rates=(MatmulRate(m=8, k=4, n=2, flops={"fp32": 1.5e9}),), origin="measured",
     )  # fmt: skip
     host = Host(name="x", devices=(cpu,), enter=("sh", "-c"), folder="/tmp/x", interface="eth7", cpus=2, memory=2**31)

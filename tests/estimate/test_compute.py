@@ -25,6 +25,11 @@ def test_an_operator_takes_the_longer_of_arithmetic_and_memory():
     assert shares.stream_s(1e11) == pytest.approx(4.0)
 
 
+def test_a_share_of_the_cores_makes_launches_slower():
+    half = Rates(device(share=0.5), "fp32", plain(operator_s=0.125))
+    assert half.seconds(BIG) == pytest.approx(4.25)
+
+
 def test_power_holds_arithmetic_down():
     hot = plain(flops_per_watt=2e9)
     assert Rates(device(watts=100), "fp32", hot).seconds(BIG) == pytest.approx(20.0)
