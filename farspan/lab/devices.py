@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -13,8 +14,9 @@ import msgspec
 
 from farspan.lab.lab import Device, Lab
 
-#: Time is given out anew in each period: the shorter, the smoother. The kernel's least quota, 1 ms, is 5 % of this one.
-PERIOD_US = 20_000
+#: Time is given out anew in each period: the shorter, the sooner goes on what has used its share up. The kernel's least
+#: quota is 1 ms, and periods shorter than 5 ms cost more to keep than they smooth.
+LEAST_QUOTA_US, LEAST_PERIOD_US = 1_000, 5_000
 #: Which limits the groups inside one of version 2 may have.
 _SWITCH = "cgroup.subtree_control"
 #: A control group stays busy for some milliseconds after its last process.
@@ -89,8 +91,10 @@ def _make_group(group: Path, device: Device) -> Iterator[str]:
     if (group.parent / _SWITCH).exists():
         (group.parent / _SWITCH).write_text("+cpu +memory")
     group.mkdir(exist_ok=True)
-    quota = round((device.speed or 1) * device.cores * PERIOD_US)
-    limits = [("cpu.max", f"{quota} {PERIOD_US}"), ("cpu.cfs_period_us", PERIOD_US), ("cpu.cfs_quota_us", quota)]
+    share = (device.speed or 1) * device.cores
+    period = max(LEAST_PERIOD_US, math.ceil(LEAST_QUOTA_US / share))
+    quota = round(share * period)
+    limits = [("cpu.max", f"{quota} {period}"), ("cpu.cfs_period_us", period), ("cpu.cfs_quota_us", quota)]
     if device.memory:
         limits += [("memory.max", device.memory), ("memory.swap.max", 0)]
         limits += [(f"memory.{kind}limit_in_bytes", device.memory) for kind in ("", "memsw.")]

@@ -85,6 +85,16 @@ def load_lab(name: str) -> Lab:
     return read(load_yaml(path, LabFile), str(path))
 
 
+def changed(lab: Lab, window: Quantity | None, bandwidth: Quantity | None) -> Lab:
+    """The lab with another window, and all its links at another rate, where these are given."""
+    if window is not None:
+        lab = msgspec.structs.replace(lab, window=quantity("window", window, "window"))
+    if bandwidth is None:
+        return lab
+    rate = link_values({"bandwidth": bandwidth}, "bandwidth")
+    return msgspec.structs.replace(lab, links=tuple(msgspec.structs.replace(link, **rate) for link in lab.links))
+
+
 def read(file: LabFile, where: str) -> Lab:
     """The Lab of a file's content; `where` names the file in refusals."""
     for name in (file.name, *file.sites):
