@@ -39,7 +39,8 @@ MANY, LONG_S = 200, 3600.0
 HERE = "here"
 #: Tokens of the made-up corpus that every cell trains on.
 TOKENS = 2_000_000
-#: Steps that are predicted to take longer than this together are timed fewer times: one at least.
+#: Steps that are predicted to take longer than this together are made fewer times: one that warms up, and one that is
+#: timed, at least.
 LONGEST_S = 20.0
 #: Seconds of a cell beside its steps, for the time that is said before a matrix is begun.
 CELL_S = 15.0
@@ -109,7 +110,7 @@ class Todo(NamedTuple):
         if self.case.estimate is None:
             return 0.0
         step_s = self.case.estimate.step_s
-        return CELL_S + step_s * (WARMUP + steps_of(matrix, step_s))
+        return CELL_S + step_s * sum(steps_of(matrix, step_s))
 
 
 def measure(matrix: Matrix, results: Results, console: Console, *, agreed: bool, retry: bool = False) -> list[Row]:
@@ -182,7 +183,8 @@ def measured(matrix: Matrix, todo: Todo) -> tuple[Row, Plan | None]:
         cause = f"{one.made.what} ({one.made.fact})"
         return row_of(matrix, todo, at, status="oom" if short else "no-plan", cause=f"not run: {cause}"), None
     deadline_s = positive(parse_seconds, matrix.deadline, "deadline", "5m")
-    within = Limits(steps=steps_of(matrix, one.estimate.step_s), deadline_s=deadline_s)
+    warmup, steps = steps_of(matrix, one.estimate.step_s)
+    within = Limits(steps=steps, deadline_s=deadline_s, warmup=warmup)
     made = apart(Question(
         plan=one.made, corpus=str(todo.corpus), cluster=one.cluster, launcher=todo.launcher, within=within
     ))  # fmt: skip
@@ -199,9 +201,10 @@ def measured(matrix: Matrix, todo: Todo) -> tuple[Row, Plan | None]:
     return row, one.made
 
 
-def steps_of(matrix: Matrix, step_s: float) -> int:
-    """How many steps of a cell are timed."""
-    return min(matrix.steps, max(1, round(LONGEST_S / step_s)))
+def steps_of(matrix: Matrix, step_s: float) -> tuple[int, int]:
+    """How many steps of a cell warm it up, and how many are timed."""
+    steps = max(1, round(LONGEST_S / step_s))
+    return min(WARMUP, steps), min(matrix.steps, steps)
 
 
 def row_of(matrix: Matrix, todo: Todo, at: str, *, status: Status, cause: str) -> Row:

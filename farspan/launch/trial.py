@@ -43,10 +43,11 @@ END_S = 60.0
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Steps that count, and seconds until all that runs is ended."""
+    """Steps that count, seconds until all that runs is ended, and steps before those that count: one at least."""
 
     steps: int
     deadline_s: float
+    warmup: int = WARMUP
 
 
 def steps_for(step_s: float, seconds: float = 5.0) -> int:
@@ -60,10 +61,10 @@ def limits(plan: Plan, step_s: float, steps: int) -> Limits:
     return Limits(steps=steps, deadline_s=START_S + state_s + LATE * (WARMUP + steps) * step_s)
 
 
-def shortened(plan: Plan, steps: int) -> Plan:
+def shortened(plan: Plan, steps: int, warmup: int = WARMUP) -> Plan:
     """The plan with so many steps to time: nothing is validated or saved before its end, and replicas meet often."""
     sync = plan.sync and msgspec.structs.replace(plan.sync, every=min(plan.sync.every, EVERY))
-    total = WARMUP + steps if sync is None else sync.every * (1 + ROUNDS)
+    total = warmup + steps if sync is None else sync.every * (1 + ROUNDS)
     train = msgspec.structs.replace(
         plan.train, steps=total + 1, validate_every=10**9, checkpoint_every_s=1e9, patience=0, deadline_s=None
     )
@@ -72,7 +73,7 @@ def shortened(plan: Plan, steps: int) -> Plan:
 
 def trial(plan: Plan, corpus: Path, cluster: Cluster, launcher: str, within: Limits) -> Trial:
     """Run a plan on a prepared corpus; what it dies of is in the Trial. Raises Refusal (interrupted) alone."""
-    short, began, key = shortened(plan, within.steps), time.monotonic(), plan_key(plan)
+    short, began, key = shortened(plan, within.steps, within.warmup), time.monotonic(), plan_key(plan)
     with tempfile.TemporaryDirectory(prefix="farspan-trial-") as folder:
         run = _run_folder(RunFolder(Path(folder, "run")), short, corpus)
         try:
@@ -89,17 +90,19 @@ def trial(plan: Plan, corpus: Path, cluster: Cluster, launcher: str, within: Lim
         finally:
             _forget(short, run, cluster)
         records = _records(run, len(plan.devices))
-    step_s, seconds = timed(plan, short, ends)
+    step_s, seconds = timed(plan, short, ends, within.warmup)
     return Trial(
         plan=key, status="ok", step_s=step_s, steps=seconds, compute_s=computing(records, plan),
         memory_bytes=peaks(records), environment=_environment(records), took_s=time.monotonic() - began,
     )  # fmt: skip
 
 
-def timed(plan: Plan, short: Plan, ends: Sequence[float]) -> tuple[float, tuple[float, ...]]:
+def timed(
+    plan: Plan, short: Plan, ends: Sequence[float], warmup: int = WARMUP
+) -> tuple[float, tuple[float, ...]]:  # fmt: skip
     """Seconds of a step of the plan, and all that were timed, from when each step of the short one ended."""
     if short.sync is None or plan.sync is None:
-        steps = [after - before for before, after in itertools.pairwise(ends[WARMUP - 1 :])]
+        steps = [after - before for before, after in itertools.pairwise(ends[warmup - 1 :])]
         return statistics.median(steps), tuple(steps)
     every = short.sync.every
     steps = [after - before for before, after in itertools.pairwise(ends[every - 1 :])]

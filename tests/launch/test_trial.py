@@ -89,6 +89,8 @@ def test_steps_that_warm_up_do_not_count():
     short = shortened(plan, 3)
     assert short.train.steps == WARMUP + 3 + 1
     assert timed(plan, short, [9.0, 10.0, 11.0, 12.0, 14.0]) == (1.0, (1.0, 1.0, 2.0))
+    assert shortened(plan, 1, warmup=1).train.steps == 1 + 1 + 1
+    assert timed(plan, shortened(plan, 1, warmup=1), [9.0, 70.0], warmup=1) == (61.0, (61.0,))
 
 
 def test_a_plan_on_the_far_site_alone_is_measured(sites, corpus):
