@@ -67,9 +67,11 @@ class Results:
             ) from None  # fmt: skip
 
     def plan(self, hash_: str) -> Plan:
+        """A row's plan. Raises Refusal where its file is gone."""
         return load(self.folder / "plans" / f"{hash_}.json", Plan)
 
     def cluster(self, hash_: str) -> Cluster:
+        """A row's cluster. Raises Refusal where its file is gone."""
         return load(self.folder / "clusters" / f"{hash_}.json", Cluster)
 
     def add(self, row: Row, plan: Plan | None, cluster: Cluster) -> None:
@@ -292,7 +294,8 @@ def priced(cluster: Cluster, matrix: Matrix) -> Cluster:
 
 
 def bare(cluster: Cluster) -> Cluster:
-    """A cluster's figures, without ways to enter it: what stays the same where it is made anew each time."""
+    """A cluster's figures, without ways to enter it: what stays the same where it is made anew each time, and all that
+    is written down of it."""
     return cluster.with_hosts(lambda host: msgspec.structs.replace(
         host, folder=None, address=None, interface=None, python="python3", enter=None,
         devices=tuple(msgspec.structs.replace(device, enter=None) for device in host.devices),
@@ -300,4 +303,5 @@ def bare(cluster: Cluster) -> Cluster:
 
 
 def figures_hash(cluster: Cluster) -> str:
+    """The name of a cluster's figures, the same on another day."""
     return cluster_hash(bare(cluster))

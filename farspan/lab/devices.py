@@ -15,7 +15,7 @@ import msgspec
 from farspan.lab.lab import Device, Lab
 
 #: Time is given out anew in each period: the shorter, the sooner goes on what has used its share up. The kernel's least
-#: quota is 1 ms, and periods shorter than 5 ms cost more to keep than they smooth.
+#: quota is 1 ms; the least period is a choice.
 LEAST_QUOTA_US, LEAST_PERIOD_US = 1_000, 5_000
 #: Which limits the groups inside one of version 2 may have.
 _SWITCH = "cgroup.subtree_control"

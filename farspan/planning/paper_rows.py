@@ -34,8 +34,9 @@ def slices(predicted: bool) -> list[reproduce.Case]:
     """Of every slice of the FABRIC study, all devices: the plan of gpt2m with the fewest minutes, as printed or as
     predicted."""
     found: dict[str, tuple[float, reproduce.Case]] = {}
+    used = engine(ENGINES["fabric"])
     for case in reproduce.cases():
-        row, used = case.row, engine(ENGINES["fabric"])
+        row = case.row
         if row.model == "gpt2m" and row.minutes is not None and row.devices == len(case.cluster.devices) == 4:
             minutes = reproduce.minutes(case, used) if predicted else row.minutes
             if row.slice not in found or minutes < found[row.slice][0]:
