@@ -273,7 +273,7 @@ def cluster_of(matrix: Matrix, label: str) -> Iterator[Cluster]:
 
     # Several are up at once, and one of the file's own name may be the user's.
     name = f"bench-{os.getpid()}-{list(matrix.clusters).index(label)}"
-    made = spec.changed(spec.load_lab(asked.lab), asked.window, asked.bandwidth)
+    made = spec.changed(spec.load_lab(asked.lab), asked.window, asked.bandwidth, asked.memory)
     status = state.up(msgspec.structs.replace(made, name=name))
     try:
         yield priced(clusters.of_lab(status), matrix)

@@ -68,6 +68,7 @@ def cpus(made: lab.Lab, site: lab.Site) -> int:
 def _device(device: lab.Device, enter: tuple[str, ...]) -> Device:
     """A device of a lab: its share of cores of this machine's kind."""
     from farspan.domain import catalog
+    from farspan.lab.devices import turn_s
 
     flags = _cpu_flags()
     kind = "cpu-amx" if "amx_bf16" in flags else "cpu-avx512" if "avx512f" in flags else "cpu-avx2"
@@ -76,7 +77,7 @@ def _device(device: lab.Device, enter: tuple[str, ...]) -> Device:
     bandwidth = parse_rate(core.bandwidth) * share * device.cores if core.bandwidth else None
     return Device(
         kind=kind, backend="cpu", memory=device.memory or _machine_memory(), flops=flops, bandwidth=bandwidth,
-        threads=device.cores, share=share, enter=enter,
+        threads=device.cores, share=share, turn_s=turn_s(device), enter=enter,
         dtypes=("fp32", "bf16") if flags & {"amx_bf16", "avx512_bf16"} else ("fp32",),
     )  # fmt: skip
 

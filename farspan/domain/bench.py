@@ -24,11 +24,12 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 class LabOf(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A lab that is brought up for its cells: a file, or the name of one that ships with farspan; with bytes that a
-    connection may have under way, and the rate of all links, of its own."""
+    connection may have under way, the rate of all links, and the memory of all devices, of its own."""
 
     lab: str
     window: Quantity | None = None
     bandwidth: Quantity | None = None
+    memory: Quantity | None = None
 
 
 List = Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]

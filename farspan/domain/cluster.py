@@ -67,6 +67,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     #: Share of those threads' time that the device gets where it is held to one: launching operators takes so much
     #: longer. `flops` and `bandwidth` are what is left of them.
     share: float = 1.0
+    #: Seconds that a message waits in the mean until a device that is held to a share has its next turn.
+    turn_s: float = 0.0
     #: The command that runs another command confined to this device; None is the host's.
     enter: tuple[str, ...] | None = None
     #: Measured over predicted compute time of the model at hand, from a trial; 1 where there was none.

@@ -47,6 +47,8 @@ class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     threads: int = 1
     #: Of those threads' time.
     share: Quantity = 1.0
+    #: What a message waits for the next turn of a device with a share.
+    turn: Quantity | None = None
     enter: tuple[str, ...] | None = None
     origin: Origin = "given"
 
@@ -173,6 +175,7 @@ class _Reader:
             "units": entry.units or None, "watts": entry.watts,
             "dtypes": entry.dtypes or (tuple(entry.flops) if entry.flops else None), "threads": entry.threads,
             "share": self._quantity(parse_fraction, entry.share, f"{where}.share", 0.001, 1),
+            "turn_s": self._quantity(parse_seconds, entry.turn, f"{where}.turn", 0, 10),
             "enter": entry.enter,
             "bandwidth": self._quantity(parse_rate, entry.bandwidth, f"{where}.bandwidth", 1e6, 1e15),
             "usd_per_hour": next((price for price in prices if price is not None), None),
@@ -274,7 +277,7 @@ def _host_entry(host: Host) -> HostEntry:
             flops=device.flops or None, rates=device.rates, units=device.units, enter=device.enter,
             watts=device.watts, price=device.usd_per_hour,
             dtypes=None if device.dtypes == tuple(device.flops) else device.dtypes, threads=device.threads,
-            share=device.share, origin=device.origin,
+            share=device.share, turn=device.turn_s or None, origin=device.origin,
         )
         for device in host.devices
     )  # fmt: skip

@@ -73,6 +73,8 @@ class GradSync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     topology: Literal["flat", "hierarchical"] = "flat"
     #: Bits of a number on the way; fewer than 32 keep an error feedback.
     bits: Literal[8, 16, 32] = 32
+    #: Bytes a second that each worker's connection to another site carries at most; None does not hold it back.
+    wan_rate: Positive | None = None
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -85,15 +85,28 @@ def make_groups(lab: Lab) -> None:
             raise OSError(errno.ENOSYS, "control groups without limits", device.cgroups[0])
 
 
+def quota_us(device: Device) -> tuple[int, int]:
+    """Microseconds of processor time that a device gets in a period of so many."""
+    share = (device.speed or 1) * device.cores
+    period = max(LEAST_PERIOD_US, math.ceil(LEAST_QUOTA_US / share))
+    return round(share * period), period
+
+
+def turn_s(device: Device) -> float:
+    """Seconds that a message which comes at any time waits in the mean until its device goes on: 0 while the device has
+    time left of its period, else half of the period's rest."""
+    quota, period = quota_us(device)
+    rest = 0.0 if device.speed is None else max(0.0, period - quota / device.cores)
+    return rest / period * rest / 2 / 1e6
+
+
 def _make_group(group: Path, device: Device) -> Iterator[str]:
     """Make one; yields the controllers whose limits it has. Each version and each controller has its own files."""
     group.parent.mkdir(exist_ok=True)
     if (group.parent / _SWITCH).exists():
         (group.parent / _SWITCH).write_text("+cpu +memory")
     group.mkdir(exist_ok=True)
-    share = (device.speed or 1) * device.cores
-    period = max(LEAST_PERIOD_US, math.ceil(LEAST_QUOTA_US / share))
-    quota = round(share * period)
+    quota, period = quota_us(device)
     limits = [("cpu.max", f"{quota} {period}"), ("cpu.cfs_period_us", period), ("cpu.cfs_quota_us", quota)]
     if device.memory:
         limits += [("memory.max", device.memory), ("memory.swap.max", 0)]

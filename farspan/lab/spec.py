@@ -85,8 +85,16 @@ def load_lab(name: str) -> Lab:
     return read(load_yaml(path, LabFile), str(path))
 
 
-def changed(lab: Lab, window: Quantity | None, bandwidth: Quantity | None) -> Lab:
-    """The lab with another window, and all its links at another rate, where these are given."""
+def changed(lab: Lab, window: Quantity | None, bandwidth: Quantity | None, memory: Quantity | None) -> Lab:
+    """The lab with another window, and all its links at another rate and devices with other memory, where given."""
+    if memory is not None:
+        size = quantity("memory", memory, "memory")
+        lab = msgspec.structs.replace(lab, sites=tuple(
+            msgspec.structs.replace(
+                site, devices=tuple(msgspec.structs.replace(one, memory=size) for one in site.devices)
+            )
+            for site in lab.sites
+        ))  # fmt: skip
     if window is not None:
         lab = msgspec.structs.replace(lab, window=quantity("window", window, "window"))
     if bandwidth is None:

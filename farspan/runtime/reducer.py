@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from farspan.runtime import pacing
 from farspan.runtime.compress import Codec, ErrorFeedback
 from farspan.runtime.place import Groups, Place
 from farspan.runtime.state import Bucket, TrainState
@@ -73,6 +74,8 @@ class Reducer:
         self._all = group(whole and not self._by_site and self._sync.bits == 32, self._batch, "sum")
         self._inside = group(whole and self._by_site, self._home, "inside")
         self._back = group(whole and self._by_site, self._home, "back")
+        if self._sync.wan_rate is not None and len(self._sites) > 1:
+            pacing.limit(self._sync.wan_rate)
 
     def arm(self, last: bool) -> None:
         """The next backward pass is coming; the step's last one if `last`."""

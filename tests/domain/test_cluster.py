@@ -104,8 +104,9 @@ def test_every_cluster_that_ships_reads_back_from_what_is_written(tmp_path):
 
 def test_measured_figures_survive_a_file(tmp_path):
     cpu = Device(
-        kind="cpu-avx2", backend="cpu", memory=2**30, flops={"fp32": 64e9}, bandwidth=1.25e10, threads=2, share=0.4,
-        watts=9.0, usd_per_hour=0.5, rates=(MatmulRate(m=8, k=4, n=2, flops={"fp32": 1.5e9}),), origin="measured",
+        kind="cpu-avx2", backend="cpu", memory=2**30, flops={"fp32": 64e9}, bandwidth=1.25e10, threads=2,
+        share=0.4, turn_s=0.002, watts=9.0, usd_per_hour=0.5, origin="measured",
+        rates=(MatmulRate(m=8, k=4, n=2, flops={"fp32": 1.5e9}),),
     )  # fmt: skip
     host = Host(name="x", devices=(cpu,), enter=("sh", "-c"), folder="/tmp/x", interface="eth7", cpus=2, memory=2**31)
     link = Link(a="a", b="b", rtt_s=0.0574, bandwidth=1.2e8, jitter_s=1e-4, window=4 << 20, in_flight={1: 5, 16: 70},

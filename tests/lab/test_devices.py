@@ -48,6 +48,16 @@ def test_a_device_gets_its_share_of_a_core(start: Start, share: float):
     assert got > 0.95 * share
 
 
+@pytest.mark.parametrize(
+    ("speed", "cores", "turn_ms"),
+    # 5 ms with a quarter of them, 10 ms with 1 ms of them (the kernel's least), and both cores' 2.5 of 5 ms at once.
+    [(None, 1, 0.0), (1.0, 1, 0.0), (0.25, 1, 3.75**2 / 5 / 2), (0.1, 1, 9**2 / 10 / 2), (0.5, 2, 2.5**2 / 5 / 2)],
+)
+def test_a_message_waits_for_half_of_the_rest_of_a_period_that_is_used_up(speed, cores, turn_ms):
+    found = devices.turn_s(Device(speed=speed, cores=cores, memory=None))
+    assert found == pytest.approx(turn_ms / 1e3)
+
+
 @needs_groups
 def test_a_device_that_takes_more_memory_than_it_has_is_killed_alone(start: Start):
     lab = start(f"name: {OWN}-memory\nsites: {{utah: {{devices: [{{memory: 100MB}}, {{memory: 400MB}}]}}}}")

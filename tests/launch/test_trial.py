@@ -65,6 +65,21 @@ def test_a_plan_over_both_sites_is_measured(sites, corpus, kind):
     assert not left(sites)
 
 
+def test_what_leaves_a_site_goes_no_faster_than_the_plan_says(sites, corpus):
+    """Half of a site's gradients go over each of its two connections: half a second at as many bytes a second."""
+    plan = planned()
+    (stage,) = plan.replicas[0].stages
+
+    def step_s(wan_rate):
+        sync = replace(stage.grad_sync, topology="hierarchical", wan_rate=wan_rate)
+        held = replace(plan, replicas=(replace(plan.replicas[0], stages=(replace(stage, grad_sync=sync),)),))
+        made = trial(held, corpus, sites, "local", FEW)
+        assert made.status == "ok", made.problem
+        return made.step_s
+
+    assert step_s(None) < 0.4 < step_s(4 * parameters(plan.model))
+
+
 def test_replicas_meet_as_often_as_the_plan_says(sites, corpus):
     made = trial(divided("replicas"), corpus, sites, "local", FEW)
     assert made.status == "ok", made.problem
