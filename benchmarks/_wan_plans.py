@@ -16,6 +16,7 @@ from farspan.domain.plan import Axis, GradSync, Inputs, Mesh, Plan, Replica, Sta
 from farspan.domain.train import Schedule, TrainSpec
 from farspan.planning.rank import rank
 from farspan.techniques import Task
+from farspan.techniques._search.single import wan_rate
 
 ENGINE = "farspan"
 #: Two sites of two workers.
@@ -186,7 +187,9 @@ def stage(
     mesh = Mesh(ranks=ranks, shape=shape, axes=axes)
     operators = (op for unit in (task.graph.embedding, task.graph.block, task.graph.head) for op in unit)
     splits = {op.name: op.divisible for op in operators if op.divisible} if "tensor" in axes else {}
+    straight = topology == "hierarchical" or "site" in axes
+    rate = wan_rate(task, mesh) if straight else None
     return Stage(
         units=units or (0, task.graph.units), mesh=mesh, rows=(batch // len(mesh.batch),) * len(mesh.batch), zero=zero,
-        splits=splits, grad_sync=GradSync(bucket_bytes=BUCKET_BYTES, topology=topology, bits=bits),
+        splits=splits, grad_sync=GradSync(bucket_bytes=BUCKET_BYTES, topology=topology, bits=bits, wan_rate=rate),
     )  # fmt: skip

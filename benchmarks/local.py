@@ -5,9 +5,9 @@
 
 A worker has one thread on a core of its own. Contestants are stock PyTorch and DeepSpeed (wan_contestants.py) and what
 `farspan select` picks for a run of RUN_STEPS steps (its trials are made beforehand), all with the same model, rows,
-clipping, fused AdamW and environment, in fresh processes, one contestant after another and all again. Every cell is
-appended to results/local.jsonl with its raw steps; what is there is not run again. The table is printed and written
-beside it.
+clipping, fused AdamW and environment, in fresh processes, one contestant after another and all again, with another one
+first. Every cell is appended to results/local.jsonl with its raw steps; what is there is not run again. The table is
+printed and written beside it.
 """
 
 from __future__ import annotations
@@ -118,7 +118,9 @@ def run(given: argparse.Namespace, file: IO[bytes], known: list[Cell]) -> None:
         for precision in given.precision:
             work = Work(model="small", sequences=8, tied=True, seed=0, precision=precision)
             for workers in given.workers:
-                for name in [*names, OURS]:
+                # Whoever comes first finds a machine that has rested: each in its turn.
+                first = repeat % (len(names) + 1)
+                for name in [*names, OURS][first:] + [*names, OURS][:first]:
                     if (name, workers, precision, repeat) in done:
                         continue
                     cell = Cell(

@@ -202,18 +202,23 @@ def held(cluster: Cluster, engine: Engine, out: Sequence[Candidate]) -> Cluster:
     the device that is fullest by that prediction tells, with all others of its kind in its host."""
     for one in out:
         assert one.estimate is not None
-        needs = zip(one.places, one.estimate.memory, strict=True)
-        total, place = max((need.total / cluster.devices[place].memory, need.total, place) for place, need in needs)[1:]
-        most, fullest = int(LESS * total / engine.fill), cluster.devices[place].kind
-        host_of = [host.name for host in cluster.hosts for _ in host.devices][place]
-
-        def device_of(host: Host, index: int, name: str = host_of, kind: str = fullest, most: int = most) -> Device:
-            device = host.devices[index]
-            less = min(device.memory, most) if (host.name, device.kind) == (name, kind) else device.memory
-            return msgspec.structs.replace(device, memory=less)
-
-        cluster = cluster.with_devices(device_of)
+        needs = {place: need.total for place, need in zip(one.places, one.estimate.memory, strict=True)}
+        fullest = max(needs, key=lambda place: needs[place] / cluster.devices[place].memory)
+        cluster = _holding(cluster, fullest, int(LESS * needs[fullest] / engine.fill))
     return cluster
+
+
+def _holding(cluster: Cluster, place: int, most: int) -> Cluster:
+    """The cluster whose device in this place, and all of its kind in its host, hold so many bytes at most."""
+    kind = cluster.devices[place].kind
+    name = [host.name for host in cluster.hosts for _ in host.devices][place]
+
+    def device_of(host: Host, index: int) -> Device:
+        device = host.devices[index]
+        alike = (host.name, device.kind) == (name, kind)
+        return msgspec.structs.replace(device, memory=min(device.memory, most)) if alike else device
+
+    return cluster.with_devices(device_of)
 
 
 def _judged(one: Candidate, trial: Trial, cluster: Cluster) -> Candidate:
