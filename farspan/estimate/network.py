@@ -60,9 +60,6 @@ class Network:
         sites = {host.name: site for site in cluster.sites for host in site.hosts}
         self.devices: list[Device] = [by_name[device.host].devices[device.index] for device in devices]
         self.sites = [sites[host].name for host in self.hosts]
-        self._turns: dict[str, float] = {}
-        for host, device in zip(self.hosts, self.devices, strict=True):
-            self._turns[host] = max(self._turns.get(host, 0.0), device.turn_s)
         self._site_of = {name: site.name for name, site in sites.items()}
         self._own = {frozenset((link.a, link.b)) for link in cluster.links}
         self._links: dict[tuple[str, str], Link] = {}
@@ -215,8 +212,7 @@ class Network:
         self, hosts: tuple[str, ...], part: float, steps: int, messages: float, concurrent: int, at_once: float
     ) -> float:
         """A ring whose every step waits for an answer, of messages that are `part` bytes a step together. A step takes
-        a round trip, or as many as its bytes take where only some may be under way; a device that is held to a share of
-        its cores answers when its turn comes."""
+        a round trip, or as many as its bytes take where only some may be under way."""
         pairs = zip(hosts, hosts[1:] + hosts[:1], strict=True)
         wires = [self.between(a, b, True, self.engine.streams) for a, b in pairs]
         crossing = Counter(wire.sites for wire in wires if wire.sites[0] != wire.sites[1])
@@ -224,8 +220,7 @@ class Network:
         each, slowest = part / max(1.0, messages), 0.0
         for wire in wires:
             line = wire.line / (1 if wire.local else concurrent * max(1, crossing[wire.sites]))
-            turn = max(self._turns[host] for host in wire.hosts)
-            trip = 2 * (wire.delay_s + turn) + (0.0 if wire.local else self.engine.message_s)
+            trip = 2 * wire.delay_s + (0.0 if wire.local else self.engine.message_s)
             slowest = max(slowest, trip + each / line, each / wire.rate, at_once * each / line)
         return max(1.0, messages) / at_once * steps * slowest
 

@@ -24,7 +24,7 @@ from farspan.estimate.memory import (
 )
 from farspan.estimate.network import Network
 from farspan.estimate.schedule import effective_depths
-from farspan.estimate.sharding import PARTIAL, between, strategy, weight_share, work_share
+from farspan.estimate.sharding import PARTIAL, Collective, between, strategy, weight_share, work_share
 from farspan.estimate.sharding import RESIDUAL as RESIDUAL
 from farspan.estimate.sums import Sync, sync
 from farspan.estimate.units import TimedUnits
@@ -64,6 +64,7 @@ class Costs:
             (keys[id(device)], crowd, together[host] if device.units else 1)
             for (device, crowd), host in zip(self.signature, network.hosts, strict=True)
         ]
+        self._turns = [max(device.turn_s, self.engine.turn_s * (crowd - 1)) for device, crowd in self.signature]
         self.alike = [known.setdefault(figures, len(known)) for figures in self.figures]
         self.rates = {
             kind: Rates(self.signature[rank][0], train.precision, self.engine, self.signature[rank][1])
@@ -121,8 +122,8 @@ class Costs:
         self, group: Sequence[int], unit: tuple[Operator, ...], rows: int, splits: Mapping[str, str], concurrent: int
     ) -> tuple[float, float]:
         """Seconds of the collectives of one unit over its tensor axis: forward, backward."""
-        hosts = (self.network.hosts[rank] for rank in group)
-        key = (*hosts, unit[0].name, len(unit), rows, concurrent, *splits.items())
+        places = ((self.network.hosts[rank], self.alike[rank]) for rank in group)
+        key = (*places, unit[0].name, len(unit), rows, concurrent, *splits.items())
         if key not in self._waits:
             forward = backward = 0.0
             residual = splits.get(RESIDUAL, "")
@@ -137,7 +138,7 @@ class Costs:
                 elif op.kind == "loss" and plan.writes == PARTIAL:
                     # Each device has a part of the vocabulary: greatest logit, sum, and the target's (Megatron-LM).
                     size = 4.0 * self.graph.size(op.output, b=rows, s=self.train.seq_len)
-                    forward += 3 * self.network.all_reduce_s(group, size, concurrent=concurrent)
+                    forward += 3 * self.waited_s("all_reduce", group, size, concurrent)
             self._waits[key] = (forward, backward)
         return self._waits[key]
 
@@ -149,11 +150,15 @@ class Costs:
             return 0.0, 0.0
         size = self.graph.size(dims, b=rows, s=self.train.seq_len) * self.width
         both = between(writes, reads, gradient)
-        first, second = (
-            sum(getattr(self.network, f"{name}_s")(group, size, concurrent=concurrent) for name in names)
-            for names in both
-        )
+        first, second = (sum(self.waited_s(name, group, size, concurrent) for name in names) for names in both)
         return first, second
+
+    def waited_s(self, name: Collective, group: Sequence[int], size: float, concurrent: int) -> float:
+        """Seconds of a collective that everyone waits for: each step of its ring, there and back, also for the turn of
+        the worker that must answer."""
+        took: float = getattr(self.network, f"{name}_s")(group, size, concurrent=concurrent)
+        steps = (len(group) - 1) * (2 if name == "all_reduce" else 1)
+        return took + 2 * steps * max(self._turns[rank] for rank in group)
 
     def stream_s(self, rank: int, size: float) -> float:
         """Seconds of a device to stream so many bytes through its memory."""

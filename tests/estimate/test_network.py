@@ -197,16 +197,6 @@ def test_a_ring_of_gloo_waits_for_an_answer_at_every_step():
     assert found.all_gather_s(ranks, 32e6, messages=2) == pytest.approx(3 * 0.8)
 
 
-def test_a_ring_of_gloo_waits_for_the_turns_of_devices_that_are_held_to_a_share():
-    """Each of an all-reduce's 2 steps goes there and is answered, and each way waits for the slower end's turn."""
-    gloo = {"ring_answered": True, "message_s": 0.0}
-    beside = cluster([[device(turn_s=0.25), device(turn_s=0.5)]])
-    assert network(beside, **gloo).all_reduce_s((0, 1), 0.0) == pytest.approx(4 * 0.5, rel=1e-4)
-    link = Link(a="A", b="B", rtt_s=0.1, bandwidth=1e7)
-    apart = network(cluster([[device(turn_s=0.5)]], [[device()]], links=(link,)), **gloo)
-    assert apart.all_reduce_s((0, 1), 0.0) == pytest.approx(2 * (0.1 + 2 * 0.5))
-
-
 def test_an_engine_may_be_another_between_cpus():
     made = plain(cpu={"ring_answered": True, "overlap": 0.0}, overlap=0.8)
     assert made.on(["cpu", "cpu"]) == plain(ring_answered=True, overlap=0.0)

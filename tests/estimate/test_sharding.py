@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -212,6 +213,14 @@ def test_megatron_block_pays_two_sums_each_way():
     assert sequence == pytest.approx((2 * one, 2 * one))
     # Tokens are each rank's own: a split table pays for the sum of its output alone.
     assert using.unit_wait((0, 1), using.graph.embedding, 2, {"tok": "v"}, 1) == pytest.approx((one, 0.0))
+    # Each of a sum's two steps goes there and is answered, and both ways the slower worker's turn must come: that of a
+    # share, or of one of three on a core for which the two others go on before.
+    held = costs(cluster([[device(), device(turn_s=0.25)]]), plain(local_rate=1e6))
+    assert held.unit_wait((0, 1), using.graph.block, 2, splits, 1)[0] == pytest.approx(2 * (one + 4 * 0.25))
+    crowd = cluster([[device(backend="cpu")] * 3])
+    crowd = crowd.with_hosts(lambda host: msgspec.structs.replace(host, cpus=1))
+    crowded = costs(crowd, plain(local_rate=1e6, turn_s=0.5))
+    assert crowded.unit_wait((0, 1), using.graph.block, 2, splits, 1)[0] == pytest.approx(2 * (one + 4 * 2 * 0.5))
     # Rows divided over the axis leave norms' gradients to be summed after the step.
     halves = stage(
         mesh(0, 1, tensor=2), (4,), splits=dict.fromkeys([op.name for op in using.graph.block], "b"), units=(1, 2)
