@@ -13,6 +13,7 @@ from farspan.domain.codec import content_hash
 from farspan.domain.engine import engine
 from farspan.domain.model import ModelSpec, matmul_parameters
 from farspan.domain.plan import Axis, GradSync, Inputs, Mesh, Plan, Replica, Stage, Sync, Zero
+from farspan.domain.problems import Problem
 from farspan.domain.train import Schedule, TrainSpec
 from farspan.planning.rank import rank
 from farspan.techniques import Task
@@ -118,7 +119,9 @@ def ours(work: Work) -> tuple[str, ...]:
     pipelines = [f"pipeshard-{count}" for count in work.microbatches]
     divided = [f"pipeshard-{count}-tensor" for count in MICROBATCHES if work.sequences % count == 0]
     sums = ("data", "data-sites", "data-sites-16", "data-sites-8", "zero1", "zero2", "fsdp", "hsdp", "shard")
-    names = (*sums, *pipelines, *divided, "diloco", "planner")
+    # Where the update weighs as much as the passes, what the technique makes of its own is another pipeline.
+    own = () if work.model == "small" else ("pipeshard",)
+    names = (*sums, *pipelines, *divided, *own, "diloco", "planner")
     return tuple(f"farspan/{name}" for name in names)
 
 
@@ -146,6 +149,11 @@ def plan(name: str, work: Work, task: Task) -> Plan:
     if kind == "diloco":
         replicas = [Replica(stages=(stage(task, site, batch // 2),)) for site in SITES]
         return planned(task, kind, replicas, Sync(every=EVERY))
+    if name == "farspan/pipeshard":
+        made = techniques.technique("pipeshard").plan(task)
+        if isinstance(made, Problem):
+            raise ValueError(made.fact)
+        return made
     if kind == "pipeshard":
         # A stage a site; inside it data parallelism, or operators divided. All microbatches of the first stage are in
         # flight; the last one returns each at once.

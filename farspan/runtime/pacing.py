@@ -22,14 +22,11 @@ _INFO = struct.Struct("8x60xI")
 SITE_S = 1e-3
 
 
-def limit(rate: int) -> int:
-    """Let every connection of this process that leaves its site send so many bytes a second; how many there are."""
-    count = 0
+def limit(rate: int) -> None:
+    """Let every connection of this process that leaves its site send so many bytes a second."""
     for one in _connections() if sys.platform == "linux" else ():
         if _rtt_s(one) > SITE_S:
             one.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, rate)
-            count += 1
-    return count
 
 
 def _connections() -> Iterator[socket.socket]:
