@@ -146,8 +146,8 @@ def table(known: list[Cell]) -> str:
         ratios = [times[repeat] / ours[repeat] for repeat in times.keys() & ours.keys()]
         middle = statistics.median(times.values())
         ratio = f"{statistics.median(ratios):.2f}" if ratios else ""
-        spread = (max(times.values()) - min(times.values())) / middle
-        lines.append(f"| {workers} | {precision} | {name} | {middle:.3f} | {spread:.0%} | {ratio} |")
+        spread = f"{(max(times.values()) - min(times.values())) / middle:.0%}" if len(times) > 1 else ""
+        lines.append(f"| {workers} | {precision} | {name} | {middle:.3f} | {spread} | {ratio} |")
     return "\n".join(lines)
 
 
