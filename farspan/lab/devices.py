@@ -92,6 +92,14 @@ def quota_us(device: Device) -> tuple[int, int]:
     return round(share * period), period
 
 
+def quotas(device: Device) -> Iterator[tuple[Path, str, str]]:
+    """The files that hold a device to its speed, of those that are there: what each says when it does, and when not."""
+    quota, period = quota_us(device)
+    files = (("cpu.max", f"{quota} {period}", f"max {period}"), ("cpu.cfs_quota_us", f"{quota}", "-1"))
+    for group in map(Path, device.cgroups):
+        yield from ((group / name, held, free) for name, held, free in files if (group / name).exists())
+
+
 def turn_s(device: Device) -> float:
     """Seconds that a message which comes at any time waits in the mean until its device goes on: 0 while the device has
     time left of its period, else half of the period's rest."""

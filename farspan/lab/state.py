@@ -26,6 +26,8 @@ _TUN, _PREFIX = Path("/dev/net/tun"), "farspan-lab-"
 _ELSEWHERE = "use everything but farspan lab here; for it a Linux machine of your own, or: docker run --privileged"
 #: A killed process is gone within milliseconds; the supervisor answers between two packets.
 END_S = ANSWER_S = 10.0
+#: Variables of a worker's environment: set where it is to start at full speed; files, and what ends that if written.
+STARTING, READY = "FARSPAN_STARTING", "FARSPAN_READY"
 #: Collectives must not choose another interface than the one that leads to other sites.
 _CHOSEN = [f"{library}_SOCKET_IFNAME={INTERFACE}" for library in ("GLOO", "NCCL", "TP")]
 
@@ -86,7 +88,8 @@ def change(name: str, between: Sequence[str], values: dict[str, Any], *, one_way
 def enter(status: Status, site: str, device: int | None = None) -> list[str]:
     """The words to put before a command that is to run in a site, as one of its devices or beside them.
 
-    The process becomes the command: it keeps its id, environment and folder.
+    The process becomes the command: it keeps its id, environment and folder. A worker that starts with STARTING set is
+    held to its device's speed only when it has written what READY says: a slow device is no slow interpreter.
     """
     found = next((known for known in status.lab.sites if known.name == site), None)
     if found is None or not (device is None or 0 <= device < len(found.devices)):
@@ -99,7 +102,12 @@ def enter(status: Status, site: str, device: int | None = None) -> list[str]:
         words += [f"--user=/proc/{status.pid}/ns/user", "--preserve-credentials"]
     words += [f"--{kind.replace('mnt', 'mount')}={path}" for kind, path in status.namespaces[site].items()]
     groups = () if device is None else chosen[0].cgroups
-    joins = [f"echo $$ > {shlex.quote(group)}/cgroup.procs" for group in groups]
+    quotas = [] if device is None else list(devices.quotas(chosen[0]))
+    held, free = ([f"echo {word[kind]} > {shlex.quote(str(word[0]))}" for word in quotas] for kind in (1, 2))
+    ready = shlex.quote("\n".join(f"{file}={value}" for file, value, _ in quotas))
+    starting = " && ".join([*free, f"export {READY}={ready}"])
+    joins = [f'if [ -n "${STARTING}" ]; then {starting}; else {" && ".join([*held, "true"])}; fi']
+    joins += [f"echo $$ > {shlex.quote(group)}/cgroup.procs" for group in groups]
     # Entering a mount namespace leads to its top folder; the way back is found by name.
     script = " && ".join([*joins, f"exec env {' '.join(_CHOSEN)} {shlex.join(words)} "
                           """sh -c 'cd "$0" && exec "$@"' "$PWD" "$@" """])  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shlex
 import signal
 import subprocess
@@ -112,7 +113,7 @@ class HostProcess:
         # It inherits the run's lock, which holds as long as any worker lives, even without its launcher.
         self._process = subprocess.Popen(
             command(host, words, device=device), stdin=subprocess.PIPE if hold_stdin else subprocess.DEVNULL,
-            stdout=log, stderr=log,
+            stdout=log, stderr=log, env={**os.environ, "FARSPAN_STARTING": "1"} if ranks else None,
             start_new_session=True, pass_fds=[keep_open],
         )  # fmt: skip
 

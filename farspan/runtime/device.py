@@ -44,6 +44,14 @@ def open_device(planned: PlannedDevice) -> torch.device:
     )
 
 
+def hold() -> None:
+    """Let the device be as slow as it is meant to be: what emulates it says by FARSPAN_READY which files to write, and
+    what, once its worker has started."""
+    for line in os.environ.pop("FARSPAN_READY", "").splitlines():
+        file, _, value = line.partition("=")
+        Path(file).write_text(value)
+
+
 def detect(backend: str, workers: int | None) -> Cluster:
     """This machine as a cluster of one host: its GPUs, or its CPU cores shared among `workers`."""
     memory = psutil.virtual_memory()

@@ -36,7 +36,7 @@ from farspan.domain.units import format_bytes
 from farspan.runtime import checkpoint, huggingface
 from farspan.runtime.collective import SILENCE_S, Group, meet
 from farspan.runtime.data import Windows
-from farspan.runtime.device import environment, open_device
+from farspan.runtime.device import environment, hold, open_device
 from farspan.runtime.events import EventLog
 from farspan.runtime.executor import Executor
 from farspan.runtime.generate import generate
@@ -120,6 +120,7 @@ def train(plan: Plan, run: RunFolder, rank: int, world: int, store: dist.Store |
         checkpoint.check_disk(run.path, (plan.train.keep + 2) * checkpoint.bytes_needed(parameters(plan.model)))
         trainer.restore()
         log.write(started(trainer, world))
+        hold()
         try:
             reason = trainer.run()
             if reason != "interrupted":

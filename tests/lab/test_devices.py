@@ -48,6 +48,24 @@ def test_a_device_gets_its_share_of_a_core(start: Start, share: float):
     assert got > 0.95 * share
 
 
+@needs_groups
+def test_a_worker_starts_at_full_speed_and_is_held_to_its_share_when_it_has_started(start: Start):
+    lab = start(f"name: {OWN}-starts\nsites: {{utah: {{devices: [{{speed: 10%}}]}}}}")
+    words = [*state.enter(lab, "utah", 0), sys.executable, "-c"]
+
+    def shares(code: str, **environment: str) -> list[float]:
+        done = subprocess.run(
+            [*words, code, "1"], capture_output=True, text=True, check=True, env={**os.environ, **environment}
+        )
+        return [float(line) for line in done.stdout.splitlines()]
+
+    before, after = shares(f"{BUSY}\nfrom farspan.runtime.device import hold; hold()\n{BUSY}", FARSPAN_STARTING="1")
+    assert after < 0.12 < 0.5 < before
+    # One that ended before it was held leaves nothing to what comes next.
+    assert min(shares(BUSY, FARSPAN_STARTING="1")) > 0.5
+    assert max(shares(BUSY)) < 0.12
+
+
 @pytest.mark.parametrize(
     ("speed", "cores", "turn_ms"),
     # 5 ms with a quarter of them, 10 ms with 1 ms of them (the kernel's least), and both cores' 2.5 of 5 ms at once.
