@@ -140,7 +140,7 @@ def _plan(
     except ValueError as error:  # What was published divides rows and devices in its own way.
         return Problem(
             code="cannot-plan", what=f"the published plan {name} cannot be made here", where=str(cell), fact=str(error),
-            remedy="choose a batch that 4 microbatches divide",
+            remedy="choose heads that the devices divide, and a batch that 4 microbatches do",
         )  # fmt: skip
     return msgspec.structs.replace(plan, train=train, devices=task.devices, inputs=task.inputs, engine=engine.name)
 

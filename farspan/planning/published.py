@@ -173,12 +173,15 @@ def planned_devices(cluster: Cluster) -> tuple[PlannedDevice, ...]:
 
 
 def published_plan(name: str, recipe: Recipe, model: ModelSpec, cluster: Cluster, settings: Settings) -> Plan:
-    """A published plan on the devices of a slice."""
+    """A published plan on the devices of a slice. Raises ValueError where it divides what does not divide evenly."""
     devices, graph = planned_devices(cluster), models.graph(model)
     train = settings.train(len(devices))
     sync = GradSync(bucket_bytes=2 * graph.parameters(), bits=16)
     cuts = equal_cuts(graph, recipe.stages, settings.sequence)
     each = len(devices) // recipe.stages
+    for op, dim in recipe.splits.items():
+        if graph.sizes.get(dim, each) % each:
+            raise ValueError(f"{op}: {graph.sizes[dim]} cannot be divided evenly over {each} devices")
     stages = []
     for i in range(recipe.stages):
         mesh = Mesh(ranks=tuple(range(i * each, (i + 1) * each)), shape=(each,), axes=(recipe.axis,))

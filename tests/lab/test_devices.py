@@ -51,19 +51,21 @@ def test_a_device_gets_its_share_of_a_core(start: Start, share: float):
 @needs_groups
 def test_a_worker_starts_at_full_speed_and_is_held_to_its_share_when_it_has_started(start: Start):
     lab = start(f"name: {OWN}-starts\nsites: {{utah: {{devices: [{{speed: 10%}}]}}}}")
+    (file, held, free), *_ = devices.quotas(lab.lab.sites[0].devices[0])
     words = [*state.enter(lab, "utah", 0), sys.executable, "-c"]
+    see = f"print(open({str(file)!r}).read().strip())"
 
-    def shares(code: str, **environment: str) -> list[float]:
+    def said(code: str, **environment: str) -> list[str]:
         done = subprocess.run(
             [*words, code, "1"], capture_output=True, text=True, check=True, env={**os.environ, **environment}
         )
-        return [float(line) for line in done.stdout.splitlines()]
+        return done.stdout.splitlines()
 
-    before, after = shares(f"{BUSY}\nfrom farspan.runtime.device import hold; hold()\n{BUSY}", FARSPAN_STARTING="1")
-    assert after < 0.12 < 0.5 < before
+    started = said(f"{see}\nfrom farspan.runtime.device import hold; hold()\n{see}\n{BUSY}", FARSPAN_STARTING="1")
+    assert started[:2] == [free, held] and float(started[2]) < 0.12
     # One that ended before it was held leaves nothing to what comes next.
-    assert min(shares(BUSY, FARSPAN_STARTING="1")) > 0.5
-    assert max(shares(BUSY)) < 0.12
+    assert said(see, FARSPAN_STARTING="1") == [free]
+    assert said(see) == [held]
 
 
 @pytest.mark.parametrize(

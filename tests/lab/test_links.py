@@ -25,9 +25,9 @@ def traffic(lab: Status, source: str, target: str) -> Traffic:
 def test_the_round_trip_is_the_one_asked_for(lab, rtt_ms):
     change(lab, "utah", "star", delay_s=rtt_ms / 2000)
     echo = Peer(lab, "star", "echo")
-    trips = play(lab, "utah", "ping", "star", 15)
-    assert echo.result() == 15
-    # The shortest: others also wait for a core.
+    trips = play(lab, "utah", "ping", "star", 40)
+    assert echo.result() == 40
+    # The shortest: others also wait for a core, which a virtual machine's host may lend elsewhere.
     assert rtt_ms / 1000 <= min(trips) <= 1.03 * rtt_ms / 1000 + 0.0005
 
 
@@ -45,7 +45,7 @@ def test_sites_without_a_link_cannot_reach_each_other_and_hear_so_at_once(lab):
 
 def test_a_near_link_goes_past_the_relay_until_it_is_cut(lab):
     echo = Peer(lab, "mass", "echo")
-    assert min(play(lab, "star", "ping", "mass", 5)) < 0.001
+    assert min(play(lab, "star", "ping", "mass", 40)) < 0.001
     assert not traffic(lab, "star", "mass").relayed
     change(lab, "star", "mass", up=False, one_way=True)
     assert play(lab, "star", "ping", "mass", 2) == [None, None]
@@ -53,8 +53,8 @@ def test_a_near_link_goes_past_the_relay_until_it_is_cut(lab):
     change(lab, "star", "mass", up=True, delay_s=0.01)
     assert min(play(lab, "star", "ping", "mass", 5)) > 0.02
     change(lab, "star", "mass", delay_s=0.00005)
-    assert min(play(lab, "star", "ping", "mass", 5)) < 0.001
-    assert echo.result() == 15
+    assert min(play(lab, "star", "ping", "mass", 40)) < 0.001
+    assert echo.result() == 85
 
 
 def test_a_cut_in_one_direction_leaves_the_other(lab):
