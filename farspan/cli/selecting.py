@@ -34,14 +34,18 @@ class Trials:
         self._kept = cache_folder() / "trials"
 
     def __call__(self, plan: Plan, step_s: float) -> Trial:
-        return self.run(plan, limits(plan, step_s, steps_for(step_s)))
+        # How many steps are asked for follows from a prediction, which is another one after each probe.
+        return self.run(plan, limits(plan, step_s, steps_for(step_s)), least=0)
 
-    def run(self, plan: Plan, within: Limits) -> Trial:
-        """A trial, or the one that is kept: then it took no time."""
-        key = content_hash(cluster_hash(self._resolved.cluster), plan_key(plan), farspan.__version__, within.steps)
+    def run(self, plan: Plan, within: Limits, least: int | None = None) -> Trial:
+        """A trial, or one that is kept and has timed so many steps at least, all that are asked for unless said: then
+        it took no time."""
+        key = content_hash(cluster_hash(self._resolved.cluster), plan_key(plan), farspan.__version__)
         path = self._kept / f"{key}.json"
         if path.exists() and not self._again:
-            return msgspec.structs.replace(load(path, Trial), took_s=0.0)
+            kept = load(path, Trial)
+            if kept.step_s is None or len(kept.steps) >= (within.steps if least is None else least):
+                return msgspec.structs.replace(kept, took_s=0.0)
         made = trial(plan, self._resolved.corpus_folder, self._resolved.cluster, self._launcher, within)
         if made.status != "failed":  # Another time it may not fail.
             self._kept.mkdir(parents=True, exist_ok=True)

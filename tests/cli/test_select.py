@@ -35,7 +35,7 @@ SHORT = ("--set", "parallel.allow=[data, zero1]", "--set", "train.steps=60", "--
 
 
 def test_what_is_chosen_is_measured_written_and_trains(farspan, desk, lab):
-    asked = ("select", "run.yaml", "--cluster", f"lab:{lab}", *SHORT, *LARGER, "--budget", "12s", "--json")
+    asked = ("select", "run.yaml", "--cluster", f"lab:{lab}", *SHORT, *LARGER, "--budget", "20s", "--json")
     found = answer(farspan(*asked, "-o", "chosen.json"))
     assert found["tried"] and all(one["trial"]["status"] == "ok" for one in found["tried"])
     best = found["candidates"][found["chosen"]]
