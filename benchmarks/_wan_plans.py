@@ -12,7 +12,7 @@ from farspan.domain.cluster import Cluster
 from farspan.domain.codec import content_hash
 from farspan.domain.engine import engine
 from farspan.domain.model import ModelSpec, matmul_parameters
-from farspan.domain.plan import Axis, GradSync, Inputs, Mesh, Plan, Replica, Stage, Sync, Zero
+from farspan.domain.plan import Axis, GradSync, Inputs, Mesh, Plan, Replica, Stage, Sync, Topology, Zero
 from farspan.domain.problems import Problem
 from farspan.domain.train import Schedule, TrainSpec
 from farspan.planning.rank import rank
@@ -184,7 +184,7 @@ def picked(task: Task) -> Plan:
 
 def stage(
     task: Task, ranks: tuple[int, ...], batch: int, axes: tuple[Axis, ...] = DATA, *,
-    units: tuple[int, int] | None = None, zero: Zero = 0, topology: Literal["flat", "hierarchical"] = "flat",
+    units: tuple[int, int] | None = None, zero: Zero = 0, topology: Topology = "flat",
     bits: Bits = 32,
 ) -> Stage:  # fmt: skip
     """`batch` sequences shared evenly over one axis of all ranks, or over two axes of which the last is of two ranks.
@@ -195,9 +195,10 @@ def stage(
     mesh = Mesh(ranks=ranks, shape=shape, axes=axes)
     operators = (op for unit in (task.graph.embedding, task.graph.block, task.graph.head) for op in unit)
     splits = {op.name: op.divisible for op in operators if op.divisible} if "tensor" in axes else {}
-    straight = topology == "hierarchical" or "site" in axes
-    rate = wan_rate(task, mesh) if straight else None
     return Stage(
         units=units or (0, task.graph.units), mesh=mesh, rows=(batch // len(mesh.batch),) * len(mesh.batch), zero=zero,
-        splits=splits, grad_sync=GradSync(bucket_bytes=BUCKET_BYTES, topology=topology, bits=bits, wan_rate=rate),
+        splits=splits,
+        grad_sync=GradSync(
+            bucket_bytes=BUCKET_BYTES, topology=topology, bits=bits, wan_rate=wan_rate(task, mesh, topology)
+        ),
     )  # fmt: skip

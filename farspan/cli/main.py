@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import errno
 import importlib
 import os
@@ -10,6 +11,7 @@ import pkgutil
 import shlex
 import signal
 import sys
+from importlib import resources
 from itertools import takewhile
 from types import ModuleType
 from typing import Any, NoReturn
@@ -60,8 +62,15 @@ def overview() -> Parser:
     parser.add_argument("--version", action="version", version=f"farspan {farspan.__version__}")
     parsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in names():
-        parsers.add_parser(name, help=load(name).HELP)
+        parsers.add_parser(name, help=help_line(name))
     return parser
+
+
+def help_line(name: str) -> str:
+    """What a command's file has as HELP, read without importing it and all that it needs."""
+    with resources.files(commands).joinpath(f"{name}.py").open(encoding="utf-8") as source:
+        line = next(line for line in source if line.startswith("HELP = "))
+    return str(ast.literal_eval(line.removeprefix("HELP = ")))
 
 
 def parser_of(name: str) -> Parser:

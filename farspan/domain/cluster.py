@@ -18,6 +18,11 @@ SITE_RTT_S = 1e-4
 SITE_BANDWIDTH = 10e9 / 8
 
 
+#: Variables of a worker's environment, for `Device.enter`: STARTING is set where the worker may start unconfined; READY
+#: then names a file a line and what to write there, `FILE=TEXT`, once it has started.
+STARTING, READY = "FARSPAN_STARTING", "FARSPAN_READY"
+
+
 class MatmulRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Measured FLOP/s of `[m, k] @ [k, n]`, by dtype."""
 

@@ -68,7 +68,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     contention: float = 0.0
     #: What moves bytes takes turns with arithmetic on the same cores, and so many times as long as alone, as both lose
     #: what caches held; 0 where others than processors compute.
-    turns: float = 0.0
+    move_cost: float = 0.0
     #: Seconds that a message which is waited for waits in the mean for each other worker on its receiver's core.
     turn_s: float = 0.0
     #: Passes of a gradient's fp32 bytes through memory until it is encoded, decoded and added, by the bits that it

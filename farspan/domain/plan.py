@@ -20,6 +20,8 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 Axis = Literal["site", "data", "tensor"]
 #: What is divided over the data axis: nothing; optimizer state; and gradients; and parameters (arXiv 1910.02054).
 Zero = Literal[0, 1, 2, 3]
+#: Gradients over all devices in one ring, or inside each site first and between sites once.
+Topology = Literal["flat", "hierarchical"]
 
 
 class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -70,7 +72,7 @@ class GradSync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     soon as it is whole; over one ring, or inside each site first and between sites once."""
 
     bucket_bytes: Positive | None
-    topology: Literal["flat", "hierarchical"] = "flat"
+    topology: Topology = "flat"
     #: Bits of a number on the way; fewer than 32 keep an error feedback.
     bits: Literal[8, 16, 32] = 32
     #: Bytes a second that each worker's connection to another site carries at most; None does not hold it back.

@@ -75,7 +75,7 @@ def sync(costs: Costs, stage: Stage, microbatches: int) -> Sync:
     if ways > 1:
         rest += _partial_weights(costs, stage, width)
     each, gone = 1 / max(1.0, messages), _sent(costs, stage, microbatches)
-    busy = _busy(costs, stage, microbatches, messages) if engine.turns else 0.0
+    busy = _busy(costs, stage, microbatches, messages) if engine.move_cost else 0.0
     trip = _trip(costs, stage)
     return Sync(reduce, gather, rest, each, max(each, _tables(costs, stage)), trip, busy, gone)
 
@@ -145,14 +145,14 @@ def _busy(costs: Costs, stage: Stage, microbatches: int, messages: float) -> flo
         inside = rounds * max(network.inside_s(group, whole, len(group) - 1) for group in mesh.groups("data"))
     gone = _sent(costs, stage, microbatches, gathers=stage.zero == 3)
     sockets = max((carried_s(network, mesh.ranks, name, 2 * size) for name, size in gone.items()), default=0.0)
-    return costs.engine.turns * (inside + _coding(costs, stage, messages)) + sockets
+    return costs.engine.move_cost * (inside + _coding(costs, stage, messages)) + sockets
 
 
 def carried_s(network: Network, ranks: Sequence[int], site: str, size: float) -> float:
     """Seconds that so many bytes through the sockets of a site, in and out, keep its hosts among `ranks` from
     computing; 0 where others than processors compute."""
     hosts = {network.hosts[rank] for rank in ranks if network.sites[rank] == site}
-    return network.engine.turns * network.byte_s(site) * size / max(1, len(hosts))
+    return network.engine.move_cost * network.byte_s(site) * size / max(1, len(hosts))
 
 
 def _coding(costs: Costs, stage: Stage, messages: float) -> float:

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from farspan.domain.cluster import READY, STARTING
 from farspan.domain.codec import load, parse_json, save
 from farspan.domain.problems import Problem, Refusal
 from farspan.lab import INTERFACE, devices
@@ -26,8 +27,6 @@ _TUN, _PREFIX = Path("/dev/net/tun"), "farspan-lab-"
 _ELSEWHERE = "use everything but farspan lab here; for it a Linux machine of your own, or: docker run --privileged"
 #: A killed process is gone within milliseconds; the supervisor answers between two packets.
 END_S = ANSWER_S = 10.0
-#: Variables of a worker's environment: set where it is to start at full speed; files, and what ends that if written.
-STARTING, READY = "FARSPAN_STARTING", "FARSPAN_READY"
 #: Collectives must not choose another interface than the one that leads to other sites.
 _CHOSEN = [f"{library}_SOCKET_IFNAME={INTERFACE}" for library in ("GLOO", "NCCL", "TP")]
 

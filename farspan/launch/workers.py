@@ -15,7 +15,7 @@ from typing import IO, Protocol
 
 import msgspec
 
-from farspan.domain.cluster import Cluster, Host
+from farspan.domain.cluster import STARTING, Cluster, Host
 from farspan.domain.codec import content_hash, load, parse_json
 from farspan.domain.plan import Plan
 from farspan.domain.problems import EXIT_CODES, Problem, Refusal
@@ -113,7 +113,7 @@ class HostProcess:
         # It inherits the run's lock, which holds as long as any worker lives, even without its launcher.
         self._process = subprocess.Popen(
             command(host, words, device=device), stdin=subprocess.PIPE if hold_stdin else subprocess.DEVNULL,
-            stdout=log, stderr=log, env={**os.environ, "FARSPAN_STARTING": "1"} if ranks else None,
+            stdout=log, stderr=log, env={**os.environ, STARTING: "1"} if ranks else None,
             start_new_session=True, pass_fds=[keep_open],
         )  # fmt: skip
 

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 import farspan
-from farspan.domain.cluster import Cluster, Device, DType, Host, Site
+from farspan.domain.cluster import READY, Cluster, Device, DType, Host, Site
 from farspan.domain.plan import PlannedDevice
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Environment
@@ -45,9 +45,8 @@ def open_device(planned: PlannedDevice) -> torch.device:
 
 
 def hold() -> None:
-    """Let the device be as slow as it is meant to be: what emulates it says by FARSPAN_READY which files to write, and
-    what, once its worker has started."""
-    for line in os.environ.pop("FARSPAN_READY", "").splitlines():
+    """Let an emulated device be as slow as it is meant to be, now that its worker has started."""
+    for line in os.environ.pop(READY, "").splitlines():
         file, _, value = line.partition("=")
         Path(file).write_text(value)
 

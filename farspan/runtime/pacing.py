@@ -23,7 +23,7 @@ SITE_S = 1e-3
 
 
 def limit(rate: int) -> None:
-    """Let every connection of this process that leaves its site send so many bytes a second."""
+    """Let every connection that this process has open now, and that leaves its site, send so many bytes a second."""
     for one in _connections() if sys.platform == "linux" else ():
         if _rtt_s(one) > SITE_S:
             one.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, rate)

@@ -12,12 +12,12 @@ from tests.estimate.parts import cluster, costs, device, mesh, pipeline, plain, 
 CPU = device(kind="cpu", backend="cpu", bandwidth=1e9, flops={"fp32": 1e9})
 #: A byte keeps a host busy for 10 ns.
 LINK = Link(a="A", b="B", rtt_s=0.1, bandwidth=1e7, busy_s=1e-8)
-TURNS, PASSES = 1.5, {32: 3.0, 8: 10.0}
+MOVE_COST, PASSES = 1.5, {32: 3.0, 8: 10.0}
 
 
 def sites(*counts, **changes):
     there = cluster(*([[CPU] * count] for count in counts), links=(msgspec.structs.replace(LINK, **changes),))
-    return costs(there, plain(cpu={"turns": TURNS}, coding_passes=PASSES, direct=True, local_rate=1e8))
+    return costs(there, plain(cpu={"move_cost": MOVE_COST}, coding_passes=PASSES, direct=True, local_rate=1e8))
 
 
 def summed(using, bits=32, bucket_bytes=10**4, **changes):
@@ -33,7 +33,7 @@ def test_a_core_adds_inside_encodes_its_share_and_carries_what_crosses(bits):
     coding = PASSES[bits] * whole / 2 / 1e9  # Both workers of a site encode half of the buckets.
     carried = 2 * whole * bits / 32 * 1e-8  # As much comes as goes.
     found = summed(using, bits)
-    assert found.busy == pytest.approx(TURNS * (inside + coding + carried))
+    assert found.busy == pytest.approx(MOVE_COST * (inside + coding + carried))
     assert found.sent == {"A": pytest.approx(whole * bits / 32), "B": pytest.approx(whole * bits / 32)}
 
 
@@ -41,12 +41,12 @@ def test_one_bucket_is_encoded_by_one_worker_of_a_site():
     using = sites(2, 2)
     whole = 4 * using.graph.parameters()
     more = summed(using, bucket_bytes=10**9).busy - summed(using).busy
-    assert more == pytest.approx(TURNS * PASSES[32] * whole / 2 / 1e9)
+    assert more == pytest.approx(MOVE_COST * PASSES[32] * whole / 2 / 1e9)
 
 
 def test_where_others_than_processors_compute_nothing_is_taken_from_them():
     there = cluster([[device()] * 2], [[device()] * 2], links=(LINK,))
-    using = costs(there, plain(cpu={"turns": TURNS}, coding_passes=PASSES, direct=True))
+    using = costs(there, plain(cpu={"move_cost": MOVE_COST}, coding_passes=PASSES, direct=True))
     assert summed(using).busy == 0
 
 
@@ -80,5 +80,5 @@ def test_what_crosses_a_pipeline_is_carried_by_both_ends_in_both_passes():
     for index in (0, 1):
         alone = using.time(replica.stages[index], [2], 4).passes
         found = timed_stage(replica, index, using).passes
-        carried = TURNS * size * LINK.busy_s
+        carried = MOVE_COST * size * LINK.busy_s
         assert (found.forward - alone.forward, found.backward - alone.backward) == pytest.approx((carried, carried))

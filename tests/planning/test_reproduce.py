@@ -14,7 +14,7 @@ from farspan.domain.engine import Engine, engine
 from farspan.planning import cost_study, findings, reproduce
 from farspan.planning.calibrate import constant, simplex, with_constants
 from farspan.planning.published import cost_study as study
-from farspan.planning.published import equal_cuts, fabric
+from farspan.planning.published import equal_cuts, fabric, published_plan
 
 
 @functools.cache
@@ -150,6 +150,14 @@ def test_published_plans_are_as_published() -> None:
     graph = reproduce.cases()[0].graph
     # 24 blocks of 12 d^2 and a head of 50,256 d: 14 blocks before the cut, 10 and the head after it.
     assert equal_cuts(graph, 2, 64) == [0, 15, 26]
+
+
+def test_a_published_plan_that_does_not_divide_evenly_is_refused() -> None:
+    case = next(c for c in reproduce.cases() if c.counted and c.row.technique == "Shard")
+    model = msgspec.structs.replace(case.model, d_model=768, d_ff=3072, heads=6, kv_heads=6)
+    published = fabric()
+    with pytest.raises(ValueError, match="6 cannot be divided evenly over 4 devices"):
+        published_plan("Shard", published.plans["Shard"], model, case.cluster, published.settings)
 
 
 def test_simplex_finds_the_bottom_of_a_bowl() -> None:

@@ -9,7 +9,6 @@ from collections import Counter
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -22,13 +21,14 @@ from torch import Tensor
 from farspan import models
 from farspan.domain.graph import Operator, replayed
 from farspan.domain.model import ModelSpec
-from farspan.domain.train import TrainSpec
 from farspan.estimate.memory import local_parameters
 from farspan.estimate.sharding import RESIDUAL, strategies, strategy
 from farspan.estimate.stage import Costs
 from farspan.runtime import kernels
 from farspan.runtime.model import Decoder, initialise, load_whole
 from farspan.runtime.tensor_axis import TensorAxis, held
+from tests.estimate.parts import cluster, device, plain
+from tests.estimate.parts import costs as costs_on
 
 LAYERS, LENGTH, WORLD = 2, 5, 4
 #: The tightest bound that sums in another order leave; in bf16, where only the loss is compared, that of its rounding.
@@ -218,12 +218,10 @@ def faults(case: Case, group: dist.ProcessGroup, coordinate: int, sent: Counter[
 
 def priced(case: Case) -> int:
     """Bytes of the tensors that the estimator counts collectives over, and those that it leaves out."""
-    rate = SimpleNamespace(hosts=[""] * case.ways)
+    costs = costs_on(cluster([[device()] * case.ways]), plain(), case.spec, batch=case.rows, seq_len=LENGTH)
+    costs.width = 8
     for name in EXCHANGED:
-        setattr(rate, f"{name}_s", lambda group, size, concurrent: size)
-    costs = Costs.__new__(Costs)
-    costs.graph, costs.network, costs.width, costs._waits = models.graph(case.spec), rate, 8, {}
-    costs.train = TrainSpec(steps=1, batch=case.rows, seq_len=LENGTH, precision="fp32")
+        setattr(costs.network, f"{name}_s", lambda group, size, concurrent: size)
     total = 0.0
     for units in case.stages:
         for unit, count in costs.graph.kinds(*units):
@@ -268,7 +266,7 @@ def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     kernels.LOGITS_CHUNK_BYTES = 600  # A few rows of logits, so that there are several chunks.
     store = dist.FileStore(f"{folder}/store", WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=300))
     groups = [(ranks, dist.new_group(ranks)) for ranks in ([0, 1], [2, 3], [0, 1, 2], [0, 1, 2, 3])]
     sent, results = Counter[str](), {}
     for name in EXCHANGED:
@@ -296,7 +294,7 @@ def results(tmp_path_factory) -> dict[int, list[str]]:
             process.start()
     try:
         for process in processes:
-            process.join(180)
+            process.join(300)
         assert [process.exitcode for process in processes] == [0] * WORLD
     finally:
         for process in processes:

@@ -7,11 +7,10 @@ import heapq
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import msgspec
 
-from farspan.domain.plan import GradSync, Mesh, Plan, Replica, Stage, Zero, row_quantum
+from farspan.domain.plan import GradSync, Mesh, Plan, Replica, Stage, Topology, Zero, row_quantum
 from farspan.domain.problems import Problem
 from farspan.techniques._task import Task, best, cannot
 
@@ -73,9 +72,9 @@ def plans(
     for recompute in (True,) if task.train.recompute else (False, True):
         for topology, bucket in itertools.product(_topologies(task, mesh, len(sites)), BUCKETS):
             bits = task.train.wan_bits if len(sites) > 1 else 32
-            straight = topology == "hierarchical" or mesh.size("site") > 1
-            rate = wan_rate(task, mesh) if straight else None
-            sync = GradSync(bucket_bytes=bucket, topology=topology, bits=bits, wan_rate=rate)
+            sync = GradSync(
+                bucket_bytes=bucket, topology=topology, bits=bits, wan_rate=wan_rate(task, mesh, topology)
+            )  # fmt: skip
             stage = Stage(
                 units=(0, task.graph.units), mesh=mesh, rows=rows, grad_sync=sync, zero=zero, splits=splits or {},
                 recompute=recompute,
@@ -84,9 +83,12 @@ def plans(
     return found
 
 
-def wan_rate(task: Task, mesh: Mesh) -> int | None:
+def wan_rate(task: Task, mesh: Mesh, topology: Topology) -> int | None:
     """Bytes a second of each worker's connection to another site, where those of a site send straight to their like:
-    together CROWDED times what the slowest line between these sites carries. None where no line is known."""
+    together CROWDED times what the slowest line between these sites carries. None where sums go around a ring, which
+    crosses a line once, and where no line is known."""
+    if topology == "flat" and mesh.size("site") == 1:
+        return None
     network = task.costs.network
     sites = network.by_site(mesh.ranks)
     links = (
@@ -97,7 +99,7 @@ def wan_rate(task: Task, mesh: Mesh) -> int | None:
     return max(1, round(share * min(lines))) if lines else None
 
 
-def _topologies(task: Task, mesh: Mesh, sites: int) -> tuple[Literal["flat", "hierarchical"], ...]:
+def _topologies(task: Task, mesh: Mesh, sites: int) -> tuple[Topology, ...]:
     """How gradients may be summed: what is rounded goes between sites only, so inside them first."""
     if sites == 1 or len(mesh.batch) == sites:
         return ("flat",)
