@@ -51,7 +51,7 @@ lab-table: $(VENV)/.test
 	$(BIN)/python benchmarks/wan.py --sequences 32
 	for model in paper paper-2k paper-wide; do \
 		$(BIN)/python benchmarks/wan.py --model $$model --precision bf16 --rtt 103 --out benchmarks/results/curve.jsonl \
-			--only 'ddp-*,1f1b-4,data-sites,data-sites-8,pipeshard-4,pipeshard,planner' || exit 1; \
+			--only 'ddp-*,1f1b-4,data-sites,data-sites-unpaced,data-sites-8,pipeshard-4,pipeshard,planner' || exit 1; \
 	done
 
 $(VENV)/.demo: constraints.txt pyproject.toml | $(VENV)/.made

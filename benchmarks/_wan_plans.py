@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from farspan import models, techniques
 from farspan.domain.cluster import Cluster
@@ -119,9 +120,10 @@ def ours(work: Work) -> tuple[str, ...]:
     pipelines = [f"pipeshard-{count}" for count in work.microbatches]
     divided = [f"pipeshard-{count}-tensor" for count in MICROBATCHES if work.sequences % count == 0]
     sums = ("data", "data-sites", "data-sites-16", "data-sites-8", "zero1", "zero2", "fsdp", "hsdp", "shard")
-    # Where the update weighs as much as the passes, what the technique makes of its own is another pipeline.
-    own = () if work.model == "small" else ("pipeshard",)
-    names = (*sums, *pipelines, *divided, *own, "diloco", "planner")
+    # Where the update weighs as much as the passes, what the technique makes of its own is another pipeline; where
+    # gradients are many, how fast they leave matters.
+    large = () if work.model == "small" else ("pipeshard", "data-sites-unpaced")
+    names = (*sums, *pipelines, *divided, *large, "diloco", "planner")
     return tuple(f"farspan/{name}" for name in names)
 
 
@@ -169,6 +171,8 @@ def plan(name: str, work: Work, task: Task) -> Plan:
     else:
         topology = "hierarchical" if count else "flat"
         made = stage(task, RANKS, batch, zero=zero.get(kind, 0), topology=topology, bits=bits.get(count, 32))
+        if count == "sites-unpaced":
+            made = replace(made, grad_sync=replace(made.grad_sync, wan_rate=None))
     return planned(task, kind, [Replica(stages=(made,))])
 
 
