@@ -120,7 +120,8 @@ def drawn(seed: int, number: int) -> Scenario:
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
-    """A scenario that was run: seconds a step of every rule's choice, None where that cannot run; all trials."""
+    """A scenario that was run: seconds a step of every rule's choice, None where that cannot run; all trials, and the
+    plans that were tried."""
 
     seed: int
     scenario: Scenario
@@ -128,6 +129,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
     best_s: float
     chosen: dict[str, tuple[str, float | None]]
     trials: dict[str, Trial]
+    plans: dict[str, Plan] = {}
     names: dict[str, str]
     spent_s: float
     about: dict[str, Any]
@@ -143,6 +145,7 @@ class World:
     def __init__(self, corpus: Path, cluster: Cluster, before: Done | None) -> None:
         self._corpus, self._cluster = corpus, cluster
         self.trials: dict[str, Trial] = {} if before is None else dict(before.trials)
+        self.plans: dict[str, Plan] = {} if before is None else dict(before.plans)
         self.names: dict[str, str] = {} if before is None else dict(before.names)
 
     def run(self, plan: Plan, step_s: float, name: str) -> Trial:
@@ -154,6 +157,7 @@ class World:
             said = self.trials[key]
             took = f"{said.step_s:.3f} s" if said.step_s else f"{said.status}: {said.problem and said.problem.what}"
             print(f"  {name}: {took}, predicted {step_s:.3f} s", flush=True)
+        self.plans[key] = plan
         self.names.setdefault(key, name)
         return self.trials[key]
 
@@ -220,7 +224,7 @@ def measured(
             rule: ("none" if plan is None else world.names[plan_key(plan)], world.step_s(plan))
             for rule, plan in rules.items()
         },
-        names=world.names, spent_s=selection.spent_s, about=about,
+        plans=world.plans, names=world.names, spent_s=selection.spent_s, about=about,
     )  # fmt: skip
 
 
