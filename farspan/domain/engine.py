@@ -27,6 +27,8 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     passes: float = 1.0
     #: Times that the update's tensors go through memory: 1 where one kernel does all of it.
     update_passes: float = 1.0
+    #: Times that a new gradient goes through memory, after what wrote it, until it is added to those before it.
+    gradient_passes: float = 0.0
     #: Launching one operator.
     operator_s: float
     #: Sustained FLOP/s a watt of board power at most; None does not limit.
@@ -69,6 +71,8 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     #: What moves bytes takes turns with arithmetic on the same cores, and so many times as long as alone, as both lose
     #: what caches held; 0 where others than processors compute.
     move_cost: float = 0.0
+    #: Seconds of a core that a byte through its sockets takes, in or out, where no link says.
+    socket_s: float = 0.0
     #: Seconds that a message which is waited for waits in the mean for each other worker on its receiver's core.
     turn_s: float = 0.0
     #: Passes of a gradient's fp32 bytes through memory until it is encoded, decoded and added, by the bits that it

@@ -30,6 +30,8 @@ class Work(NamedTuple):
     m: int
     k: int
     n: int
+    #: Bytes that are moved by themselves, before or after: no arithmetic hides them.
+    apart: float = 0.0
 
 
 class Rates:
@@ -64,7 +66,8 @@ class Rates:
 
     def seconds(self, work: Work) -> float:
         arithmetic = work.flops / self.flops(work.m, work.k, work.n) if work.flops else 0.0
-        return self.slowdown * (max(arithmetic, work.bytes / self._bandwidth) + self._operator_s)
+        memory_s = max(arithmetic, work.bytes / self._bandwidth) + work.apart / self._bandwidth
+        return self.slowdown * (memory_s + self._operator_s)
 
     def stream_s(self, size: float) -> float:
         """Seconds to stream so many bytes through memory."""
@@ -73,15 +76,18 @@ class Rates:
 
 def work(
     graph: OpGraph, op: Operator, rows: int, seq_len: int, width: int, share: float, weight_share: float, flash: bool,
-    passes: float = 1.0,
+    passes: float = 1.0, gradient_passes: float = 0.0,
 ) -> tuple[Work, Work]:  # fmt: skip
     """The forward and the backward pass of one operator over `rows` sequences, of which a device does `share`. What is
-    not fused goes through memory so many times (`Engine.passes`)."""
+    not fused goes through memory so many times, and a new gradient in fp32 until it is added to that of earlier
+    microbatches (`Engine.passes`, `gradient_passes`)."""
     size = {"b": rows, "s": seq_len}
     activations = sum(graph.size(dims, **size) for dims in (op.inputs[0], op.output)) * share
     weights = sum(graph.size(weight.dims) for weight in op.weights) * weight_share
+    added = 4 * gradient_passes * weights
     if op.kind == "lookup":
-        # Rows that are looked up, not the table.
+        # Rows that are looked up, not the table; its gradient is as large as the table, zeros first.
+        added += 4 * min(1.0, gradient_passes) * weights
         activations, weights = 2 * graph.size("bsd", **size), 0.0
     if op.kind == "attention" and not flash:
         # Scores and probabilities go to memory and back.
@@ -95,5 +101,5 @@ def work(
     summed = "".join(dim for dim in op.inputs[-1] if dim not in op.output) if op.kind == "matmul" else "d"
     m, k, n = rows * seq_len, graph.size(summed), max(1, round(graph.size(op.output[2:] or "d") * share))
     forward = Work(forward_flops(graph, op, rows, seq_len) * share, moved, m, k, n)
-    backward = Work(backward_flops(graph, op, rows, seq_len, flash) * share, 2 * moved, m, k, n)
+    backward = Work(backward_flops(graph, op, rows, seq_len, flash) * share, 2 * moved, m, k, n, added)
     return forward, backward

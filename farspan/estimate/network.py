@@ -11,11 +11,11 @@ import functools
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from farspan.domain.cluster import SITE_BANDWIDTH, Cluster, Device, Link
+from farspan.domain.cluster import SITE_BANDWIDTH, Cluster, Device, Host, Link
 from farspan.domain.engine import Engine
 from farspan.domain.plan import PlannedDevice
 
@@ -55,16 +55,28 @@ class Network:
     def __init__(self, cluster: Cluster, devices: Sequence[PlannedDevice], engine: Engine) -> None:
         self.cluster, self.engine = cluster, engine.on(device.backend for device in devices)
         self.hosts = [device.host for device in devices]
-        self._local = {host.name: host.local_rate or engine.local_rate for host in cluster.hosts}
         by_name = {host.name: host for host in cluster.hosts}
         sites = {host.name: site for site in cluster.sites for host in site.hosts}
         self.devices: list[Device] = [by_name[device.host].devices[device.index] for device in devices]
         self.sites = [sites[host].name for host in self.hosts]
+        self.crowd = _crowding(cluster, self.devices, self.hosts)
+        self._local = {name: self._local_rate(by_name[name]) for name in self.crowd}
         self._site_of = {name: site.name for name, site in sites.items()}
         self._own = {frozenset((link.a, link.b)) for link in cluster.links}
         self._links: dict[tuple[str, str], Link] = {}
         self._wires: dict[tuple[str, str, bool, int], Wire] = {}
         self._rings: dict[tuple[tuple[str, ...], int, str], tuple[float, float]] = {}
+
+    def _used(self) -> Iterator[tuple[Device, str]]:
+        """Each device of the plan with its host."""
+        return zip(self.devices, self.hosts, strict=True)
+
+    def _local_rate(self, host: Host) -> float:
+        """Bytes a second between devices of a host: measured, or the engine's, of which a processor that is shared or
+        held back does its part."""
+        used = [device for device, name in self._used() if name == host.name and device.backend == "cpu"]
+        parts = [device.share / self.crowd[host.name] for device in used]
+        return host.local_rate or self.engine.local_rate * min(parts, default=1.0)
 
     def link(self, a: str, b: str) -> Link:
         """The link between two hosts; that of their sites where they have none of their own. Raises KeyError where
@@ -91,8 +103,16 @@ class Network:
         return found
 
     def byte_s(self, site: str) -> float:
-        """Seconds that a byte through a host's sockets, in or out of its site, keeps all its cores busy; 0 unknown."""
-        return max((link.busy_s or 0.0 for link in self.cluster.links if site in (link.a, link.b)), default=0.0)
+        """Seconds that a byte through a host's sockets, in or out of its site, keeps busy all that its devices have of
+        its cores: measured, or the engine's."""
+        measured = [link.busy_s for link in self.cluster.links if site in (link.a, link.b) and link.busy_s is not None]
+        if measured or not self.engine.socket_s:
+            return max(measured, default=0.0)
+        cores = {host: 0.0 for host in self.hosts if self._site_of[host] == site}
+        for device, host in self._used():
+            if host in cores:
+                cores[host] += device.threads * device.share / self.crowd[host]
+        return self.engine.socket_s / min(cores.values())
 
     def rtt_s(self, a: int, b: int) -> float:
         """The round trip between two ranks' hosts; 0 inside one."""
@@ -257,6 +277,14 @@ class Network:
             return 2 * within + across
         # Each message goes through three phases, and another one through each phase meanwhile.
         return (2 * within + across) / max(1.0, messages) + (1 - 1 / max(1.0, messages)) * max(within, across)
+
+
+def _crowding(cluster: Cluster, devices: Sequence[Device], hosts: Sequence[str]) -> dict[str, float]:
+    """CPU workers' threads for each core of their host, at least 1: so many share one core's speed."""
+    cpus, threads = {host.name: host.cpus for host in cluster.hosts}, dict.fromkeys(hosts, 0)
+    for device, host in zip(devices, hosts, strict=True):
+        threads[host] += device.threads if device.backend == "cpu" else 0
+    return {host: max(1.0, used / cores) if (cores := cpus[host]) else 1.0 for host, used in threads.items()}
 
 
 def assumed_bandwidth(link: Link, sites: tuple[str, str]) -> float:

@@ -55,8 +55,9 @@ class Costs:
     def __init__(self, graph: OpGraph, train: TrainSpec, network: Network) -> None:
         self.graph, self.train, self.engine, self.network = graph, train, network.engine, network
         self.width = BYTES[train.precision]
-        crowd = _crowding(network)
-        self.signature = [(device, crowd[host]) for device, host in zip(network.devices, network.hosts, strict=True)]
+        self.signature = [
+            (device, network.crowd[host]) for device, host in zip(network.devices, network.hosts, strict=True)
+        ]
         #: Ranks whose devices are alike have the same number.
         known: dict[tuple[bytes, float, int], int] = {}
         keys, together = {id(device): _figures(device) for device in network.devices}, Counter(network.hosts)
@@ -111,7 +112,7 @@ class Costs:
         forward, backward = work(
             self.graph, op, rows, self.train.seq_len, self.width, work_share(split, ways),
             min(shares, default=1.0), flash,
-            self.engine.passes,
+            self.engine.passes, self.engine.gradient_passes,
         )  # fmt: skip
         rates = self.rates[kind]
         return rates.seconds(forward), rates.seconds(backward)
@@ -311,15 +312,6 @@ class Costs:
 def returns_to_residual(op: Operator) -> bool:
     """Whether an operator's output is added to the residual stream, or starts it."""
     return op.output == "bsd" and op.kind in ("matmul", "lookup")
-
-
-def _crowding(network: Network) -> dict[str, float]:
-    """CPU workers' threads for each core of their host, at least 1: so many share one core's speed."""
-    cpus = {host.name: host.cpus for host in network.cluster.hosts}
-    threads = dict.fromkeys(network.hosts, 0)
-    for device, host in zip(network.devices, network.hosts, strict=True):
-        threads[host] += device.threads if device.backend == "cpu" else 0
-    return {host: max(1.0, used / cores) if (cores := cpus[host]) else 1.0 for host, used in threads.items()}
 
 
 def _figures(device: Device) -> bytes:

@@ -145,7 +145,8 @@ def _busy(costs: Costs, stage: Stage, microbatches: int, messages: float) -> flo
         inside = rounds * max(network.inside_s(group, whole, len(group) - 1) for group in mesh.groups("data"))
     gone = _sent(costs, stage, microbatches, gathers=stage.zero == 3)
     sockets = max((carried_s(network, mesh.ranks, name, 2 * size) for name, size in gone.items()), default=0.0)
-    return costs.engine.move_cost * (inside + _coding(costs, stage, messages)) + sockets
+    here = inside + _coding(costs, stage, messages) + _scattered(costs, stage, microbatches)
+    return costs.engine.move_cost * here + sockets
 
 
 def carried_s(network: Network, ranks: Sequence[int], site: str, size: float) -> float:
@@ -153,6 +154,17 @@ def carried_s(network: Network, ranks: Sequence[int], site: str, size: float) ->
     computing; 0 where others than processors compute."""
     hosts = {network.hosts[rank] for rank in ranks if network.sites[rank] == site}
     return network.engine.move_cost * network.byte_s(site) * size / max(1, len(hosts))
+
+
+def _scattered(costs: Costs, stage: Stage, microbatches: int) -> float:
+    """What a part takes that each rank of a data axis sums for itself, as passes through memory: it is copied, the
+    others' are added to it, and it goes where the update reads it."""
+    ways = stage.mesh.size("data")
+    if stage.zero == 0 or ways == 1:
+        return 0.0
+    rounds = microbatches if stage.zero >= 2 else 1
+    part = rounds * 4.0 * costs.parameters(stage) / ways
+    return max(costs.stream_s(rank, part * (2 + 3 * (ways - 1) + 2)) for rank in stage.mesh.ranks)
 
 
 def _coding(costs: Costs, stage: Stage, messages: float) -> float:

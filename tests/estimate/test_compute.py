@@ -81,8 +81,8 @@ def test_work_of_the_operators_of_a_block_by_hand():
     forward, backward = of("mlp.up")
     assert forward == Work(2 * rows * s * d * f, 4 * (rows * s * (d + f) + d * f + f), rows * s, d, f)
     assert backward == Work(2 * forward.flops, 2 * forward.bytes, rows * s, d, f)
-    assert of("mlp.down")[0][2:] == (rows * s, f, d)
-    assert of("attn.out")[0][2:] == (rows * s, d, d)
+    assert of("mlp.down")[0][2:5] == (rows * s, f, d)
+    assert of("attn.out")[0][2:5] == (rows * s, d, d)
     assert of("mlp.up", share=0.5)[0].flops == forward.flops / 2
     # Scores and their product with v: 2 x 2 s s d a row; q, k, v in, o out.
     attention, back = of("attn")
@@ -94,6 +94,21 @@ def test_work_of_the_operators_of_a_block_by_hand():
     assert vanilla.bytes == 4 * (rows * s * 4 * d + 4 * rows * 4 * s * s)
     assert back.flops == 2 * vanilla.flops
     assert of("mlp.act")[0].flops == 0
+
+
+def test_a_gradient_is_read_and_added_to_that_of_earlier_microbatches():
+    graph, (d, f, v, s) = models.graph(TIED), (64, 256, 96, 32)
+    ops = {op.name: op for op in (*graph.embedding, *graph.block)}
+
+    def apart(name, **changes):
+        return work(graph, ops[name], 3, 16, 4, 1.0, 1.0, True, **changes)[1].apart
+
+    assert apart("mlp.up") == apart("tok") == 0
+    assert apart("mlp.up", gradient_passes=3) == 3 * 4 * (d * f + f)
+    # A table's is as large as the table: zeros are written first.
+    assert apart("tok", gradient_passes=3) == (1 + 3) * 4 * (v + s) * d
+    slow = Rates(device(bandwidth=1e9), "fp32", plain())
+    assert slow.seconds(Work(0.0, 1e9, 1, 1, 1, apart=2e9)) == pytest.approx(3.0)
 
 
 def test_embedding_moves_rows_that_are_looked_up_and_not_the_table():

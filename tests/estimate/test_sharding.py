@@ -218,8 +218,8 @@ def test_megatron_block_pays_two_sums_each_way():
     held = costs(cluster([[device(), device(turn_s=0.25)]]), plain(local_rate=1e6))
     assert held.unit_wait((0, 1), using.graph.block, 2, splits, 1)[0] == pytest.approx(2 * (one + 4 * 0.25))
     crowd = cluster([[device(backend="cpu")] * 3])
-    crowd = crowd.with_hosts(lambda host: msgspec.structs.replace(host, cpus=1))
-    crowded = costs(crowd, plain(local_rate=1e6, turn_s=0.5))
+    crowd = crowd.with_hosts(lambda host: msgspec.structs.replace(host, cpus=1, local_rate=1e6))
+    crowded = costs(crowd, plain(turn_s=0.5))
     assert crowded.unit_wait((0, 1), using.graph.block, 2, splits, 1)[0] == pytest.approx(2 * (one + 4 * 2 * 0.5))
     # Rows divided over the axis leave norms' gradients to be summed after the step.
     halves = stage(

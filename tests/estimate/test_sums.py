@@ -54,6 +54,37 @@ def test_a_link_that_was_not_measured_takes_nothing():
     assert summed(sites(2, 2, busy_s=None)).busy < summed(sites(2, 2)).busy
 
 
+def test_an_unknown_link_takes_what_the_engine_says_of_the_part_of_a_core_that_a_site_has():
+    def busy(share, cpus):
+        slow = msgspec.structs.replace(CPU, share=share)
+        there = cluster([[slow] * 2], [[CPU] * 2], links=(msgspec.structs.replace(LINK, busy_s=None),))
+        there = there.with_hosts(lambda host: msgspec.structs.replace(host, cpus=cpus, local_rate=1e8))
+        return summed(costs(there, plain(cpu={"move_cost": 1.0, "socket_s": 1e-8}, direct=True))).busy
+
+    whole = 4 * costs(cluster([[CPU]]), plain()).graph.parameters()
+    inside, carried = whole / 1e8, 2 * whole * 1e-8
+    assert busy(0.25, 2) == pytest.approx(inside + carried / 0.5)
+    assert busy(1.0, 1) == pytest.approx(inside + carried)
+    assert busy(1.0, 2) == pytest.approx(inside + carried / 2)
+
+
+@pytest.mark.parametrize(("share", "cpus", "part"), [(1.0, 2, 1.0), (0.25, 2, 0.25), (1.0, 1, 0.5)])
+def test_inside_a_host_processors_move_bytes_as_fast_as_they_are(share, cpus, part):
+    there = cluster([[msgspec.structs.replace(CPU, share=share), CPU]])
+    there = there.with_hosts(lambda host: msgspec.structs.replace(host, cpus=cpus))
+    network = costs(there, plain(cpu={"local_rate": 1e8})).network
+    assert network.inside_s((0, 1), 1e8, 2) == pytest.approx(1 / part)
+
+
+@pytest.mark.parametrize(("zero", "microbatches", "copies"), [(1, 3, 1), (2, 3, 3)])
+def test_a_rank_that_sums_its_own_part_copies_it_adds_the_others_and_puts_it_in_place(zero, microbatches, copies):
+    using = costs(cluster([[CPU] * 2]), plain(cpu={"move_cost": 1.0}, local_rate=1e30))
+    by = GradSync(bucket_bytes=10**4)
+    found = sync(using, stage(mesh(0, 1), (6, 6), grad_sync=by, zero=zero), microbatches)
+    part = 4 * using.graph.parameters() / 2
+    assert found.busy == pytest.approx(copies * (2 + 3 + 2) * part / 1e9)
+
+
 def test_fewer_bits_fill_no_fewer_buckets():
     using = sites(2, 2)
     assert summed(using, 8).each == summed(using, 32).each

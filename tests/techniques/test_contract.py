@@ -104,7 +104,7 @@ def test_rows_follow_speed_and_no_coordinate_ends_much_later():
     made = techniques.technique("data").plan(task(random_model(random.Random(1), layers=4), where, batch=60))
     assert isinstance(made, Plan)
     rows = made.replicas[0].stages[0].rows
-    assert rows[0] == rows[1] > rows[2] > 0 and sum(rows) == 60
+    assert rows[0] >= rows[1] >= rows[0] - 1 and rows[1] > rows[2] > 0 and sum(rows) == 60
 
 
 def test_what_does_not_fit_names_the_device_and_what_it_lacks():
