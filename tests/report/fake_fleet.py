@@ -37,7 +37,9 @@ def cluster(bandwidth: float = 1e9 / 8) -> Cluster:
     sites = tuple(Site(name=name, hosts=(Host(name=name, devices=(device,), cpus=16, memory=64 * 10**9),))
                   for name in SITES)  # fmt: skip
     pairs = [(a, b) for i, a in enumerate(SITES) for b in SITES[i + 1 :]]
-    return Cluster(sites=sites, links=tuple(Link(a=a, b=b, rtt_s=0.02, bandwidth=bandwidth) for a, b in pairs))
+    return Cluster(
+        sites=sites, links=tuple(Link(a=a, b=b, rtt_s=0.02, bandwidth=bandwidth, busy_s=0.0) for a, b in pairs)
+    )
 
 
 def piped(steps: int) -> Plan:
