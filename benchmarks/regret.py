@@ -60,7 +60,7 @@ RUN_STEPS = 3000
 #: A plan is not run once it must take so many times the best; a choice is near the best within NEAR.
 DROPPED, NEAR = 2.0, 0.1
 #: Of Algorithm 1.
-DELTA, EPSILON = 0.1, 5
+DELTA = 0.1
 #: (layers, width, heads, vocabulary, context)
 SHAPES = {"2M": (4, 160, 4, 4096, 128), "8M": (8, 256, 8, 8192, 128), "25M": (8, 480, 8, 8192, 128)}
 

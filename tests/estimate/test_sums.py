@@ -50,7 +50,7 @@ def test_where_others_than_processors_compute_nothing_is_taken_from_them():
     assert summed(using).busy == 0
 
 
-def test_a_link_that_was_not_measured_takes_nothing():
+def test_a_link_of_which_neither_probe_nor_engine_says_anything_takes_nothing():
     assert summed(sites(2, 2, busy_s=None)).busy < summed(sites(2, 2)).busy
 
 
