@@ -87,7 +87,7 @@ def picked(work: Work, workers: int) -> Plan:
         cells.write_corpus(Path(folder), work)
 
         def measure(plan: Plan, step_s: float) -> Trial:
-            return trial(plan, Path(folder), cluster, "local", limits(plan, step_s, steps_for(step_s)))
+            return trial(plan, Path(folder), cluster, "local", limits(plan, cluster, step_s, steps_for(step_s)))
 
         ranking = select(cluster, asked, measure).ranking
     assert ranking.chosen is not None

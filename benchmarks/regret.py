@@ -152,7 +152,7 @@ class World:
         key = plan_key(plan)
         if key not in self.trials:
             self.trials[key] = trial(
-                plan, self._corpus, self._cluster, "local", limits(plan, step_s, steps_for(step_s))
+                plan, self._corpus, self._cluster, "local", limits(plan, self._cluster, step_s, steps_for(step_s))
             )
             said = self.trials[key]
             took = f"{said.step_s:.3f} s" if said.step_s else f"{said.status}: {said.problem and said.problem.what}"
@@ -213,9 +213,10 @@ def measured(
     sites = [fixed[name] for name in ("td1", "ts1", "td2", "ts2") if fixed and fixed[name].trial is not None]
     ran = [one for one in sites if one.trial is not None and one.trial.step_s is not None]
     rules["best site"] = min(ran, key=lambda one: one.trial.step_s or math.inf).plan if ran else None  # type: ignore[union-attr]
+    foretold = {plan_key(one.plan): one.estimate.step_s for one in first.candidates if one.plan and one.estimate}
     for rule, plan in rules.items():
         if plan is not None and plan_key(plan) not in world.trials:
-            world.run(plan, 1.0, rule)
+            world.run(plan, foretold[plan_key(plan)], rule)
     done = {key: one.step_s for key, one in world.trials.items() if one.step_s is not None}
     best = min(done, key=done.__getitem__)
     return Done(

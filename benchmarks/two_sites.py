@@ -132,8 +132,9 @@ class Bench:
         """Seconds a step in a trial."""
         if one.plan is None or one.estimate is None:
             return None
-        within = limits(one.plan, one.estimate.step_s, TRIED)
-        return trial(one.plan, self.corpus, of_lab(cells.status(self.labs[RTT_MS])), "local", within).step_s
+        cluster = of_lab(cells.status(self.labs[RTT_MS]))
+        within = limits(one.plan, cluster, one.estimate.step_s, TRIED)
+        return trial(one.plan, self.corpus, cluster, "local", within).step_s
 
     # -- runs ------------------------------------------------------------------------------------------------------
 

@@ -18,17 +18,17 @@ from farspan.cli.clusters import reached_by
 from farspan.cli.console import Console
 from farspan.cli.planfile import cluster_hash
 from farspan.corpus.made import make
-from farspan.domain.bench import Cell, Matrix, Row, Status, cells, figures
+from farspan.domain.bench import Cell, Matrix, Row, Status, cells, figures, latest
 from farspan.domain.cluster import Cluster, Device, Host
 from farspan.domain.codec import content_hash, cut_unfinished_line, load, save
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.engine import engine
 from farspan.domain.model import parameters
 from farspan.domain.plan import Plan
-from farspan.domain.problems import Problem, Refusal
+from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.run import cache_folder
 from farspan.domain.units import format_seconds, parse_count, parse_seconds, short_time
-from farspan.launch.trial import WARMUP, Limits, Question, apart
+from farspan.launch.trial import WARMUP, Limits, Question, apart, predicted_s
 from farspan.planning.cases import Case, case, check_techniques, key_of, spec_of
 from farspan.planning.published import alpa_tflops
 from farspan.planning.quantities import positive
@@ -53,13 +53,13 @@ class Results:
         self.folder, self.path, self.table = folder, folder / "rows.jsonl", folder / "results.parquet"
 
     def read(self) -> list[Row]:
-        """The rows so far; a last line that a killed process left unfinished is left out. Raises Refusal for rows that
-        another version wrote."""
+        """Each cell's last row; a last line that a killed process left unfinished is left out. Raises Refusal for rows
+        that another version wrote."""
         if not self.path.exists():
             return []
         lines = self.path.read_bytes().split(b"\n")[:-1]
         try:
-            return [msgspec.json.decode(line, type=Row) for line in lines]
+            return latest(msgspec.json.decode(line, type=Row) for line in lines)
         except msgspec.DecodeError as error:
             raise Refusal(
                 "version-mismatch", what="the results were written by another version of farspan", where=self.path,
@@ -111,14 +111,22 @@ class Todo(NamedTuple):
         """What it is predicted to take."""
         if self.case.estimate is None:
             return 0.0
+        assert isinstance(self.case.made, Plan)
         step_s = self.case.estimate.step_s
-        return CELL_S + step_s * sum(steps_of(matrix, step_s))
+        warmup, steps = steps_of(matrix, step_s)
+        return CELL_S + predicted_s(self.case.made, self.case.cluster, step_s, steps, warmup)
 
 
 def measure(matrix: Matrix, results: Results, console: Console, *, agreed: bool, retry: bool = False) -> list[Row]:
     """Measure what is missing, cluster by cluster, and return all rows. Without `agreed`, refuses a long matrix."""
     check_techniques(matrix)
     rows, wanted = results.read(), cells(matrix)
+    if others := sorted({row.farspan for row in rows} - {farspan.__version__}):
+        raise Refusal(
+            "version-mismatch", what="the results were measured with another version of farspan", where=results.path,
+            fact=f"with {', '.join(others)}; this is {farspan.__version__}",
+            remedy=f"measure into another folder: {command('bench', matrix.name, '-o', f'{results.folder}-2')}",
+        )  # fmt: skip
     console.say(f"{len(wanted)} cells: pricing")
     with contextlib.ExitStack() as stack:
         todo: list[Todo] = []

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,6 +31,7 @@ from farspan.domain.train import TrainSpec
 from farspan.domain.units import format_bytes
 
 if TYPE_CHECKING:
+    from farspan.domain.trial import Trial
     from farspan.launch.probe import Probe
     from farspan.planning.rank import Candidate
 
@@ -122,21 +123,23 @@ def _trials(config: RunConfig, probe: Probe, cluster: Cluster, console: Console)
     """The two measurements that resolving asks for, made on the cluster's first device."""
     from farspan import models
     from farspan.domain.engine import engine
-    from farspan.planning.pace import crowding
+    from farspan.planning import pace
     from farspan.techniques import Task, data
 
     device = first_device(cluster)
     precisions = cluster.devices[0].dtypes if config.train.precision == "auto" else (config.train.precision,)
 
     def matmul_flops() -> float:
-        return len(cluster.devices) / crowding(cluster) * max(probe.matmul_flops(device, precisions).values())
+        return len(cluster.devices) / pace.crowding(cluster) * max(probe.matmul_flops(device, precisions).values())
 
     def measure(model: ModelSpec, train: TrainSpec) -> ProbeResult:
-        # As many rows as fit: what does not fit at all is refused before it is tried.
-        everywhere = msgspec.structs.replace(train, batch=train.batch * len(cluster.devices))
-        drafted = data.plan(Task(model, models.graph(model), cluster, everywhere, engine("farspan")))
-        if isinstance(drafted, Problem):
+        # As many rows as fit; a model that one device cannot hold may still be divided over several.
+        drafted = data.plan(Task(model, models.graph(model), cluster, train, engine("farspan"), only=(0,)))
+        if isinstance(drafted, Problem) and len(cluster.devices) == 1:
             raise Refusal.of(drafted)
+        if isinstance(drafted, Problem):
+            console.say(f"the model is not tried on one {cluster.devices[0].kind}, which cannot hold it: predicted")
+            return pace.predicted(model, train, cluster, engine("farspan"), precisions)
         tried = msgspec.structs.replace(train, batch=drafted.replicas[0].micro_rows(0, 0))
         console.say(f"trying the model on {cluster.devices[0].kind}: {', '.join(precisions)}")
         return probe.measure(device, model, tried, precisions=precisions, seconds=PROBE_S)
@@ -163,10 +166,13 @@ def plan(resolved: Resolved, asked: ParallelConfig, console: Console, *, table: 
     from farspan.planning.compare import called
 
     named, several = asked.technique != "auto", len(resolved.cluster.devices) > 1
+    question = selecting.question_of(resolved, asked)
+    tried: Sequence[tuple[Candidate, Trial]] = ()
     if several and not named:
-        ranking = selecting.choose(resolved, asked, console, paying=True).ranking
+        selection = selecting.choose(resolved, asked, console, paying=True)
+        ranking, tried = selection.ranking, selection.tried
     else:
-        ranking = selecting.question_of(resolved, asked).rank(resolved.cluster)
+        ranking = question.rank(resolved.cluster)
     if table:
         from farspan.cli.planning import say_ranking
 
@@ -176,8 +182,7 @@ def plan(resolved: Resolved, asked: ParallelConfig, console: Console, *, table: 
     # What is named is run, also where something speaks against it.
     here += [one for one in ranking.candidates if named and one.plan is not None]
     if not here:
-        refused = next((one for one in ranking.candidates if one.problem), ranking.candidates[0])
-        raise Refusal.of(refused.problem or unchosen(refused))
+        raise selecting.nothing_runs(ranking, tried, question)
     best = here[0]
     assert best.plan is not None and best.estimate is not None
     if several and not named:

@@ -27,7 +27,8 @@ def cluster_hash(cluster: Cluster) -> str:
         devices = tuple(msgspec.structs.replace(one, pace=1.0, framework=None, enter=None) for one in host.devices)
         return msgspec.structs.replace(host, devices=devices, enter=None)
 
-    return content_hash(cluster.with_hosts(lasting_host))
+    links = tuple(msgspec.structs.replace(link, pace=1.0) for link in cluster.links)
+    return content_hash(msgspec.structs.replace(cluster.with_hosts(lasting_host), links=links))
 
 
 def lasting(plan: Plan, cluster: Cluster) -> Plan:

@@ -38,6 +38,12 @@ def load_config(given: argparse.Namespace) -> RunConfig:
     return config
 
 
+def words_again(given: argparse.Namespace) -> list[object]:
+    """The arguments that `load_config` read, for a command that goes on with the same run."""
+    flags = [word for key in ("cluster", "launcher") if (value := getattr(given, key)) for word in (f"--{key}", value)]
+    return [given.config, *flags, *(word for override in given.set for word in ("--set", override))]
+
+
 def _with(config: RunConfig, override: str) -> RunConfig:
     keys, separator, value = override.partition("=")
     if not separator or not keys:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -16,13 +17,14 @@ from farspan.domain.codec import content_hash, load, save
 from farspan.domain.config import ParallelConfig
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Plan
+from farspan.domain.problems import Refusal
 from farspan.domain.run import cache_folder
 from farspan.domain.train import TrainSpec
 from farspan.domain.trial import Trial, plan_key
-from farspan.domain.units import format_seconds, short_time
+from farspan.domain.units import format_count, format_seconds, short_time
 from farspan.launch.trial import Limits, limits, steps_for, trial
 from farspan.planning.compare import called
-from farspan.planning.rank import Candidate
+from farspan.planning.rank import Candidate, Ranking
 from farspan.planning.select import Asked, Selection, select
 
 
@@ -35,7 +37,7 @@ class Trials:
 
     def __call__(self, plan: Plan, step_s: float) -> Trial:
         # How many steps are asked for follows from a prediction, which is another one after each probe.
-        return self.run(plan, limits(plan, step_s, steps_for(step_s)), least=0)
+        return self.run(plan, limits(plan, self._resolved.cluster, step_s, steps_for(step_s)), least=0)
 
     def run(self, plan: Plan, within: Limits, least: int | None = None) -> Trial:
         """A trial, or one that is kept and has timed so many steps at least, all that are asked for unless said: then
@@ -127,6 +129,41 @@ def why(selection: Selection) -> str:
         rival = f"{short_time(rivals[0].estimate.step_s)}, {abs(behind):.0%} {'slower' if behind >= 0 else 'faster'}"
         head += f"; the next, {called(rivals[0])}, takes {rival}"
     return f"{head}. {text}"
+
+
+def nothing_runs(ranking: Ranking, tried: Sequence[tuple[Candidate, Trial]], asked: Asked) -> Refusal:
+    """Why no plan can be chosen: what the trials died of, or what is short, and the largest model that fits."""
+    failed = [(one, made) for one, made in tried if made.step_s is None]
+    if failed:
+        one, made = failed[0]
+        what = f"all {len(failed)} plans that were tried"
+        fact = made.problem.fact if made.problem else "it made no step"
+        if all(made.status == "oom" for _, made in failed):
+            return _short(f"{what} ran out of memory", called(one), fact, tried, asked, ranking)
+        return Refusal(
+            "cannot-plan", what=f"{what} failed", where=called(one), fact=fact,
+            remedy="farspan doctor --cluster, with the same cluster",
+        )  # fmt: skip
+    problems = [one.problem for one in ranking.candidates if one.problem]
+    for problem in problems:
+        if problem.code == "out-of-memory":
+            return _short(problem.what, problem.where, problem.fact, (), asked, ranking)
+    return Refusal.of(problems[0] if problems else job.unchosen(ranking.candidates[0]))
+
+
+def _short(
+    what: str, where: str, fact: str, tried: Sequence[tuple[Candidate, Trial]], asked: Asked, ranking: Ranking
+) -> Refusal:  # fmt: skip
+    """Too little memory, by predictions or by what the trials needed; with the largest model that fits."""
+    from farspan.planning.misfit import largest_tried
+
+    limit, by = largest_tried(ranking.cluster, asked, tried), "by what these needed, " if tried else ""
+    if limit is None:
+        fits, remedy = f"{by}no smaller model of its family fits", "farspan plan --rent"
+    else:
+        fits = f"{by}{format_count(limit.amount)} parameters fit, with {limit.technique} on {limit.where}"
+        remedy = f"in run.yaml, model: {{family: {asked.model.family}, params: {limit.typed}}}"
+    return Refusal("out-of-memory", what=what, where=where, fact=f"{fact}; {fits}", remedy=remedy)
 
 
 def as_json(selection: Selection) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 import msgspec
@@ -132,6 +133,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     torch: str = ""
     python: str = ""
     machine: str = ""
+
+
+def latest(rows: Iterable[Row]) -> list[Row]:
+    """Of each cell the row that came last: what the cell meant before the matrix was changed is another question."""
+    return list({row.cell: row for row in rows}.values())
 
 
 def cells(matrix: Matrix) -> list[Cell]:

@@ -134,6 +134,8 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     loss: float | None = None
     #: Measured seconds that a byte over it, in or out, keeps all cores of a host at its end busy.
     busy_s: float | None = None
+    #: Round trips and bytes over it take so many times as long as the figures say, by what trials have shown.
+    pace: float = 1.0
     origin: Origin = "given"
 
 
@@ -189,7 +191,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """The network between two hosts: theirs, their sites', or derived from others; None where nothing is known.
 
         Derived: inside a site a local network; between sites the way over other sites with the shortest round trip,
-        whose round trips add up and whose slowest part and losses count.
+        whose round trips add up and whose slowest part, pace and losses count.
         """
         site_a, site_b = self.site_of(a).name, self.site_of(b).name
         for pair in ({a, b}, {site_a, site_b}):
@@ -230,5 +232,6 @@ def _joined(way: list[Link], a: str, b: str) -> Link:
     known_loss = any(link.loss is not None for link in way)
     return Link(
         a=a, b=b, rtt_s=sum(link.rtt_s for link in way), bandwidth=min(rates) if rates else None,
-        window=min(windows) if windows else None, loss=1 - arrives if known_loss else None, origin="derived",
+        window=min(windows) if windows else None, loss=1 - arrives if known_loss else None,
+        pace=max(link.pace for link in way), origin="derived",
     )  # fmt: skip

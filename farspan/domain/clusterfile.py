@@ -86,6 +86,7 @@ class LinkEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     loss: Quantity | None = None
     in_flight: dict[int, int] = {}
     transfer_s: dict[int, float] = {}
+    busy_s: float | None = None
     origin: Origin = "given"
 
 
@@ -206,7 +207,7 @@ class _Reader:
             jitter_s=self._quantity(parse_seconds, entry.jitter, f"{where}.jitter", 0, MAX_RTT_S),
             window=self._quantity(parse_bytes, entry.window, f"{where}.window", 1000, 2**40),
             loss=self._quantity(parse_fraction, entry.loss, f"{where}.loss", 0, 0.99),
-            in_flight=entry.in_flight, transfer_s=entry.transfer_s, origin=entry.origin,
+            in_flight=entry.in_flight, transfer_s=entry.transfer_s, busy_s=entry.busy_s, origin=entry.origin,
         )  # fmt: skip
 
     def _quantity(
@@ -262,7 +263,7 @@ def to_file(cluster: Cluster) -> ClusterFile:
             LinkEntry(
                 between=(link.a, link.b), rtt=link.rtt_s, bandwidth=link.bandwidth, jitter=link.jitter_s,
                 window=link.window, loss=link.loss, in_flight=link.in_flight, transfer_s=link.transfer_s,
-                origin=link.origin,
+                busy_s=link.busy_s, origin=link.origin,
             )
             for link in cluster.links
         ),

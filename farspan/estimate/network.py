@@ -79,8 +79,8 @@ class Network:
         return host.local_rate or self.engine.local_rate * min(parts, default=1.0)
 
     def link(self, a: str, b: str) -> Link:
-        """The link between two hosts; that of their sites where they have none of their own. Raises KeyError where
-        nothing leads from one to the other."""
+        """The link between two hosts, as it is given; that of their sites where they have none of their own. Raises
+        KeyError where nothing leads from one to the other."""
         pair = (a, b)
         if frozenset(pair) not in self._own:
             pair = (self._site_of[a], self._site_of[b])
@@ -117,7 +117,7 @@ class Network:
     def rtt_s(self, a: int, b: int) -> float:
         """The round trip between two ranks' hosts; 0 inside one."""
         hosts = self.hosts[a], self.hosts[b]
-        return 0.0 if hosts[0] == hosts[1] else self.link(*hosts).rtt_s
+        return 0.0 if hosts[0] == hosts[1] else paced(self.link(*hosts)).rtt_s
 
     def wire(self, a: int, b: int, *, collective: bool, streams: int | None = None) -> Wire:
         """The wire from rank `a` to rank `b` for a collective's messages, or for sends over so many streams."""
@@ -133,7 +133,7 @@ class Network:
         engine, sites = self.engine, (self._site_of[a], self._site_of[b])
         if a == b:
             return Wire(LOCAL_DELAY_S, self._local[a], self._local[a], (a, b), sites)
-        link = self.link(a, b)
+        link = paced(self.link(a, b))
         line = assumed_bandwidth(link, sites) if link.bandwidth is None else link.bandwidth
         if engine.host_rate is not None:
             line = engine.host_rate if link.bandwidth is None else min(line, engine.host_rate)
@@ -285,6 +285,17 @@ def _crowding(cluster: Cluster, devices: Sequence[Device], hosts: Sequence[str])
     for device, host in zip(devices, hosts, strict=True):
         threads[host] += device.threads if device.backend == "cpu" else 0
     return {host: max(1.0, used / cores) if (cores := cpus[host]) else 1.0 for host, used in threads.items()}
+
+
+def paced(link: Link) -> Link:
+    """The link whose round trips and bytes take what they took in trials; what is under way in a round trip stays."""
+    if link.pace == 1.0:
+        return link
+    return msgspec.structs.replace(
+        link, pace=1.0, rtt_s=link.rtt_s * link.pace,
+        bandwidth=None if link.bandwidth is None else link.bandwidth / link.pace,
+        transfer_s={size: seconds * link.pace for size, seconds in link.transfer_s.items()},
+    )  # fmt: skip
 
 
 def assumed_bandwidth(link: Link, sites: tuple[str, str]) -> float:

@@ -17,14 +17,18 @@ from types import TracebackType
 
 import msgspec
 
+from farspan import models
 from farspan.domain.cluster import Cluster
 from farspan.domain.codec import save
+from farspan.domain.corpus import TOKEN_FILES
+from farspan.domain.engine import engine
 from farspan.domain.model import parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import COMPUTE, IN_STEP, Environment, Event, Started, Step, Traced, read_events
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.trial import Trial, plan_key
+from farspan.estimate.price import estimate
 from farspan.launch.hosts import command, quoted
 from farspan.launch.launchers import launch
 from farspan.launch.workers import Workers, run_folder
@@ -33,8 +37,10 @@ from farspan.launch.workers import Workers, run_folder
 WARMUP = 2
 #: Steps between the meetings of replicas in a trial, and how many such rounds are timed after a first.
 EVERY, ROUNDS = 4, 2
-#: Processes have so long to start and meet, and a step so many times its predicted time.
+#: Processes have so long to start and meet, and steps so many times their predicted time.
 START_S, LATE = 60.0, 4.0
+#: What a host lacks of the corpus is sent to it at least so fast, bytes a second. A choice: 10 Mbit/s, shared by few.
+SEND_RATE = 1e6
 #: Bytes of a parameter's weights, gradient and optimizer state, made and moved at least so fast, bytes a second.
 STATE_BYTES, STATE_RATE = 16, 2e8
 POLL_S = 0.2
@@ -43,7 +49,8 @@ END_S = 60.0
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Steps that count, seconds until all that runs is ended, and steps before those that count: one at least."""
+    """Steps that count, seconds from when training begins until all that runs is ended, and steps before those that
+    count: one at least."""
 
     steps: int
     deadline_s: float
@@ -55,10 +62,27 @@ def steps_for(step_s: float, seconds: float = 5.0) -> int:
     return max(3, min(20, round(seconds / step_s)))
 
 
-def limits(plan: Plan, step_s: float, steps: int) -> Limits:
-    """What a trial of a plan whose step is predicted may take: workers start, make their state, and step."""
-    state_s = STATE_BYTES * parameters(plan.model) / STATE_RATE
-    return Limits(steps=steps, deadline_s=START_S + state_s + LATE * (WARMUP + steps) * step_s)
+def limits(plan: Plan, cluster: Cluster, step_s: float, steps: int) -> Limits:
+    """What a trial of a plan whose step is predicted may take."""
+    return Limits(steps=steps, deadline_s=LATE * predicted_s(plan, cluster, step_s, steps))
+
+
+def predicted_s(plan: Plan, cluster: Cluster, step_s: float, steps: int, warmup: int = WARMUP) -> float:
+    """Seconds that the steps of a trial are predicted to take: in one, replicas meet far more often than in the run."""
+    if plan.sync is None:
+        return (warmup + steps) * step_s
+    short = shortened(plan, steps, warmup)
+    found = estimate(short, models.graph(plan.model), cluster, engine(plan.engine))
+    return short.train.steps * max(step_s, found.step_s)
+
+
+def start_s(plan: Plan, cluster: Cluster, corpus: Path) -> float:
+    """Seconds that workers may take until they train: they start and meet, hosts that share no disk are sent the
+    corpus, and state is made."""
+    used = {device.host for device in plan.devices}
+    far = sum(host.name in used and host.folder is not None for host in cluster.hosts)
+    size = sum((corpus / name).stat().st_size for name in TOKEN_FILES if (corpus / name).exists())
+    return START_S + STATE_BYTES * parameters(plan.model) / STATE_RATE + far * size / SEND_RATE
 
 
 def shortened(plan: Plan, steps: int, warmup: int = WARMUP) -> Plan:
@@ -77,7 +101,7 @@ def trial(plan: Plan, corpus: Path, cluster: Cluster, launcher: str, within: Lim
     with tempfile.TemporaryDirectory(prefix="farspan-trial-") as folder:
         run = _run_folder(RunFolder(Path(folder, "run")), short, corpus)
         try:
-            ends = _run(short, run, cluster, launcher, within)
+            ends = _run(short, run, cluster, launcher, within, start_s(plan, cluster, corpus))
         except Refusal as refusal:
             if refusal.problem.code == "interrupted":
                 raise
@@ -114,13 +138,17 @@ def timed(
     return usual + extra / plan.sync.every, tuple(steps)
 
 
-def _run(plan: Plan, run: RunFolder, cluster: Cluster, launcher: str, within: Limits) -> list[float]:
+def _run(
+    plan: Plan, run: RunFolder, cluster: Cluster, launcher: str, within: Limits, starting_s: float
+) -> list[float]:  # fmt: skip
     """When each step but the last ended: after the last one the model would be saved and tried. Raises Refusal."""
     wanted, ends = plan.train.steps - 1, list[float]()
-    with launch(launcher, plan, run, cluster) as workers, Deadline(workers, within.deadline_s) as deadline:
+    with launch(launcher, plan, run, cluster) as workers, Deadline(workers, starting_s) as deadline:
         workers.fetches = False
         try:
             for event in workers:
+                if isinstance(event, Started):
+                    deadline.begin(within.deadline_s)
                 ends += [event.at] if isinstance(event, Step) else []
                 if len(ends) == wanted:
                     workers.end()
@@ -130,7 +158,7 @@ def _run(plan: Plan, run: RunFolder, cluster: Cluster, launcher: str, within: Li
                 raise
             _, last, said = refusal.problem.fact.partition("last words: ")
             raise Refusal(
-                "worker-lost", what=f"not done after {within.deadline_s:.0f} s", where=run.path,
+                "worker-lost", what=f"not done after {deadline.seconds:.0f} s", where=run.path,
                 fact=f"{len(ends)} of {wanted} steps made; {last}{said}", remedy="farspan doctor --cluster",
             ) from None  # fmt: skip
     raise Refusal(
@@ -144,9 +172,14 @@ class Deadline:
     be saved."""
 
     def __init__(self, workers: Workers, seconds: float) -> None:
-        self._workers, self._until, self._left = workers, time.monotonic() + seconds, threading.Event()
+        self._workers, self._left = workers, threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self.passed = False
+        self.begin(seconds)
+
+    def begin(self, seconds: float) -> None:
+        """So many seconds from now on."""
+        self.seconds, self._until = seconds, time.monotonic() + seconds
 
     def __enter__(self) -> Deadline:
         self._thread.start()
@@ -235,7 +268,8 @@ def apart(question: Question) -> Trial:
         stderr=subprocess.PIPE,
     ) as process:  # fmt: skip
         try:
-            out, said = process.communicate(msgspec.json.encode(question), question.within.deadline_s + END_S)
+            longest_s = start_s(question.plan, question.cluster, Path(question.corpus)) + question.within.deadline_s
+            out, said = process.communicate(msgspec.json.encode(question), longest_s + END_S)
         except subprocess.TimeoutExpired:
             process.kill()
             out, said = process.communicate()

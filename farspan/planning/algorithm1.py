@@ -142,7 +142,7 @@ def _candidate(
         asked.model, models.graph(asked.model), cluster, asked.train, asked.engine, asked.corpus,
         tuple(places) if machine else None,
     )  # fmt: skip
-    made = techniques.technique(technique).plan(task)
+    made = techniques.plan(technique, task)
     if isinstance(made, Problem):
         return Candidate(
             name=name, technique=technique, machine=machine, plan=None, trial=None, problem=made, tflops=0.0

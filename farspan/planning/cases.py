@@ -121,10 +121,9 @@ def _plan(
     only = None if len(places) == len(cluster.devices) else places
     task = Task(model, models.graph(model), cluster, train, engine, corpus, only)
     if cell.technique.endswith(".json"):
-        plan = load(Path(cell.technique), Plan)
-        return msgspec.structs.replace(plan, inputs=task.inputs)
+        return _of_file(load(Path(cell.technique), Plan), task, cell)
     if not cell.technique.startswith(PUBLISHED):
-        return techniques.technique(cell.technique).plan(task)
+        return techniques.plan(cell.technique, task)
     published = fabric()
     settings = msgspec.structs.replace(
         published.settings, sequence=train.seq_len, rows_per_device=cell.batch, precision=cell.precision
@@ -143,6 +142,24 @@ def _plan(
             remedy="choose heads that the devices divide, and a batch that 4 microbatches do",
         )  # fmt: skip
     return msgspec.structs.replace(plan, train=train, devices=task.devices, inputs=task.inputs, engine=engine.name)
+
+
+def _of_file(plan: Plan, task: Task, cell: Cell) -> Plan | Problem:
+    """A plan that a file holds, where the cell asks for what it was made for."""
+    train = task.train
+    unlike = {
+        "the model": plan.model != task.model,
+        "the devices": {(at.host, at.index) for at in plan.devices} != {(at.host, at.index) for at in task.devices},
+        **{name: getattr(plan.train, name) != getattr(train, name)
+           for name in ("batch", "seq_len", "precision", "attention")},
+    }  # fmt: skip
+    if any(unlike.values()):
+        return Problem(
+            code="cannot-plan", what=f"{cell.technique} is of another setting", where=str(cell),
+            fact=f"unlike: {', '.join(name for name, differs in unlike.items() if differs)}",
+            remedy="make a plan for this one: farspan plan -o PLAN.JSON",
+        )  # fmt: skip
+    return msgspec.structs.replace(plan, train=train, inputs=task.inputs)
 
 
 def key_of(matrix: Matrix, made: Case, cluster_hash: str) -> str:

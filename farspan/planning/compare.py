@@ -28,9 +28,7 @@ def factor(ranking: Ranking, one: Candidate, base: Candidate) -> float:
     """How many times as long, or as many dollars, `one` takes as `base`; infinite without a plan."""
     if not dearer(ranking):
         return one.time_s / base.time_s
-    if one.estimate is None or one.estimate.usd is None or base.estimate is None or not base.estimate.usd:
-        return one.time_s / base.time_s
-    return one.estimate.usd / one.estimate.token_efficiency / (base.estimate.usd / base.estimate.token_efficiency)
+    return one.time_s / base.time_s if one.usd is None or not base.usd else one.usd / base.usd
 
 
 def difference(value: float, words: tuple[str, str] = ("slower", "faster")) -> str:

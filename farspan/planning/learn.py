@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from farspan.domain.cluster import Cluster, Device, Host, Link
+from farspan.domain.cluster import Cluster, Device, Host
 from farspan.domain.plan import Plan
 from farspan.estimate.devices import devices
 from farspan.estimate.price import price
@@ -141,13 +141,8 @@ def with_paces(cluster: Cluster, paces: Mapping[Part, float]) -> Cluster:
         pace = paces.get(Part("device", host.name, device.kind), 1.0)
         return msgspec.structs.replace(device, pace=device.pace * pace)
 
-    links = tuple(_slower(link, paces.get(Part("link", link.a, link.b), 1.0)) for link in cluster.links)
+    links = tuple(
+        msgspec.structs.replace(link, pace=link.pace * paces.get(Part("link", link.a, link.b), 1.0))
+        for link in cluster.links
+    )
     return msgspec.structs.replace(cluster.with_devices(paced), links=links)
-
-
-def _slower(link: Link, pace: float) -> Link:
-    """Round trips and bytes both take longer; what is under way in a round trip stays."""
-    return msgspec.structs.replace(
-        link, rtt_s=link.rtt_s * pace, bandwidth=None if link.bandwidth is None else link.bandwidth / pace,
-        transfer_s={size: seconds * pace for size, seconds in link.transfer_s.items()},
-    )  # fmt: skip

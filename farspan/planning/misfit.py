@@ -88,7 +88,7 @@ def _fits(ground: Ground, model: ModelSpec, cluster: Cluster, seq_len: int | Non
         return False
     task = Task(model, models.graph(model), cluster, train, ground.engine)
     made = (candidate(task, whole(cluster), name) for name in ground.names)
-    return any(one.plan is not None and one.unchosen is None for one in made)
+    return any(one.eligible for one in made)
 
 
 def _shorter(ground: Ground, model: ModelSpec) -> int | None:

@@ -43,14 +43,29 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     time_s: float = math.inf
     #: Seconds of them that the job waits in a queue.
     queue_s: float = 0.0
-    #: Why a plan that fits is listed but not chosen.
-    unchosen: str | None = None
+    #: Seconds after which a site of its takes its machines back.
+    lease_s: float = math.inf
+    #: Why a plan that fits is listed but not chosen, however long it takes.
+    barred: str | None = None
     #: What its few steps took, where it was tried: its estimate keeps that pace then.
     trial: Trial | None = None
 
     @property
+    def unchosen(self) -> str | None:
+        """Why a plan that fits is listed but not chosen."""
+        if self.barred or self.plan is None or self.time_s <= self.lease_s:
+            return self.barred
+        return f"a lease ends after {format_seconds(self.lease_s)}, before the run does"
+
+    @property
     def eligible(self) -> bool:
         return self.plan is not None and self.unchosen is None
+
+    @property
+    def usd(self) -> float | None:
+        """Dollars of what `time_s` tells the seconds of: the whole run, also where a deadline cuts it short."""
+        found = self.estimate
+        return None if found is None or found.usd is None else found.usd * (self.time_s - self.queue_s) / found.run_s
 
 
 class Ranking(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,23 +108,16 @@ def ordered(
 
 def candidate(task: Task, part: Part, name: str) -> Candidate:
     """One technique's answer, priced."""
-    try:
-        made = techniques.technique(name).plan(task)
-    except KeyError as error:
-        made = Problem(
-            code="cannot-plan", what="some hosts cannot reach each other", where=part.name, fact=str(error.args[0]),
-            remedy="give the link in the cluster file, or measure it: farspan probe --cluster FILE -o FILE",
-        )  # fmt: skip
+    made = techniques.plan(name, task)
     if isinstance(made, Problem):
         return Candidate(technique=name, where=part.name, places=part.places, problem=made)
     estimate = price(made, task.costs)
     sites = [task.cluster.site_of(device.host) for device in made.devices]
     queue = max(site.queue_s for site in sites)
     lease = min((site.lease_s for site in sites if site.lease_s is not None), default=math.inf)
-    total = queue + full_s(made, estimate)
     return Candidate(
-        technique=name, where=part.name, places=part.places, plan=made, estimate=estimate, time_s=total, queue_s=queue,
-        unchosen=_unchosen(task, estimate, lease, total),
+        technique=name, where=part.name, places=part.places, plan=made, estimate=estimate,
+        time_s=queue + full_s(made, estimate), queue_s=queue, lease_s=lease, barred=_barred(task, estimate),
     )  # fmt: skip
 
 
@@ -118,9 +126,7 @@ def full_s(plan: Plan, estimate: Estimate) -> float:
     return plan.train.steps * estimate.step_s / (1 - RESERVE) / estimate.token_efficiency
 
 
-def _unchosen(task: Task, estimate: Estimate, lease: float, total: float) -> str | None:
-    if total > lease:
-        return f"a lease ends after {format_seconds(lease)}, before the run does"
+def _barred(task: Task, estimate: Estimate) -> str | None:
     if not estimate.evidence:
         return "no published run in this setting says how many more tokens it needs"
     short = [
@@ -164,10 +170,8 @@ def by(objective: Objective, found: Sequence[Candidate], tolerance: float) -> Ca
 
 
 def _cost(one: Candidate) -> float:
-    if one.estimate is None or one.estimate.usd is None:
-        return math.inf
     # A free cluster's plans differ in time alone.
-    return one.estimate.usd / one.estimate.token_efficiency + 1e-9 * one.time_s
+    return math.inf if one.usd is None else one.usd + 1e-9 * one.time_s
 
 
 def _loss_per_dollar(one: Candidate) -> float:

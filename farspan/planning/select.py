@@ -17,10 +17,11 @@ import msgspec
 
 from farspan.domain.cluster import Cluster, Device, Host
 from farspan.domain.engine import Engine
-from farspan.domain.model import ModelSpec
+from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.plan import Plan
 from farspan.domain.train import TrainSpec
 from farspan.domain.trial import Trial, plan_key
+from farspan.estimate.loss import loss
 from farspan.estimate.price import RESERVE
 from farspan.planning.compare import bounds
 from farspan.planning.learn import Seen, learn, parts_of
@@ -74,7 +75,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         told = f"{cluster.hosts[0].name}, which holds the run's folder, takes no part"
         candidates, chosen = ordered(
             [
-                msgspec.structs.replace(one, unchosen=told) if one.eligible and 0 not in one.places else one
+                msgspec.structs.replace(one, barred=told) if one.eligible and 0 not in one.places else one
                 for one in found.candidates
             ],
             self.objective, self.tolerance,
@@ -130,7 +131,8 @@ def select(
 
 def _share(ranking: Ranking) -> float:
     """Seconds that trials may take, of the run as the best plan is known by now."""
-    return max(LEAST_S, SHARE * (0.0 if ranking.chosen is None else ranking.candidates[ranking.chosen].time_s))
+    chosen = None if ranking.chosen is None else ranking.candidates[ranking.chosen].estimate
+    return max(LEAST_S, SHARE * (0.0 if chosen is None else chosen.run_s))
 
 
 # -- what is still open ------------------------------------------------------------------------------------------------
@@ -225,7 +227,7 @@ def _judged(one: Candidate, trial: Trial, cluster: Cluster) -> Candidate:
     """A tried candidate: at its measured pace, or not to be chosen."""
     if trial.step_s is None:
         why = "it ended without a step" if trial.problem is None else f"{trial.problem.what}: {trial.problem.fact}"
-        return msgspec.structs.replace(one, trial=trial, unchosen=f"its trial failed, {why}")
+        return msgspec.structs.replace(one, trial=trial, barred=f"its trial failed, {why}")
     return msgspec.structs.replace(_within(_taking(one, trial.step_s, cluster), MEASURED), trial=trial)
 
 
@@ -239,7 +241,9 @@ def _taking(one: Candidate, step_s: float, cluster: Cluster) -> Candidate:
     found, plan = one.estimate, one.plan
     assert found is not None and plan is not None
     factor, deadline = step_s / found.step_s, plan.train.deadline_s or math.inf
-    run_s = min(plan.train.steps * step_s / (1 - RESERVE), deadline)
+    whole_s = plan.train.steps * step_s / (1 - RESERVE)
+    run_s = min(whole_s, deadline)
+    tokens = plan.train.steps * run_s / whole_s * plan.train.tokens_per_step * found.token_efficiency
     usd_per_s = sum(cluster.devices[place].usd_per_hour or 0.0 for place in one.places) / 3600
     changed = msgspec.structs.replace(
         found, step_s=step_s, compute_s=found.compute_s * factor, communication_s=found.communication_s * factor,
@@ -247,6 +251,7 @@ def _taking(one: Candidate, step_s: float, cluster: Cluster) -> Candidate:
         tflops_per_device=found.tflops_per_device / factor, mfu=None if found.mfu is None else found.mfu / factor,
         usd=None if found.usd is None else found.usd + usd_per_s * (run_s - found.run_s),
         kwh=None if found.kwh is None else found.kwh * run_s / found.run_s,
+        loss=None if found.loss is None else loss(parameters(plan.model), tokens),
     )  # fmt: skip
     return msgspec.structs.replace(one, estimate=changed, time_s=one.queue_s + full_s(plan, changed))
 

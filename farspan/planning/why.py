@@ -246,7 +246,7 @@ def slowest_pair(one: Exchange, costs: Costs) -> tuple[tuple[str, str], float]:
 
     def load(key: tuple[str, str]) -> float:
         wire = network.between(*hosts[key], True, costs.engine.streams)
-        return sums[key] / wire.rate + network.link(*hosts[key]).rtt_s
+        return sums[key] / wire.rate + 2 * wire.delay_s
 
     worst = max(sums, key=load)
     return hosts[worst], sums[worst]

@@ -76,6 +76,8 @@ def _measured(group: Sequence[Row]) -> Point:
 
 def _foretold(row: Row) -> Point:
     if row.predicted_s is None:
+        if row.status == "ok":  # It ran; what is drawn here is what was foretold.
+            row = msgspec.structs.replace(row, status="oom", cause="predicted to need more memory")
         return Point(row, None, None, None, None, None, False)
     told = figures(row, row.predicted_s)
     span = None

@@ -110,6 +110,7 @@ def _results(runs: Sequence[Run]) -> tuple[tuple[Line, ...], tuple[str, ...]]:
     measured, notes = [measure(run) for run in runs], []
     same_text = len({text(run) for run in runs}) == 1
     same_tokens = same_text and len({tokenizer(run) for run in runs}) == 1
+    same_steps = len({one.steps for one in measured if one}) == 1
     if not same_text:
         notes.append("Losses are of unlike texts: none is called better.")
     elif not same_tokens:
@@ -122,10 +123,10 @@ def _results(runs: Sequence[Run]) -> tuple[tuple[Line, ...], tuple[str, ...]]:
         _line("tokens/s", measured, lambda m: m.tokens_per_s, "{:,.0f}".format, most=True, ranked=False),
         _line("TFLOP/s a device", measured, lambda m: m.tflops_per_device, "{:.3g}".format, most=True, ranked=False),
         _line("MFU", measured, lambda m: m.mfu, "{:.1%}".format, most=True, ranked=False),
-        _line("run", measured, lambda m: m.run_s, format_seconds, ranked=len({m.steps for m in measured if m}) == 1),
+        _line("run", measured, lambda m: m.run_s, format_seconds, ranked=same_steps),
         _line("steps", measured, lambda m: float(m.steps), "{:,.0f}".format, ranked=False),
         _line("peak memory", measured, lambda m: float(m.memory_bytes), format_bytes),
-        _line("money", measured, lambda m: m.usd, format_usd),
+        _line("money", measured, lambda m: m.usd, format_usd, ranked=same_steps),
         _line("validation loss, nats a token", measured, lambda m: m.val_loss, "{:.4f}".format, ranked=same_tokens),
         _line("validation loss, bits a byte", measured, lambda m: m.bits_per_byte, "{:.4f}".format, ranked=same_text),
     ]
@@ -143,7 +144,8 @@ def _step_lines(runs: Sequence[Run]) -> list[Line]:
         spans.append((median(steps), quarters[0], quarters[-1]) if steps else None)
     values = tuple("?" if s is None else f"{short_time(s[0])} ({short_time(s[1])}-{short_time(s[2])})" for s in spans)
     known = [(s[0], i) for i, s in enumerate(spans) if s is not None]
-    best = min(known)[1] if len(known) == len(spans) and known else None
+    alike = len({run.plan.train.tokens_per_step for run in runs}) == 1
+    best = min(known)[1] if alike and len(known) == len(spans) and known else None
     if best is not None and any(s[1] <= spans[best][2] for i, s in enumerate(spans) if i != best):  # type: ignore[index]
         best = None
     ratios = [

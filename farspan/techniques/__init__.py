@@ -10,7 +10,7 @@ from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem, Refusal, nearest
 from farspan.techniques._task import Task
 
-__all__ = ["Task", "Technique", "names", "technique"]
+__all__ = ["Task", "Technique", "names", "plan", "technique"]
 
 
 class Technique(Protocol):
@@ -38,3 +38,15 @@ def technique(name: str) -> Technique:
             fact=f"known: {', '.join(names())}", remedy=f"use {match or 'auto'!r}",
         )  # fmt: skip
     return cast(Technique, importlib.import_module(f"{__name__}.{name}"))
+
+
+def plan(name: str, task: Task) -> Plan | Problem:
+    """The answer of the technique of that name, also where hosts that it would join cannot reach each other."""
+    try:
+        return technique(name).plan(task)
+    except KeyError as error:  # What Network.link raises.
+        return Problem(
+            code="cannot-plan", what="some hosts cannot reach each other",
+            where=", ".join(dict.fromkeys(device.site for device in task.devices)), fact=str(error.args[0]),
+            remedy="give the link in the cluster file, or measure it: farspan probe --cluster FILE -o FILE",
+        )  # fmt: skip

@@ -107,7 +107,8 @@ class Task:
         places = tuple(hosts.index(network.hosts[rank]) for rank in ranks)
         links = tuple(network.link(a, b) for i, a in enumerate(hosts) for b in hosts[i + 1 :])
         figures = tuple(
-            (link.rtt_s, link.bandwidth, link.window, link.loss, link.busy_s, *link.in_flight.items()) for link in links
+            (link.rtt_s, link.bandwidth, link.window, link.loss, link.busy_s, link.pace, *link.in_flight.items())
+            for link in links
         )
         return tuple(self.costs.figures[rank] for rank in ranks), places, figures
 

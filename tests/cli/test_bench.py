@@ -12,11 +12,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from farspan import __version__ as farspan_version
 from farspan.cli.commands.bench import path_of
 from farspan.domain.bench import Matrix, Row, cells
-from farspan.domain.codec import convert, load_yaml
+from farspan.domain.clusterfile import load_cluster
+from farspan.domain.codec import convert, load_yaml, save
+from farspan.domain.engine import engine
 from farspan.domain.model import parameters
-from farspan.planning.cases import check_techniques, spec_of
+from farspan.domain.plan import Plan
+from farspan.domain.problems import Problem
+from farspan.planning.cases import case, check_techniques, spec_of
 
 DEVICE = "{kind: cpu-avx2, memory: 4GB}"
 CLUSTER = f"sites: {{here: {{hosts: {{me: {{enter: [], devices: [{DEVICE}, {DEVICE}]}}}}}}}}\n"
@@ -102,7 +107,43 @@ def test_a_cluster_that_changed_is_refused(farspan, folder):
     assert problem(done)["code"] == "plan-mismatch" and "changed since" in problem(done)["what"]
 
 
+def test_a_matrix_that_changed_asks_anew_and_old_rows_do_not_count(farspan, folder):
+    (folder / "matrix.yaml").write_text(MATRIX.replace("[data, 'published:Pipeshard', diloco]", "[diloco]"))
+    assert farspan("bench", "matrix.yaml", cwd=folder).returncode == 0
+    with open(folder / "matrix.yaml", "a") as file:
+        file.write("tokens: 20M\n")
+    done = farspan("bench", "matrix.yaml", "--json", cwd=folder)
+    assert [row["run_tokens"] for row in json.loads(done.stdout)["rows"]] == [20e6, 20e6]
+    assert len(rows_of(folder)) == 4
+
+
+def test_a_plan_file_answers_what_it_was_made_for(folder):
+    matrix, cluster = load_yaml(folder / "matrix.yaml", Matrix), load_cluster(folder / "here.yaml")
+    both, one = (cell for cell in cells(matrix) if cell.technique == "data")
+    save(case(both, matrix, cluster, engine("farspan")).made, folder / "mine.json")
+
+    def found(cell, **changed):
+        changed = {"technique": str(folder / "mine.json"), **changed}
+        return case(msgspec.structs.replace(cell, **changed), matrix, cluster, engine("farspan")).made
+
+    assert isinstance(found(both), Plan)
+    for made, unlike in (
+        (found(both, batch=8), "batch"), (found(one), "the devices, batch"), (found(both, seq_len=16), "seq_len"),
+        (found(both, precision="bf16"), "precision"), (found(both, attention="vanilla"), "attention"),
+    ):  # fmt: skip
+        assert isinstance(made, Problem) and made.fact == f"unlike: {unlike}"
+
+
 def test_rows_of_another_version_are_refused(farspan, folder):
+    (folder / "matrix.yaml").write_text(MATRIX.replace("[data, 'published:Pipeshard', diloco]", "[diloco]"))
+    assert farspan("bench", "matrix.yaml", cwd=folder).returncode == 0
+    path = folder / "bench/small/rows.jsonl"
+    path.write_text(path.read_text().replace(f'"farspan":"{farspan_version}"', '"farspan":"0.0.1"'))
+    told = problem(farspan("bench", "matrix.yaml", "--json", cwd=folder))
+    assert told["code"] == "version-mismatch" and "0.0.1" in told["fact"]
+
+
+def test_rows_that_cannot_be_read_are_refused(farspan, folder):
     out = folder / "bench" / "small"
     out.mkdir(parents=True)
     (out / "rows.jsonl").write_text('{"matrix": "small", "seconds": 3}\n')

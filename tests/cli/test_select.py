@@ -5,14 +5,21 @@ from __future__ import annotations
 import json
 import os
 
+import msgspec
 import pytest
 
+from farspan import models
+from farspan.cli import job
 from farspan.cli.commands.select import epsilon
-from farspan.domain.codec import load
+from farspan.cli.console import Console
+from farspan.domain.codec import load, load_yaml
+from farspan.domain.config import RunConfig
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
+from farspan.domain.train import TrainSpec
 from farspan.lab import state
 from tests.launch.conftest import up
+from tests.planning.worlds import FAST, cluster
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +82,21 @@ def test_values_out_of_range(farspan, words, fact):
     done = farspan("select", "run.yaml", *words, "--json")
     problem = json.loads(done.stdout)["problem"]
     assert problem["code"] == "out-of-range" and fact in problem["fact"], problem
+
+
+def test_a_model_that_no_device_holds_whole_is_measured_by_its_plans(desk):
+    """What one device would take of it is predicted, and plans that divide it are tried; alone it is refused."""
+    config, spec = load_yaml(desk / "run.yaml", RunConfig), models.presets()["gpt2-medium"].spec
+    train = TrainSpec(steps=1, batch=1, seq_len=1024, precision="fp32")
+    small = msgspec.structs.replace(FAST, memory=4 * 10**9)
+
+    def measured(devices):
+        # The probe's process is not asked: nothing is run.
+        return job._trials(config, None, cluster((small,) * devices), Console(json=True))["measure"](spec, train)
+
+    assert measured(2).speeds["fp32"].tokens_per_s > 0
+    with pytest.raises(Refusal, match="out-of-memory"):
+        measured(1)
 
 
 def test_a_plan_is_not_written_over(farspan, desk):

@@ -110,7 +110,7 @@ def test_measured_figures_survive_a_file(tmp_path):
     )  # fmt: skip
     host = Host(name="x", devices=(cpu,), enter=("sh", "-c"), folder="/tmp/x", interface="eth7", cpus=2, memory=2**31)
     link = Link(a="a", b="b", rtt_s=0.0574, bandwidth=1.2e8, jitter_s=1e-4, window=4 << 20, in_flight={1: 5, 16: 70},
-                transfer_s={4096: 0.03}, loss=0.001, origin="measured")  # fmt: skip
+                transfer_s={4096: 0.03}, loss=0.001, busy_s=1.7e-9, origin="measured")  # fmt: skip
     other = Host(name="y", devices=(cpu,), enter=())
     cluster = Cluster(sites=(Site(name="a", hosts=(host,)), Site(name="b", hosts=(other,), lease_s=60.0)),
                       links=(link,), allreduce_s={8: 0.1, 4_000_000: 1.5})  # fmt: skip

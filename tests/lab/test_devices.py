@@ -43,9 +43,11 @@ def test_a_device_gets_its_share_of_a_core(start: Start, share: float):
     command = [*state.enter(lab, "utah", 0), sys.executable, "-c", BUSY, "2"]
     got = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert got < 1.05 * share
-    if got < 0.95 * share and throttled(lab.lab.sites[0].devices[0]) < 0.9:
+    # In a period in which it was not held back, another process may have taken the core.
+    held = throttled(lab.lab.sites[0].devices[0])
+    if held < 0.5:
         pytest.skip("waits for a core that is free: other processes took the device's time")
-    assert got > 0.95 * share
+    assert got > 0.95 * held * share
 
 
 @needs_groups

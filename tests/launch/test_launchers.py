@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -293,37 +294,82 @@ def test_ray_must_be_there_and_know_tokens(version, code):
             require_ray({"star": version})
 
 
-@pytest.mark.skipif(installed("ray") is None, reason="waits for farspan[ray]")
-def test_a_running_ray_cluster_is_read_and_used(tmp_path, alone):
-    """Started by hand with `ray start` on loopback and a token, as a user would."""
-    token = tmp_path / "token"
+@pytest.fixture
+def ray_home(tmp_path):
+    """Two Ray nodes on loopback, started by hand with a token as a user would: their address, and the environment of
+    who may use them."""
+    if installed("ray") is None:
+        pytest.skip("waits for farspan[ray]")
+    token, where = tmp_path / "token", "127.0.0.1:26379"
     token.write_text("0123456789abcdef" * 4)
     environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token),
-                   "RAY_worker_niceness": "0"}  # fmt: skip
-    start = ["--head", "--port=26379", "--node-ip-address=127.0.0.1", "--num-cpus=2", "--include-dashboard=false",
-             "--disable-usage-stats", "--labels=site=home", f"--temp-dir={tempfile.mkdtemp(prefix='fr-')}"]  # fmt: skip
-    node = subprocess.Popen([sys.executable, "-m", "farspan.launch.ray_node", *start], env=environment,
-                            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)  # fmt: skip
-    try:
-        show = [sys.executable, "-m", "farspan", "cluster", "show", "ray:127.0.0.1:26379", "--json"]
-        deadline = time.monotonic() + 60
-        while (done := subprocess.run(show, capture_output=True, env=environment, timeout=90)).returncode:
-            assert time.monotonic() < deadline, done.stderr
-        cluster = msgspec.json.decode(done.stdout, type=Cluster)
-        assert [(site.name, len(site.hosts)) for site in cluster.sites] == [("home", 1)]
-        assert (cluster.hosts[0].enter, cluster.hosts[0].devices[0].threads) == ((), 2)
-        refused = subprocess.run(show, capture_output=True, env=environment | {"RAY_AUTH_TOKEN": "x" * 64}, timeout=90)
-        assert b"launcher-unusable" in refused.stdout
-        plan = tiny.plan(TRAIN, micro_rows=2)
-        devices = (replace(plan.devices[0], host=cluster.hosts[0].name),)
-        run = tiny.run_folder(tmp_path / "run", replace(plan, devices=devices))
-        train = [sys.executable, "-c", DRIVE, str(run.path), "ray:127.0.0.1:26379"]
-        subprocess.run(train, check=True, env=environment, input=msgspec.json.encode(cluster), timeout=120)
-        found = [event.loss for event in read_events(run.events) if isinstance(event, Step | Validated)]
-        assert found == pytest.approx(alone, abs=1e-6)
-    finally:
+                   "RAY_worker_niceness": "0", "FARSPAN_CACHE": str(tmp_path / "cache")}  # fmt: skip
+    nodes = []
+    for name, joins in (("one", ["--head", "--port=26379"]), ("two", [f"--address={where}"])):
+        start = [*joins, "--node-ip-address=127.0.0.1", "--num-cpus=1", "--disable-usage-stats",
+                 "--include-dashboard=false", f"--labels=farspan-host={name},site=home",
+                 f"--temp-dir={tempfile.mkdtemp(prefix='fr-')}"]  # fmt: skip
+        nodes.append(subprocess.Popen([sys.executable, "-m", "farspan.launch.ray_node", *start], env=environment,
+                                      stdin=subprocess.PIPE, stdout=subprocess.DEVNULL))  # fmt: skip
+    yield f"ray:{where}", environment
+    for node in reversed(nodes):
         node.stdin.close()
         node.wait(timeout=60)
+
+
+def read(where, environment, hosts):
+    """The cluster at an address, once it has so many hosts."""
+    show = [sys.executable, "-m", "farspan", "cluster", "show", where, "--json"]
+    deadline = time.monotonic() + 60
+    while True:
+        done = subprocess.run(show, capture_output=True, env=environment, timeout=90)
+        if not done.returncode and len((found := msgspec.json.decode(done.stdout, type=Cluster)).hosts) == hosts:
+            return found
+        assert time.monotonic() < deadline, done.stderr
+
+
+def test_a_running_ray_cluster_is_read_and_used(tmp_path, alone, ray_home):
+    where, environment = ray_home
+    cluster = read(where, environment, hosts=2)
+    assert [(site.name, [host.name for host in site.hosts]) for site in cluster.sites] == [("home", ["one", "two"])]
+    assert (cluster.hosts[0].enter, cluster.hosts[0].devices[0].threads) == ((), 1)
+    refused = subprocess.run(
+        [sys.executable, "-m", "farspan", "cluster", "show", where, "--json"],
+        capture_output=True, env=environment | {"RAY_AUTH_TOKEN": "x" * 64}, timeout=90,
+    )  # fmt: skip
+    assert b"launcher-unusable" in refused.stdout
+    plan = tiny.plan(TRAIN, micro_rows=2)
+    run = tiny.run_folder(tmp_path / "run", replace(plan, devices=(replace(plan.devices[0], host="one"),)))
+    train = [sys.executable, "-c", DRIVE, str(run.path), where]
+    subprocess.run(train, check=True, env=environment, input=msgspec.json.encode(cluster), timeout=120)
+    found = [event.loss for event in read_events(run.events) if isinstance(event, Step | Validated)]
+    assert found == pytest.approx(alone, abs=1e-6)
+
+
+def test_a_matrix_is_measured_on_a_running_ray_cluster(tmp_path, ray_home):
+    where, environment = ray_home
+    read(where, environment, hosts=2)
+    (tmp_path / "matrix.yaml").write_text(f"""\
+name: mine
+clusters: {{home: '{where}'}}
+models: {{tiny: {{layers: 2, d_model: 32, vocab: 300, context: 32}}}}
+techniques: [data, 'published:Pipeshard']
+batch: [4]
+devices: [all, 1]
+steps: 3
+""")
+    bench = [sys.executable, "-m", "farspan", "bench", "matrix.yaml", "--json"]
+
+    def rows():
+        done = subprocess.run(bench, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=240)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads(done.stdout)["rows"]
+
+    first = rows()
+    found = {(row["cell"]["technique"], row["cell"]["devices"]): row for row in first}
+    for name, used in ((("data", "all"), 2), (("data", "1"), 1), (("published:Pipeshard", "all"), 2)):
+        assert (found[name]["status"], found[name]["used"]) == ("ok", used), found[name]["cause"]
+    assert rows() == first
 
 
 #: Launches a run in a process whose environment holds the token.

@@ -11,13 +11,15 @@ from msgspec.structs import replace
 
 from farspan import models
 from farspan.cli.clusters import of_lab
+from farspan.domain.engine import engine
 from farspan.domain.model import parameters
 from farspan.domain.plan import PlannedDevice, Sync
 from farspan.domain.results import Finished, Step, Validated, read_events
 from farspan.domain.trial import plan_key
+from farspan.estimate.price import estimate
 from farspan.lab import state
 from farspan.launch.launchers import launch
-from farspan.launch.trial import WARMUP, Limits, Question, apart, limits, shortened, timed, trial
+from farspan.launch.trial import WARMUP, Limits, Question, apart, limits, shortened, start_s, timed, trial
 from tests import tiny
 from tests.launch.conftest import up
 from tests.launch.test_launchers import TRAIN, divided, losses, planned
@@ -141,10 +143,22 @@ def test_what_kills_the_process_of_a_cell_is_a_result(sites, tmp_path):
     assert "exit code 1" in made.problem.fact and "no-corpus" in made.problem.fact
 
 
-def test_limits_follow_the_prediction():
+def test_limits_follow_the_prediction(sites, corpus):
     plan = planned()
+    assert limits(plan, sites, 2.0, 5).deadline_s == pytest.approx(4 * 7 * 2.0)
+    # The corpus goes to the one host that shares no disk.
     state_s = 16 * parameters(plan.model) / 2e8
-    assert limits(plan, 2.0, 5).deadline_s == pytest.approx(60 + state_s + 4 * 7 * 2.0)
+    size = sum((corpus / name).stat().st_size for name in ("train.bin", "train.idx", "val.bin", "val.idx"))
+    assert start_s(plan, sites, corpus) == pytest.approx(60 + state_s + size / 1e6)
+
+
+def test_replicas_have_the_time_of_the_meetings_that_a_trial_adds(sites):
+    """Over a slow line a meeting takes far longer than a step: a hundredth of it a step in the run, a quarter here."""
+    slow = replace(sites, links=tuple(replace(link, bandwidth=1e4) for link in sites.links))
+    plan = replace(divided("replicas"), sync=Sync(every=100))
+    step_s = estimate(plan, models.graph(plan.model), slow, engine("farspan")).step_s
+    meeting_s = plan.sync.bits / 8 * parameters(plan.model) / 1e4
+    assert limits(plan, slow, step_s, 3).deadline_s > 4 * 3 * meeting_s
 
 
 # -- runs whose rank 0 is elsewhere ------------------------------------------------------------------------------------

@@ -1,8 +1,12 @@
 """Algorithm 1 of arXiv 2602.02632: every branch as printed, and where it stops short of what the trials showed."""
 
+import msgspec
 import pytest
 
-from farspan.planning.algorithm1 import Decision, Speeds, algorithm1
+from farspan.domain.trial import Trial, plan_key
+from farspan.planning.algorithm1 import Decision, Speeds, algorithm1, choose
+from tests.planning.test_select import asked
+from tests.planning.worlds import FAST, cluster
 
 BOTH, FIRST, SECOND = 0, 1, 2
 
@@ -49,3 +53,11 @@ def test_zero2_is_run_only_where_the_others_decide_nothing():
 def test_delta_out_of_range(delta):
     with pytest.raises(ValueError, match="delta"):
         algorithm1(Speeds(tp=1, td1=1, ts1=1, td2=1, ts2=1), delta, lambda: True)
+
+
+def test_machines_that_cannot_reach_each_other_are_tried_alone():
+    here = msgspec.structs.replace(cluster((FAST, FAST), (FAST,)), links=())
+    found = choose(here, asked(), lambda plan, step_s: Trial(plan=plan_key(plan), status="ok", step_s=step_s), 0.1)
+    both = next(one for one in found.candidates if one.name == "tp")
+    assert both.problem is not None and "cannot reach each other" in both.problem.what and both.tflops == 0
+    assert found.speeds.td1 > 0 and found.speeds.td2 > 0

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from farspan import models
-from farspan.cli.commands.select import nothing_runs
+from farspan.cli.selecting import nothing_runs
 from farspan.domain.engine import engine
 from farspan.domain.model import parameters
 from farspan.domain.plan import Plan
@@ -134,7 +134,7 @@ def test_the_default_budget_is_a_share_of_the_run_and_a_minute_at_least():
     assert select(here, question, World(here)).budget_s == 60.0
     long = asked(steps=10**6)
     best = long.rank(here).candidates[0]
-    assert select(here, long, World(here)).budget_s == pytest.approx(0.03 * best.time_s)
+    assert select(here, long, World(here)).budget_s == pytest.approx(0.03 * best.estimate.run_s)
 
 
 def test_a_trial_that_fails_is_a_result():
@@ -176,7 +176,7 @@ def test_where_all_run_out_of_memory_the_largest_model_goes_by_what_they_needed(
     assert failed and max(need.total for need in limit.estimate.memory) < min(
         max(need.total for need in one.estimate.memory) for one in failed
     )
-    refusal = nothing_runs(found, question).problem
+    refusal = nothing_runs(found.ranking, found.tried, question).problem
     assert refusal.code == "out-of-memory" and f"params: {limit.typed}" in refusal.remedy
     assert "ran out of memory" in refusal.what and "parameters fit" in refusal.fact
 
@@ -192,6 +192,41 @@ def test_what_was_measured_stands_in_the_ranking():
             # Devices by the hour: 4 fast ones or fewer, no bytes that cost.
             hours = one.estimate.run_s / 3600
             assert one.estimate.usd == pytest.approx(2.0 * len(one.places) * hours)
+
+
+def test_a_lease_holds_at_the_measured_pace():
+    """Just long enough for the best plan as predicted; a trial shows it slower by half."""
+    here = cluster((FAST, FAST), (FAST, FAST), rtt_s=1e-3, bandwidth=1e10)
+    question = asked(allow=SYNCHRONOUS)
+    first = question.rank(here)
+    best = first.candidates[first.chosen]
+    sites = tuple(msgspec.structs.replace(site, lease_s=1.2 * best.time_s) for site in here.sites)
+    leased = msgspec.structs.replace(here, sites=sites)
+
+    class Slow(World):
+        def step_s(self, plan: Plan) -> float:
+            return 1.5 * super().step_s(plan)
+
+    tried = select(leased, question, Slow(leased), budget_s=1e6).ranking.candidates
+    found = next(one for one in tried if one.plan and plan_key(one.plan) == plan_key(best.plan))
+    assert found.trial is not None and found.time_s > 1.2 * best.time_s
+    assert not found.eligible and "a lease ends" in found.unchosen
+
+
+def test_what_a_link_takes_in_trials_is_not_what_it_carries():
+    """Workers send at a rate of the line itself, however slow trials have shown sums over it to be."""
+    here = cluster((FAST, FAST), (FAST, FAST), rtt_s=0.05, bandwidth=1e8)
+    slow = with_paces(here, {Part("link", "s0", "s1"): 1.4})
+
+    def rates(where):
+        plans = [one.plan for one in asked(allow=("data", "hsdp"), parts=False).rank(where).candidates if one.plan]
+        return {stage.grad_sync.wan_rate for plan in plans for stage in plan.replicas[0].stages} - {None}
+
+    assert rates(here) and rates(slow) == rates(here)
+    plan = asked(allow=("data",), parts=False).rank(here).candidates[0].plan
+    graph = models.graph(plan.model)
+    now, then = (estimate(plan, graph, where, ENGINE) for where in (slow, here))
+    assert now.communication_s == pytest.approx(1.4 * then.communication_s, rel=0.05)
 
 
 # -- objectives --------------------------------------------------------------------------------------------------------
@@ -214,6 +249,36 @@ def test_the_objective_decides_among_trials(objective):
         assert best.estimate.usd == pytest.approx(min(one.estimate.usd for one in ran), rel=0.05)
 
 
+def test_a_deadline_does_not_make_few_devices_cheap():
+    """Dollars are of the whole run: what a deadline cuts short costs less only because less of it is done."""
+    here = cluster((FAST, FAST), (FAST, FAST), rtt_s=1e-3, bandwidth=1e10)
+    free = asked(objective="cost", allow=("data", "zero2")).rank(here)
+    best = free.candidates[free.chosen]
+    train = msgspec.structs.replace(best.plan.train, deadline_s=best.estimate.run_s / 10)
+    question = msgspec.structs.replace(asked(objective="cost", allow=("data", "zero2")), train=train)
+    cut = question.rank(here)
+    assert [(one.technique, one.places) for one in cut.candidates] == [
+        (one.technique, one.places) for one in free.candidates
+    ]
+    assert all(
+        one.usd == pytest.approx(other.usd, rel=1e-3)
+        for one, other in zip(cut.candidates, free.candidates, strict=True) if one.plan
+    )  # fmt: skip
+
+
+def test_the_loss_at_a_deadline_follows_the_measured_pace():
+    here = cluster((FAST, FAST), (FAST, FAST), rtt_s=0.01)
+    train = msgspec.structs.replace(asked().train, deadline_s=3600.0)
+    question = msgspec.structs.replace(asked(allow=("data",)), train=train)
+    world = World(with_paces(here, {Part("device", f"h{i}", "fast"): 1.5 for i in range(2)}))
+    found = select(here, question, world, budget_s=1e6)
+    (one, _), *_ = found.tried
+    now = next(other for other in found.ranking.candidates if other.plan and plan_key(other.plan) == plan_key(one.plan))
+    assert now.estimate.loss > one.estimate.loss
+    exact = estimate(one.plan, models.graph(one.plan.model), world.true, ENGINE)
+    assert now.estimate.loss == pytest.approx(exact.loss)
+
+
 # -- learning ----------------------------------------------------------------------------------------------------------
 
 
@@ -225,7 +290,7 @@ def test_paces_are_found_again():
     world = World(true)
     found = learn(here, [Seen(plan, world.step_s(plan), world.compute_s(plan)) for plan in plans]).cluster
     assert found.hosts[0].devices[0].pace == pytest.approx(1.5, rel=0.1)
-    assert found.links[0].rtt_s == pytest.approx(0.014, rel=0.15)
+    assert found.links[0].pace == pytest.approx(0.7, rel=0.15)
 
 
 def test_what_is_missed_of_one_plan_with_stages_is_missed_of_the_next():

@@ -90,6 +90,14 @@ def test_a_step_is_best_only_beyond_its_spread(pair):
     assert lines(versus([open_run(folder) for folder in pair]))["step, middle half"].best == 0
 
 
+def test_steps_of_unlike_tokens_are_not_put_in_order(pair):
+    run = RunFolder(pair[1])
+    plan = load(run.plan, Plan)
+    save(msgspec.structs.replace(plan, train=msgspec.structs.replace(plan.train, batch=2 * plan.train.batch)), run.plan)
+    rewrite(run, "step", lambda event: event | {"step_s": 3 * event["step_s"]})
+    assert lines(versus([open_run(folder) for folder in pair]))["step, middle half"].best is None
+
+
 def test_runs_of_one_name_are_told_by_their_paths(tmp_path):
     folders = [finished(tmp_path / name / "run") for name in ("a", "b")]
     for folder in folders:

@@ -76,8 +76,10 @@ def paper(name: str, console: Console, *, predicted: bool) -> bool:
 
     if name in SOURCES:
         title, fabric = f"{name}, {SOURCES[name]}", name == "fabric"
+        # Of the cost study's grid only some points were plotted; what does not fit is known by prediction alone.
+        found = [row for row in rows(name) if fabric or predicted or row.step_s is not None]
         show(
-            rows(name), Path(f"{name}-report"), title, console, predicted=predicted, kind="Paper",
+            found, Path(f"{name}-report"), title, console, predicted=predicted, kind="Paper",
             drawn=drawn_slices(predicted=predicted) if fabric else (),
             more=() if fabric else results.sizes(sizes(), fitted_shape),
         )  # fmt: skip

@@ -16,19 +16,17 @@ import msgspec
 from farspan.cli import job, planfile
 from farspan.cli.console import Console
 from farspan.cli.planning import paragraph, say_ranking
-from farspan.cli.runs import load_config, takes_config
+from farspan.cli.runs import load_config, takes_config, words_again
 from farspan.domain.config import ParallelConfig
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, command
-from farspan.domain.units import format_count, parse_seconds, short_time
-from farspan.planning.compare import called
+from farspan.domain.units import parse_seconds, short_time
 from farspan.planning.quantities import positive
 from farspan.planning.rank import OBJECTIVES, TOLERANCE
 
 if TYPE_CHECKING:
     from farspan.domain.trial import Trial
     from farspan.planning.algorithm1 import Candidate, Found
-    from farspan.planning.select import Asked, Selection
 
 HELP = "choose the technique and the machines by trials"
 #: Of the paper's algorithm: what is run of each plan, and by how much one must exceed the other.
@@ -62,7 +60,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     from farspan.cli import selecting
 
     config, out = load_config(given), given.out or Path("plan.json")
-    job.refuse_existing(out, command("select", given.config, "-o", out.with_stem(f"{out.stem}-2")))
+    job.refuse_existing(out, command("select", *words_again(given), "-o", out.with_stem(f"{out.stem}-2")))
     if not 0 < given.delta <= 1:
         raise _refused("--delta", given.delta, "it lies above 0 and is at most 1", f"--delta {DELTA}")
     if not 0 <= given.tolerance <= 10:
@@ -87,7 +85,8 @@ def run(given: argparse.Namespace, console: Console) -> None:
     found = selecting.as_json(selection)
     plan = None if ranking.chosen is None else ranking.candidates[ranking.chosen].plan
     if plan is None:
-        raise nothing_runs(selection, selecting.question_of(resolved, asked, given.tolerance))
+        question = selecting.question_of(resolved, asked, given.tolerance)
+        raise selecting.nothing_runs(ranking, selection.tried, question)
     console.answer({**found, **_write(plan, resolved, given, out, console)})
 
 
@@ -95,7 +94,7 @@ def _write(
     plan: Plan, resolved: job.Resolved, given: argparse.Namespace, out: Path, console: Console
 ) -> dict[str, Any]:
     planfile.write(plan, resolved.cluster, out)
-    console.say(f"written: {out}; run it: {command('train', given.config, '--plan', out)}")
+    console.say(f"written: {out}; run it: {command('train', *words_again(given), '--plan', out)}")
     return {"plan": str(out)}
 
 
@@ -124,7 +123,7 @@ def _by_paper(
     trials = selecting.Trials(resolved, selecting.launcher(asked), again=given.again)
 
     def measure(plan: Plan, step_s: float) -> Trial:
-        return trials.run(plan, limits(plan, step_s, steps))
+        return trials.run(plan, limits(plan, resolved.cluster, step_s, steps))
 
     console.say(f"epsilon: {steps} steps of each; delta: {given.delta:g}; T in TFLOP/s a device, 0 for what fails")
     found = choose(
@@ -137,7 +136,7 @@ def _by_paper(
     if found.plan is None:
         raise Refusal(
             "out-of-memory", what="Algorithm 1 chooses nothing: more GPU memory is needed", where="--algorithm paper",
-            fact=sentence(found, given.delta), remedy=command("select", given.config, "--algorithm", "farspan"),
+            fact=sentence(found, given.delta), remedy=command("select", *words_again(given), "--algorithm", "farspan"),
         )  # fmt: skip
     console.answer({**answer, **_write(found.plan, resolved, given, out, console)})
 
@@ -165,33 +164,6 @@ def sentence(found: Found, delta: float) -> str:
     else:
         told = f"{'Tz' if tz == 0 else 'Tp'} is 0, so that neither is compared with it"
     return f"{told}: ZeRO2 on both{'' if chosen.technique else ', which does not run'}."
-
-
-def nothing_runs(selection: Selection, asked: Asked) -> Refusal:
-    """Why no plan can be chosen: what the trials died of, or what is short, and the largest model that fits."""
-    from farspan.planning.misfit import largest_tried
-
-    failed = [(one, made) for one, made in selection.tried if made.step_s is None]
-    if not failed:
-        refused = next((one.problem for one in selection.ranking.candidates if one.problem), None)
-        return Refusal.of(refused or job.unchosen(selection.ranking.candidates[0]))
-    one, made = failed[0]
-    fact, what = made.problem.fact if made.problem else "it made no step", f"all {len(failed)} plans that were tried"
-    if any(made.status != "oom" for _, made in failed):
-        return Refusal(
-            "cannot-plan", what=f"{what} failed", where=called(one), fact=fact,
-            remedy="farspan doctor --cluster, with the same cluster",
-        )  # fmt: skip
-    limit = largest_tried(selection.ranking.cluster, asked, selection.tried)
-    if limit is None:
-        fits, remedy = "by what these needed, no smaller model of its family fits", "farspan plan --rent"
-    else:
-        size = f"{format_count(limit.amount)} parameters fit, with {limit.technique} on {limit.where}"
-        fits = f"by what these needed, {size}"
-        remedy = f"in run.yaml, model: {{family: {asked.model.family}, params: {limit.typed}}}"
-    return Refusal(
-        "out-of-memory", what=f"{what} ran out of memory", where=called(one), fact=f"{fact}; {fits}", remedy=remedy
-    )
 
 
 def _refused(flag: str, value: object, fact: str, remedy: str) -> Refusal:
