@@ -18,7 +18,7 @@ from farspan.cli import clusters
 from farspan.cli.console import Console
 from farspan.cli.runs import as_yaml
 from farspan.domain.cluster import Cluster
-from farspan.domain.codec import load, load_yaml, save, to_json, write_atomically
+from farspan.domain.codec import load, load_yaml, missing_path, save, to_json, write_atomically
 from farspan.domain.config import ParallelConfig, RunConfig
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.model import ModelSpec
@@ -304,6 +304,13 @@ def refuse_existing(path: Path, remedy: str) -> None:
             "run-exists", what=f"this {'folder' if path.is_dir() else 'file'} exists already", where=path,
             fact="nothing is ever written over", remedy=remedy,
         )  # fmt: skip
+
+
+def refuse_file(path: Path, remedy: str) -> None:
+    """Refuse a file to be written later on that is there, or whose folder is not: what is measured would be lost."""
+    refuse_existing(path, remedy)
+    if not path.absolute().parent.is_dir():
+        raise missing_path(path.absolute().parent)
 
 
 def train(run: RunFolder, console: Console) -> Measurement | None:

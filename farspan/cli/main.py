@@ -16,6 +16,8 @@ from itertools import takewhile
 from types import ModuleType
 from typing import Any, NoReturn
 
+import msgspec
+
 import farspan
 from farspan.cli import commands
 from farspan.cli.console import Console
@@ -99,7 +101,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (Exception, KeyboardInterrupt) as error:
         problem = as_refusal(error, words).problem
         print(problem, file=sys.stderr)
-        console.answer({"problem": problem})
+        # Names of files are bytes, and not all of them UTF-8.
+        said = {key: text.encode(errors="backslashreplace") for key, text in msgspec.structs.asdict(problem).items()}
+        console.answer({"problem": {key: text.decode() for key, text in said.items()}})
         return problem.exit_code
     return 0
 
@@ -119,6 +123,12 @@ def as_refusal(error: BaseException, words: list[str]) -> Refusal:
             return Refusal(
                 "extra-missing", what="a library is missing that this needs", where=name,
                 fact=f"{module} is not installed for {sys.executable}", remedy="pip install 'farspan[train]'",
+            )  # fmt: skip
+        case RuntimeError() if "home directory" in str(error):  # As pathlib has it.
+            return Refusal(
+                "path-missing", what="there is no such home folder", where=name,
+                fact="a path that begins with ~NAME lies in the home folder of a user, and none has this name",
+                remedy="write ~/ for your own home folder, or the whole path",
             )  # fmt: skip
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
             return Refusal(

@@ -65,10 +65,9 @@ def answered(given: argparse.Namespace, console: Console) -> bool:
     elif given.rent:
         _rent(given, console)
     elif given.export and given.plan:
-        from farspan.domain.codec import load
-        from farspan.domain.plan import Plan
+        from farspan.cli.planfile import read
 
-        console.answer({"export": write_export(load(given.plan, Plan), given, console)})
+        console.answer({"export": write_export(read(given.plan), given, console)})
     else:
         return False
     return True

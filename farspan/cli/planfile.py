@@ -58,17 +58,46 @@ def read(path: Path) -> Plan:
             fact=f"it is of version {version}, this farspan reads version {VERSION}",
             remedy=command("plan", "run.yaml", "-o", path),
         )  # fmt: skip
-    return parse_json(content, Plan, path)
+    plan = parse_json(content, Plan, path)
+    if unsound := _unsound(plan):
+        raise Refusal(
+            "plan-mismatch", what="the plan does not hold together", where=path, fact=unsound,
+            remedy=command("plan", "run.yaml", "-o", path),
+        )  # fmt: skip
+    return plan
+
+
+def _unsound(plan: Plan) -> str:
+    """What of a plan cannot be, by itself; empty where all can."""
+    units = plan.model.layers + 2
+    ranks = sorted(rank for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks)
+    if ranks != list(range(len(plan.devices))):
+        return f"its stages run on ranks {', '.join(map(str, ranks))}, not once on each of {len(plan.devices)} devices"
+    if (batch := sum(replica.batch for replica in plan.replicas)) != plan.train.batch:
+        return f"its replicas read {batch} sequences a step, the training has {plan.train.batch}"
+    for replica in plan.replicas:
+        bounds = [bound for stage in replica.stages for bound in stage.units]
+        joined = all(a < b for a, b in zip(bounds[::2], bounds[1::2], strict=True)) and bounds[1:-1:2] == bounds[2::2]
+        if not joined or (bounds[0], bounds[-1]) != (0, units):
+            return f"its stages have units {bounds}, which are not the model's {units} one after another"
+    return ""
 
 
 def check_cluster(plan: Plan, cluster: Cluster, path: Path, remedy: str) -> None:
-    """Refuse a plan that was made for another cluster."""
+    """Refuse a plan that was made for another cluster, or that names devices which there are none of."""
     here = cluster_hash(cluster)
     if plan.inputs.cluster != here:
         devices = ", ".join(dict.fromkeys(device.host for device in plan.devices))
         raise Refusal(
             "plan-mismatch", what="the plan is for another cluster", where=path,
             fact=f"it is for cluster {plan.inputs.cluster} (hosts {devices}), this is cluster {here}", remedy=remedy,
+        )  # fmt: skip
+    there = {(host.name, index) for host in cluster.hosts for index in range(len(host.devices))}
+    lacking = [f"{at.host}, device {at.index}" for at in plan.devices if (at.host, at.index) not in there]
+    if lacking:
+        raise Refusal(
+            "plan-mismatch", what="the plan names devices which there are none of", where=path,
+            fact="; ".join(lacking), remedy=remedy,
         )  # fmt: skip
 
 

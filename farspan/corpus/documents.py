@@ -44,11 +44,13 @@ def numbered(title: str, number: int) -> str:
 
 
 def cut(document: Document) -> Iterator[Document]:
-    """The document cleaned, in parts that are not empty."""
-    title = " ".join(clean(document.title).split())
+    """The document cleaned, in parts that are not blank."""
+    title, origin = " ".join(clean(document.title).split()), encodable(document.origin)
+    metadata = {clean(key): clean(value) for key, value in document.metadata.items()}
     for number, text in enumerate(parts([clean(document.text)]), 1):
-        if text := text.strip("\n"):
-            yield msgspec.structs.replace(document, title=numbered(title, number), text=text)
+        # Some blank space, such as U+3000, is not what `clean` takes away; a part of nothing else says nothing.
+        if text.strip():
+            yield Document(title=numbered(title, number), text=text.strip("\n"), origin=origin, metadata=metadata)
 
 
 def write_documents(path: Path, documents: Iterable[Document]) -> None:

@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -16,6 +17,7 @@ import numpy.typing as npt
 
 from farspan.corpus import dedup, pack
 from farspan.corpus import tokenizer as tokenizers
+from farspan.corpus.documents import encodable
 from farspan.corpus.entropy import entropies
 from farspan.corpus.sources import Source, open_source
 from farspan.corpus.tokens import TokenFile
@@ -26,12 +28,14 @@ from farspan.domain.problems import Refusal
 from farspan.domain.units import format_bytes, format_count, parse_fraction
 
 #: Part of every hash: raise it when the same input gives other files than before.
-_FORMAT = "1"
+_FORMAT = "2"
 #: Text a tokenizer is trained on; more changes merges little and costs memory.
 _SAMPLE_BYTES = 16 << 20
 #: Disk needed for each byte of text: shards 0.3, shingles 0.7, tokens twice 0.6 each, documents twice 0.3 each.
 _DISK_FACTOR = 3
 _SKIPPED_SHOWN = 100
+#: Work that was refused or interrupted is gone on with at the next try; what nobody has tried for so long is given up.
+_ABANDONED_S = 7 * 86_400
 
 Say = Callable[[str], None]
 
@@ -56,9 +60,11 @@ def prepare(
     if found := _known(root, key):
         return found
     root.mkdir(parents=True, exist_ok=True)
-    _require_space(root, source.size_bytes)
     work = root / f".work-{key}"
     work.mkdir(exist_ok=True)
+    os.utime(work)  # Before the sweep, which takes work of old: this is gone on with.
+    _sweep(root, time.time())
+    _require_space(root, source.size_bytes)
     with _locked(work, say):
         found = _known(root, key)  # another process may have made it meanwhile
         if found is None:
@@ -199,6 +205,17 @@ def _locked(work: Path, say: Say) -> Iterator[None]:
         yield
 
 
+def _sweep(root: Path, now: float) -> None:
+    """Remove what abandoned work has left: it is days old, and nobody holds its lock."""
+    for work in root.glob(".work-*"):
+        # Another process may be removing it; what cannot be removed is left.
+        with contextlib.suppress(OSError):
+            if now - work.stat().st_mtime > _ABANDONED_S:
+                with (work / "lock").open("w") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(work)
+
+
 def _require_space(folder: Path, text_bytes: int) -> None:
     """Refuse when the disk has too little room for the work on so much text."""
     free, need = shutil.disk_usage(folder).free, _DISK_FACTOR * text_bytes
@@ -221,4 +238,4 @@ def _file_digest(path: str | Path | None) -> str:
 
 def _shown(skipped: list[str]) -> tuple[str, ...]:
     more = len(skipped) - _SKIPPED_SHOWN
-    return (*skipped[:_SKIPPED_SHOWN], *([f"and {more} more"] if more > 0 else []))
+    return (*map(encodable, skipped[:_SKIPPED_SHOWN]), *([f"and {more} more"] if more > 0 else []))

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Container
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 DType = Literal["fp32", "bf16", "fp16"]
+#: What a figure may be: as many as anything here can be, more FLOP/s than there are on earth, seconds of a day at most.
+Count = Annotated[int, msgspec.Meta(ge=1, le=10**15)]
+Flops = Annotated[float, msgspec.Meta(gt=0, le=1e24)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
 #: Where a figure comes from: a data sheet, the user's file, a measurement, or other figures of the same cluster.
 Origin = Literal["catalogue", "given", "measured", "derived"]
 
@@ -26,10 +30,10 @@ STARTING, READY = "FARSPAN_STARTING", "FARSPAN_READY"
 class MatmulRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Measured FLOP/s of `[m, k] @ [k, n]`, by dtype."""
 
-    m: int
-    k: int
-    n: int
-    flops: dict[DType, float]
+    m: Count
+    k: Count
+    n: Count
+    flops: dict[DType, Flops]
 
 
 class UnitTime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,12 +44,12 @@ class UnitTime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     model: str
     unit: Literal["embedding", "block", "head"]
     dtype: DType
-    rows: int
-    seq_len: int
-    forward_s: float
-    backward_s: float
+    rows: Count
+    seq_len: Count
+    forward_s: Seconds
+    backward_s: Seconds
     #: Devices of the host that did the same at the same time.
-    together: int = 1
+    together: Count = 1
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -185,7 +189,15 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 sites.append(msgspec.structs.replace(site, hosts=tuple(hosts)))
         names = {site.name for site in sites} | {host.name for site in sites for host in site.hosts}
         links = tuple(link for link in self.links if link.a in names and link.b in names)
-        return msgspec.structs.replace(self, sites=tuple(sites), links=links)
+        kept = msgspec.structs.replace(self, sites=tuple(sites), links=links)
+        joined = {frozenset((link.a, link.b)) for link in links}
+        # Ways between two sites over one that goes stay, as links.
+        over = (
+            _joined(way, a.name, b.name) for a, b in itertools.combinations(sites, 2)
+            if {a.name, b.name} not in joined
+            and (way := self._shortest(a.name, b.name)) != kept._shortest(a.name, b.name)
+        )  # fmt: skip
+        return msgspec.structs.replace(kept, links=(*links, *over))
 
     def link(self, a: str, b: str) -> Link | None:
         """The network between two hosts: theirs, their sites', or derived from others; None where nothing is known.

@@ -9,12 +9,25 @@ import platform
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from farspan.domain import catalog
-from farspan.domain.cluster import Cluster, Device, DType, Host, Link, MatmulRate, Origin, Site, UnitTime
+from farspan.domain.cluster import (
+    Cluster,
+    Count,
+    Device,
+    DType,
+    Flops,
+    Host,
+    Link,
+    MatmulRate,
+    Origin,
+    Seconds,
+    Site,
+    UnitTime,
+)
 from farspan.domain.codec import load_yaml, write_atomically
 from farspan.domain.problems import Refusal, nearest
 from farspan.domain.units import parse_bytes, parse_fraction, parse_rate, parse_seconds
@@ -22,6 +35,7 @@ from farspan.domain.units import parse_bytes, parse_fraction, parse_rate, parse_
 T = TypeVar("T")
 Quantity = str | int | float
 Name = str
+Price = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 #: Where a host that is reached by ssh keeps runs and corpora.
 FAR_FOLDER = "~/.cache/farspan"
 #: Where a network ends being one: a minute of round trip, 10 Tbit/s.
@@ -36,15 +50,15 @@ class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     backend: Literal["cpu", "cuda", "mps"] | None = None
     memory: Quantity | None = None
     bandwidth: Quantity | None = None
-    flops: dict[DType, float] | None = None
+    flops: dict[DType, Flops] | None = None
     #: What it computes in hardware, where `flops` does not say it.
     dtypes: tuple[DType, ...] | None = None
     rates: tuple[MatmulRate, ...] = ()
     units: tuple[UnitTime, ...] = ()
-    watts: float | None = None
+    watts: Annotated[float, msgspec.Meta(ge=0, le=1e6)] | None = None
     #: Dollars an hour.
-    price: float | None = None
-    threads: int = 1
+    price: Price | None = None
+    threads: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
     #: Of those threads' time.
     share: Quantity = 1.0
     #: What a message waits for the next turn of a device with a share.
@@ -55,7 +69,7 @@ class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 class HostEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     devices: tuple[Name | DeviceEntry, ...]
-    cpus: int | None = None
+    cpus: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = None
     memory: Quantity | None = None
     #: Bytes a second between its devices.
     local_rate: Quantity | None = None
@@ -84,9 +98,9 @@ class LinkEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     jitter: Quantity | None = None
     window: Quantity | None = None
     loss: Quantity | None = None
-    in_flight: dict[int, int] = {}
-    transfer_s: dict[int, float] = {}
-    busy_s: float | None = None
+    in_flight: dict[Count, Count] = {}
+    transfer_s: dict[Count, Seconds] = {}
+    busy_s: Seconds | None = None
     origin: Origin = "given"
 
 
@@ -95,8 +109,8 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     sites: dict[Name, SiteEntry]
     links: tuple[LinkEntry, ...] = ()
-    prices: dict[Name, float] = {}
-    allreduce_s: dict[int, float] = {}
+    prices: dict[Name, Price] = {}
+    allreduce_s: dict[Count, Seconds] = {}
     version: Literal[1] = 1
 
 
@@ -123,7 +137,7 @@ class _Reader:
         for kind in file.prices:
             self._check_kind(kind, "prices")
         sites = tuple(self._site(name, entry) for name, entry in file.sites.items())
-        cluster = Cluster(sites=sites, links=self._links({*hosts, *file.sites}), allreduce_s=file.allreduce_s)
+        cluster = Cluster(sites=sites, links=self._links(set(hosts), set(file.sites)), allreduce_s=file.allreduce_s)
         if not cluster.devices:
             raise self._invalid("the cluster has no devices", "sites", f"{len(hosts)} hosts, no device among them",
                                 "give a host its devices: hosts: {gpu1: {devices: [a30, a30]}}")  # fmt: skip
@@ -184,9 +198,9 @@ class _Reader:
         }  # fmt: skip
         return msgspec.structs.replace(device, **{key: value for key, value in set_here.items() if value is not None})
 
-    def _links(self, names: set[str]) -> tuple[Link, ...]:
+    def _links(self, hosts: set[str], sites: set[str]) -> tuple[Link, ...]:
         seen: set[frozenset[str]] = set()
-        links = []
+        links, names = [], hosts | sites
         for index, entry in enumerate(self._file.links):
             where, pair = f"links[{index}]", frozenset(entry.between)
             for name in sorted(pair - names):
@@ -194,6 +208,9 @@ class _Reader:
             if len(pair) == 1 or pair in seen:
                 fact = "it joins a name to itself" if len(pair) == 1 else "the same pair has a link above"
                 raise self._invalid("this link cannot be", where, fact, f"remove {where}")
+            if not (pair <= hosts or pair <= sites):
+                raise self._invalid("this link cannot be", where, "it joins a site to a host",
+                                    "name two sites, or two hosts")  # fmt: skip
             seen.add(pair)
             links.append(self._link(entry, where))
         return tuple(links)

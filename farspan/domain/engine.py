@@ -55,8 +55,10 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     overlap: float
     #: Gradients of divided optimizer state are scattered as they are summed; else every device gets the whole sum.
     scatters: bool = True
-    #: Sums that are scattered go straight to whom each part is for, all at once; else around a ring.
+    #: Sums between sites, and what replicas changed, go straight to everyone, all at once; else around a ring.
     direct: bool = False
+    #: Sums that are scattered go straight to whom each part is for; else around a ring.
+    scatters_straight: bool = False
     #: Gradients are copied into buckets to be sent; else they lie in them from the start.
     buckets_copied: bool = True
     #: Weights are gathered in the buckets that gradients are summed in; else one message a tensor.

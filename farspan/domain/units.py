@@ -5,6 +5,7 @@ Seconds, bytes, counts, fractions. Decimal prefixes (k = 1000).
 
 from __future__ import annotations
 
+import math
 import re
 
 _NUMBER = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*(.*?)\s*", re.IGNORECASE)
@@ -21,7 +22,10 @@ def _split(text: str | int | float) -> tuple[float, str]:
     match = _NUMBER.fullmatch(str(text))
     if match is None:
         raise ValueError(f"{text!r} does not start with a number")
-    return float(match[1].replace("_", "")), match[2]
+    number = float(match[1].replace("_", ""))
+    if math.isinf(number):
+        raise ValueError(f"{text!r} is more than any quantity")
+    return number, match[2]
 
 
 def _scaled(text: str | int | float, table: dict[str, float] | dict[str, int], example: str) -> float:
@@ -45,7 +49,10 @@ def parse_bytes(text: str | int | float) -> int:
 
 
 def parse_rate(text: str | int | float) -> float:
-    """`"1Gbit/s"`, `"300GB/s"` or a bare number of bytes a second, as bytes a second."""
+    """`"1Gbit/s"`, `"300GB/s"` or a bare number of bytes a second, as bytes a second. `Gb/s` is refused: its writer
+    means bits, its reader may not."""
+    if str(text).rstrip().endswith("b/s"):
+        raise ValueError(f"{text!r} is not clear; write bits as 1Gbit/s, bytes as 1GB/s")
     bytes_per_s = {f"{unit}/s": scale for unit, scale in _BYTES.items()}
     return _scaled(text, {**_BITS_PER_S, **bytes_per_s, "": 1.0}, "1Gbit/s or 300GB/s")
 

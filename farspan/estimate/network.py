@@ -78,6 +78,10 @@ class Network:
         parts = [device.share / self.crowd[host.name] for device in used]
         return host.local_rate or self.engine.local_rate * min(parts, default=1.0)
 
+    def local_rate(self, host: str) -> float:
+        """Bytes a second between two devices of a host."""
+        return self._local[host]
+
     def link(self, a: str, b: str) -> Link:
         """The link between two hosts, as it is given; that of their sites where they have none of their own. Raises
         KeyError where nothing leads from one to the other."""
@@ -163,7 +167,7 @@ class Network:
 
     def reduce_scatter_s(self, group: Sequence[int], size: float, *, messages: float = 1, concurrent: int = 1) -> float:
         """A ring like an all-gather's; or every part straight to its owner, where the engine sends so."""
-        if self.engine.direct:
+        if self.engine.scatters_straight:
             return self.direct_s(group, size / max(1, len(group)), messages=messages, concurrent=concurrent)
         return self._ring_s(group, size, len(group) - 1, messages, concurrent)
 
@@ -178,14 +182,25 @@ class Network:
             return 0.0
         trip = busy = 0.0
         pairs = Counter((self.hosts[a], self.hosts[b]) for a in group for b in group if a != b)
+        lines: Counter[tuple[str, ...]] = Counter()
         for (a, b), count in pairs.items():
-            wire = self.between(a, b, False, self.engine.streams)
-            rate = wire.rate if wire.local else min(wire.line / (count * concurrent), wire.rate * connections)
+            lines[self._line(a, b)] += count
+        for a, b in pairs:
+            wire, sharing = self.between(a, b, False, self.engine.streams), lines[self._line(a, b)] * concurrent
+            rate = wire.rate if wire.local else min(wire.line / sharing, wire.rate * connections)
             # Else a message waits until its receiver has said that it is ready for it.
             trips = 1 if ahead and self.engine.receives_ahead else 2
             trip = max(trip, trips * wire.delay_s + (0.0 if wire.local else messages * self.engine.message_s))
             busy = max(busy, part * (max(1, len(group) - 1) if wire.local else 1) / rate)
         return trip + busy
+
+    def _line(self, a: str, b: str) -> tuple[str, ...]:
+        """What messages between two hosts share: a link of their own, the line between their sites, or the way out of
+        the first."""
+        sites = self._site_of[a], self._site_of[b]
+        if frozenset((a, b)) in self._own:
+            return a, b
+        return sites if sites[0] != sites[1] else (a,)
 
     def all_reduce_s(
         self, group: Sequence[int], size: float, *, messages: float = 1, concurrent: int = 1,

@@ -211,11 +211,13 @@ def _sent(costs: Costs, stage: Stage, microbatches: int, *, gathers: bool = True
         gathered = times * costs.parameters(stage) * engine.weight_bytes[costs.train.precision]
         data, sites = mesh.groups("data"), mesh.groups("site")
         rings += [(group, gathered) for group in data]
-        if engine.direct:
+        if engine.scatters_straight:
             straight += [(group, sums / len(group)) for group in data]
-            straight += [(group, across / mesh.size("data")) for group in sites]
         else:
             rings += [(group, sums * (1 if engine.scatters else 2)) for group in data]
+        if engine.direct:
+            straight += [(group, across / mesh.size("data")) for group in sites]
+        else:
             rings += [(group, 2 * across / mesh.size("data")) for group in sites]
     for group, parts in rings:
         for site, hops in leaving(network, group).items():

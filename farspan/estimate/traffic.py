@@ -121,7 +121,7 @@ def _batch_axes(replica: Replica, stage: Stage, costs: Costs, ledger: _Ledger) -
     gathered = parameters * costs.engine.weight_bytes[costs.train.precision]
     for group in groups:
         share = (len(group) - 1) / len(group)
-        if costs.engine.direct:
+        if costs.engine.scatters_straight:
             ledger.straight("gradients", group, sums * whole / len(group))
         else:
             ledger.ring("gradients", group, sums * share * whole * (1 if costs.engine.scatters else 2))
@@ -236,6 +236,9 @@ def _replicas(plan: Plan, costs: Costs, ledger: _Ledger) -> None:
         return
     leaders = [replica.stages[0].mesh.ranks[0] for replica in plan.replicas]
     size, every = costs.graph.parameters() * plan.sync.bits / 8, plan.sync.every
-    ledger.ring("replicas", leaders, 2 * size * (len(leaders) - 1) / len(leaders) / every)
-    took = costs.network.all_reduce_s
+    if costs.engine.direct:
+        ledger.straight("replicas", leaders, size / every)
+    else:
+        ledger.ring("replicas", leaders, 2 * size * (len(leaders) - 1) / len(leaders) / every)
+    took = costs.network.direct_s if costs.engine.direct else costs.network.all_reduce_s
     ledger.add("replicas", took(leaders, size) / every, took(leaders, 0.0) / every)

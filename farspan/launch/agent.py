@@ -178,17 +178,14 @@ def reach(address: str, port: int, deadline: float, pings: int) -> dict[str, Any
         return {"failed": "name", "fact": str(error)}
     try:
         connection = socket.create_connection((ip, port), timeout=deadline)
-    except TimeoutError:
-        return {"failed": "timeout", "fact": f"no answer within {deadline:g} s"}
     except OSError as error:
-        refused = error.errno == errno.ECONNREFUSED
-        return {"failed": "port" if refused else "route", "fact": error.strerror or str(error)}
-    rtts, offsets = [], []
+        return failure(error, f"no answer within {deadline:g} s")
+    rtts, offsets, failed = [], [], {"failed": "timeout", "fact": "connected, then no answer"}
     with connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(b"p")
         end = time.monotonic() + deadline
         try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(b"p")
             for _ in range(pings):
                 began, sent = time.perf_counter(), time.time()
                 connection.sendall(b".")
@@ -200,11 +197,19 @@ def reach(address: str, port: int, deadline: float, pings: int) -> dict[str, Any
                 offsets.append(struct.unpack("!d", answer)[0] - sent - rtt / 2)
                 if time.monotonic() > end:
                     break
-        except TimeoutError:
-            pass
+        except OSError as error:
+            failed = failure(error, failed["fact"])
     if not rtts:
-        return {"failed": "timeout", "fact": "connected, then no answer"}
+        return failed
     return {"failed": None, "rtts": rtts, "clock_offset": offsets[rtts.index(min(rtts))]}
+
+
+def failure(error: OSError, silent: str) -> dict[str, Any]:
+    """What a connection failed at; `silent` says that nothing came. Before 3.10 socket.timeout is no TimeoutError."""
+    if isinstance(error, TimeoutError) or str(error) == "timed out":
+        return {"failed": "timeout", "fact": silent}
+    refused = error.errno == errno.ECONNREFUSED
+    return {"failed": "port" if refused else "route", "fact": error.strerror or str(error)}
 
 
 def say(address: str, port: int, tag: str, count: int, gap: float) -> dict[str, Any]:

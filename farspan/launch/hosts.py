@@ -19,19 +19,42 @@ import msgspec
 from farspan.domain.cluster import Host
 from farspan.domain.problems import Refusal
 
+#: Commands that stay, as clients of a process elsewhere. They pass its standard input on, and no signals: what is
+#: signalled is the client alone.
+CLIENTS = frozenset({"ssh", "docker", "podman", "kubectl"})
 #: A host that has not answered the first question by then is not reachable (ssh itself gives up after CONNECT_S).
 START_S, CONNECT_S = 12.0, 8
 #: Reads its program from standard input first: command lines have a limit, and ssh needs no quoting for it.
 BOOTSTRAP = "import sys; exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())).decode())"
 
 
+def _enter(host: Host, device: int | None) -> tuple[str, ...]:
+    enter = host.enter if device is None else host.devices[device].enter or host.enter
+    return ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}", host.name) if enter is None else enter
+
+
 def command(host: Host, words: Sequence[str], *, device: int | None = None) -> list[str]:
     """The command on this machine that runs `words` on `host`, confined to one of its devices where it can be."""
-    enter = host.enter if device is None else host.devices[device].enter or host.enter
-    if enter is None:
-        enter = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}", host.name)
+    enter = _enter(host, device)
     # ssh hands one text to the shell there.
     return [*enter, shlex.join(words)] if enter[:1] == ("ssh",) else [*enter, *words]
+
+
+def by_client(host: Host, device: int | None = None) -> bool:
+    """Whether what `command` starts is a client of the process on the host, and not that process."""
+    return not CLIENTS.isdisjoint(_enter(host, device)[:1])
+
+
+def answer_of(line: bytes, host: Host) -> dict[str, Any]:
+    """What a process on a host answers in a line. Refuses a line of anything else, as of a shell that starts there."""
+    try:
+        return msgspec.json.decode(line, type=dict[str, Any])
+    except msgspec.DecodeError:
+        raise Refusal(
+            "host-unreachable", what=f"{host.name} prints something before it answers", where=f"host {host.name}",
+            fact=f"it says {line.decode(errors='replace').strip()[:200]!r}, as a shell's start-up files may",
+            remedy=f"on {host.name}, as the first line of ~/.bashrc: case $- in *i*) ;; *) return ;; esac",
+        ) from None  # fmt: skip
 
 
 def quoted(path: Path) -> str:
@@ -80,7 +103,7 @@ class Agent:
             line = self._line(time.monotonic() + deadline_s)
         if line is None:
             raise self._unreachable("timeout", f"no answer to {do!r} within {deadline_s:g} s")
-        answer: dict[str, Any] = msgspec.json.decode(line)
+        answer = answer_of(line, self.host)
         if error := answer.get("error"):
             raise self._unreachable("agent", str(error))
         return answer

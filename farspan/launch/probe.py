@@ -16,7 +16,7 @@ from farspan.domain.plan import PlannedDevice
 from farspan.domain.probe import DeviceRates, ProbeResult
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.train import Precision, TrainSpec
-from farspan.launch.hosts import command, interpreter
+from farspan.launch.hosts import answer_of, command, interpreter
 from farspan.launch.meeting import Meeting
 from farspan.launch.workers import with_environment, worker_environment
 
@@ -105,7 +105,7 @@ class Probe:
                 fact=f"exit code {process.wait(timeout=10)} (-9 is the kernel's, when memory runs out)",
                 remedy="set a smaller model or train.batch.global in run.yaml",
             )  # fmt: skip
-        reply = msgspec.json.decode(line)
+        reply = answer_of(line, self._host)
         if "problem" in reply:
             raise Refusal.of(msgspec.convert(reply["problem"], Problem))
         return msgspec.convert(reply["answer"], kind, strict=False)

@@ -3,7 +3,8 @@
 With `describe ADDRESS` instead it says what nodes a cluster has.
 
 Makes one actor a rank on the node of the rank's host, lets each run a worker, passes SIGTERM on, writes what ended a
-worker beside the run's logs, and ends when all workers have. The only file that imports Ray.
+worker beside the run's logs, and ends when all workers have. The first line of standard input is the cluster's token,
+or empty; the end of standard input is as SIGTERM. The only file that imports Ray.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import ray
 from farspan.domain.codec import save
 from farspan.domain.problems import Problem, Refusal, command
 from farspan.launch.agent import free_port, interfaces
+from farspan.launch.held import at_end_of_input
 from farspan.launch.launchers.ray import LOST, Job, Node
 
 POLL_S = 0.2
@@ -173,6 +175,9 @@ def main() -> int:
     if sys.argv[1] == "describe":
         sys.stdout.buffer.write(msgspec.json.encode(describe(sys.argv[2])))
         return 0
+    if token := sys.stdin.readline().strip():
+        os.environ["RAY_AUTH_TOKEN"] = token
+    at_end_of_input(lambda: os.kill(os.getpid(), signal.SIGTERM))
     job = msgspec.json.decode(sys.argv[1], type=Job)
     logs = Path(job.folders[job.ranks[0]]) / "logs"
     try:

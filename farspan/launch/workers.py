@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Protocol
@@ -23,14 +24,14 @@ from farspan.domain.problems import command as farspan
 from farspan.domain.results import Event, Finished
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.launch.away import Away
-from farspan.launch.hosts import command, quoted
+from farspan.launch.hosts import by_client, command, interpreter, quoted
 from farspan.launch.meeting import Meeting
 
 #: How often the event file and the processes are looked at.
 POLL_S = 0.1
-#: After one worker has failed the others get this long to end by themselves: they may be writing a message, and of a
-#: link that is cut one side may hear two heartbeats before the other.
-GRACE_S = 8.0
+#: After one worker has failed the others get this long to end by themselves: they may be writing a message, of a link
+#: that is cut one side may hear two heartbeats before the other, and rank 0 stays as long again to say who is lost.
+GRACE_S = 12.0
 #: After an interrupt workers get this long to finish their step and save.
 SAVE_S = 600.0
 #: A service, such as a Ray node, ends within this.
@@ -101,21 +102,26 @@ def with_environment(values: dict[str, str], words: Sequence[str]) -> list[str]:
 class HostProcess:
     """A process on a host, started through the host's `enter` command. Without ranks it is a service of the others.
 
-    With `hold_stdin` its standard input closes when this process ends, however that happens.
+    With `said` its standard input begins with that, and ends when the process is asked to stop or its launcher is gone.
     """
 
     def __init__(
         self, host: Host, ranks: tuple[int, ...], words: Sequence[str], *, log: IO[bytes], keep_open: int,
-        device: int | None = None, hold_stdin: bool = False,
+        device: int | None = None, said: bytes | None = None,
     ) -> None:  # fmt: skip
         self._host, self._ranks = host, ranks
+        if ranks and said is None and by_client(host, device):
+            words, said = [interpreter(host), "-m", "farspan.launch.held", *words], b""
         # A session of its own: Ctrl-C reaches only the launcher, which passes it on once.
         # It inherits the run's lock, which holds as long as any worker lives, even without its launcher.
         self._process = subprocess.Popen(
-            command(host, words, device=device), stdin=subprocess.PIPE if hold_stdin else subprocess.DEVNULL,
-            stdout=log, stderr=log, env={**os.environ, STARTING: "1"} if ranks else None,
-            start_new_session=True, pass_fds=[keep_open],
+            command(host, words, device=device), bufsize=0, stdout=log, stderr=log,
+            stdin=subprocess.DEVNULL if said is None else subprocess.PIPE,
+            env={**os.environ, STARTING: "1"} if ranks else None, start_new_session=True, pass_fds=[keep_open],
         )  # fmt: skip
+        if said and self._process.stdin is not None:
+            with suppress(BrokenPipeError):  # It has ended already: how says more.
+                self._process.stdin.write(said)
 
     @property
     def host(self) -> Host:
@@ -133,7 +139,10 @@ class HostProcess:
         return self._process.poll()
 
     def signal(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)
+        if number == signal.SIGTERM and self._process.stdin is not None:
+            self._process.stdin.close()
+        else:
+            self._process.send_signal(number)
 
     def wait(self, timeout: float) -> None:
         self._process.wait(timeout)
@@ -244,7 +253,8 @@ class Workers:
                 yield event
             if None not in codes:
                 break
-            if failed_at is None and any(codes):
+            # Of those that were asked to end some may say that they failed; the others are saving.
+            if failed_at is None and self._interrupted_at is None and any(codes):
                 failed_at = time.monotonic()
             waited = time.monotonic() - failed_at if failed_at is not None else 0.0
             saving = time.monotonic() - self._interrupted_at if self._interrupted_at is not None else 0.0
@@ -333,7 +343,10 @@ class Workers:
         # Services take what they have started with them, if they are asked.
         self._signal(signal.SIGTERM, services=True)
         for process in self.processes:
-            process.wait(timeout=SERVICE_S)
+            try:
+                process.wait(timeout=SERVICE_S)
+            except subprocess.TimeoutExpired:  # As where a link is cut: the request does not arrive.
+                process.signal(signal.SIGKILL)
         for file in (*self._logs, self._lock):
             file.close()
 

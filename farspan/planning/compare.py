@@ -97,10 +97,9 @@ def bounds(one: Candidate) -> tuple[float, float]:
 
 def spent(one: Candidate) -> str:
     """`free`, `$1.20`, or `?` where a device's price is unknown."""
-    assert one.estimate is not None
-    if one.estimate.usd is None:
+    if one.usd is None:
         return "?"
-    return "free" if one.estimate.usd == 0 else format_usd(one.estimate.usd / one.estimate.token_efficiency)
+    return "free" if one.usd == 0 else format_usd(one.usd)
 
 
 def time_line(one: Candidate) -> str:

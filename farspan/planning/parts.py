@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import msgspec
 
@@ -42,7 +43,7 @@ def all_parts(cluster: Cluster) -> list[Part]:
     seen, alike = {found[0].places}, set()
     for name, inside in _groups(cluster, everything):
         chosen = [at for at in everything if inside(at)]
-        places, key = tuple(at.place for at in chosen), _likeness(chosen)
+        places, key = tuple(at.place for at in chosen), _likeness(cluster, chosen)
         if chosen and places not in seen and key not in alike:
             seen.add(places)
             alike.add(key)
@@ -80,14 +81,16 @@ def _flops(site: Site) -> float:
     )
 
 
-def _likeness(chosen: Sequence[_At]) -> object:
-    """What makes two parts of one site equal: their devices by host, and the site's terms. Others are unique."""
+def _likeness(cluster: Cluster, chosen: Sequence[_At]) -> object:
+    """What makes two parts of one site equal: their hosts with the devices that are used of each, and the site's terms.
+    Others are unique, and so are hosts with links of their own."""
     sites = {at.site.name: at.site for at in chosen}
-    if len(sites) != 1:
+    if len(sites) != 1 or any({link.a, link.b} <= {at.host.name for at in chosen} for link in cluster.links):
         return tuple(at.place for at in chosen)
-    hosts: dict[str, list[bytes]] = {}
+    hosts: dict[str, list[Any]] = {}
     for at in chosen:
-        figures = msgspec.structs.replace(at.device, enter=None)
-        hosts.setdefault(at.host.name, []).append(msgspec.json.encode(figures))
+        figures = msgspec.json.encode(msgspec.structs.replace(at.device, enter=None))
+        own = [at.host.memory or 0, at.host.cpus or 0, at.host.local_rate or 0]
+        hosts.setdefault(at.host.name, own).append(figures)
     (site,) = sites.values()
     return tuple(sorted(map(tuple, hosts.values()))), site.lease_s, site.queue_s, site.egress_usd_per_byte

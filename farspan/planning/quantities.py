@@ -94,7 +94,9 @@ def deadline_s(config: RunConfig, cluster: Cluster) -> float | None:
     if budget.usd is None:
         return seconds
     price = budget.usd_per_hour or hourly_price(cluster)
-    if not price:
+    if price == 0:  # What is free no sum of dollars ends.
+        return seconds
+    if price is None:
         raise Refusal(
             "out-of-range", what="a dollar budget needs a price", where="run.yaml, key budget.usd",
             fact=f"no price is known for {', '.join(sorted({d.kind for d in cluster.devices}))}",

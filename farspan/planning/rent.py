@@ -169,12 +169,13 @@ class _Asked(NamedTuple):
     def offer(self, kind: str, cluster: Cluster, price: catalog.Price) -> Offer:
         """An offer with the best technique that plans at once."""
         count = len(cluster.devices)
-        names = [name for name in self.allow or techniques.names() if name != SEARCHED]
+        quick = [name for name in self.allow or techniques.names() if name != SEARCHED]
+        names = quick or [SEARCHED]
         best = self._best(self._task(cluster), names)
         hourly = count * price.usd_per_hour
         return Offer(
             kind=kind, count=count, usd_per_hour=hourly, source=price.source, checked=price.checked, cluster=cluster,
-            candidate=best, searched=False, meets=self.budget.meets(best.time_s, hourly * best.time_s / 3600),
+            candidate=best, searched=not quick, meets=self.budget.meets(best.time_s, hourly * best.time_s / 3600),
         )  # fmt: skip
 
     def searched(self, offers: Sequence[Offer]) -> list[Offer]:

@@ -157,21 +157,13 @@ def slower_because(cluster: Cluster, one: Candidate, base: Candidate) -> list[st
         _communication: a.communication_s - b.communication_s,
         _bubble: a.bubble_s - b.bubble_s,
         _tokens: (step_s(one) - a.step_s) - (step_s(base) - b.step_s),
-        _queue: ((one.time_s - base.time_s) - _run_difference(one, base)) / steps,
+        _queue: (one.queue_s - base.queue_s) / steps,
     }
     longer = {say: part for say, part in parts.items() if part > 0}
     if sum(parts.values()) <= SAME * b.step_s:
         return []
     said = sorted(longer, key=lambda say: -longer[say])
     return [say(cluster, one, base) for say in said if longer[say] >= NAMED * sum(longer.values())]
-
-
-def _run_difference(one: Candidate, base: Candidate) -> float:
-    """Of the difference in time, what is steps and not queues."""
-    queues = [
-        each.time_s - each.estimate.run_s / each.estimate.token_efficiency for each in (one, base) if each.estimate
-    ]
-    return one.time_s - queues[0] - (base.time_s - queues[1])
 
 
 def _compute(cluster: Cluster, one: Candidate, base: Candidate) -> str:

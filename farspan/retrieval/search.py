@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from itertools import islice
 
 import msgspec
 import numpy as np
@@ -43,7 +44,9 @@ def search(index: Index, query: str, k: int = 10, system: System | None = None) 
         scores_N = _vector_scores(index, query)
     if chosen == "fused":
         scores_N = fuse(lexical_N, scores_N, evaluation.fusion_weight if evaluation else 1.0)
-    best = [int(n) for n in np.argsort(-scores_N, kind="stable")[:k] if scores_N[n] > 0]
+    order = np.argsort(-scores_N, kind="stable")
+    # A document that is blank but for its title has no passage to show.
+    best = islice((n for n in order[scores_N[order] > 0].tolist() if n in index.chunks), k)
     return Answer(query=query, system=chosen, why=why, results=tuple(_result(index, query, n, scores_N) for n in best))
 
 

@@ -18,10 +18,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from farspan.domain.codec import load, save
+from farspan.domain.model import parameters
+from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.units import format_bytes
 
 MODEL, OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+#: Bytes beside the tensors, at most.
+HEADERS = 2**20
 #: A file's tensors, by name.
 Tensors = Mapping[str, torch.Tensor]
 
@@ -52,9 +56,11 @@ class Corrupt(Exception):
     """A checkpoint that must not be used; the message says why."""
 
 
-def bytes_needed(parameters: int) -> int:
-    """Size of one checkpoint: fp32 master and two moments a parameter, and some headers."""
-    return 12 * parameters + 2**20
+def bytes_needed(plan: Plan) -> int:
+    """Size of one checkpoint: fp32 master and two moments a parameter, of each replica where there are several, beside
+    the model that they met at and the outer momentum; and some headers."""
+    each = 12 if plan.sync is None else 8 + 12 * len(plan.replicas)
+    return each * parameters(plan.model) + HEADERS
 
 
 def check_disk(folder: Path, needed: int) -> None:
@@ -73,7 +79,7 @@ def check_disk(folder: Path, needed: int) -> None:
 def write(folder: Path, files: Mapping[str, Tensors], progress: Progress, keep: int) -> tuple[Path, int]:
     """Write the checkpoint of `progress.step`, then delete all but the newest `keep`. Returns its path and bytes."""
     folder.mkdir(parents=True, exist_ok=True)
-    check_disk(folder, sum(t.nbytes for tensors in files.values() for t in tensors.values()) + 2**20)
+    check_disk(folder, sum(t.nbytes for tensors in files.values() for t in tensors.values()) + HEADERS)
     path = folder / f"step-{progress.step:08d}"
     size = _write_folder(path, files, progress)
     for old in sorted(folder.glob("step-*"), reverse=True)[keep:]:
@@ -84,7 +90,7 @@ def write(folder: Path, files: Mapping[str, Tensors], progress: Progress, keep: 
 def write_best(path: Path, weights: Tensors, progress: Progress) -> None:
     """Keep the weights of the best validation loss; replaces the previous best in one rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    check_disk(path.parent, sum(t.nbytes for t in weights.values()) + 2**20)
+    check_disk(path.parent, sum(t.nbytes for t in weights.values()) + HEADERS)
     _write_folder(path, {MODEL: weights}, progress)
 
 

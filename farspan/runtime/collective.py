@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
@@ -18,6 +19,16 @@ SILENCE_S, BEAT_S = 20.0, 2.0
 #: An exchange waits this long for a worker that is alive but busy with a long step or with writing a checkpoint: 24 GB
 #: (2 B parameters) at 5 MB/s take 80 minutes. Beyond that the workers wait for each other.
 BUSY_S = 2 * 3600.0
+#: What carries the messages of a group: gloo, or NCCL what GPUs hold, where each worker of the group has one: what some
+#: send by NCCL the others cannot receive by gloo.
+GLOO, NCCL = "gloo", "cpu:gloo,cuda:nccl"
+#: One more than the rank that rank 0 has lost, in the store.
+LOST = "farspan/lost"
+
+
+def backend(kinds: Iterable[str]) -> str:
+    """What carries the messages of a group whose workers compute on devices of these kinds."""
+    return NCCL if all(kind == "cuda" for kind in kinds) else GLOO
 
 
 def meet(rank: int, world: int) -> dist.Store | None:
@@ -40,17 +51,15 @@ class Group:
         #: Held while files are written: a worker whose peers are lost ends when the files are whole, not before.
         self.writing = threading.Lock()
         self._heartbeat = Heartbeat(store, rank, world) if store is not None else None
-        if world > 1:
+        if store is not None:
             dist.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo",
-                store=store,
-                rank=rank,
-                world_size=world,
+                backend(_kinds(store, rank, world, device)), store=store, rank=rank, world_size=world,
                 timeout=timedelta(seconds=BUSY_S),
-            )
+            )  # fmt: skip
 
     def watch(self, lost: Callable[[int], None]) -> None:
-        """From now on call `lost`, in a thread of its own, with the rank of the first worker that falls silent."""
+        """From now on call `lost`, in a thread of its own, with the rank of the first worker that falls silent, here or
+        to rank 0."""
 
         def when_written(peer: int) -> None:
             with self.writing:
@@ -63,7 +72,7 @@ class Group:
         """Each value summed over all workers, in double precision."""
         if self.world == 1:
             return list(values)
-        packed = torch.tensor(values, dtype=torch.float64, device=self.device)
+        packed = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(packed)
         return [float(value) for value in packed]
 
@@ -76,16 +85,12 @@ class Group:
     def share(self, content: bytes) -> bytes:
         """Rank 0's content, on every worker."""
         size = int(self.sum(len(content) if self.rank == 0 else 0)[0])
-        packed = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        packed = torch.zeros(size, dtype=torch.uint8)
         if self.rank == 0:
             packed.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-        self.share_tensor(packed)
-        return bytes(packed.cpu().numpy())
-
-    def share_tensor(self, tensor: torch.Tensor) -> None:
-        """Rank 0's values, on every worker."""
         if self.world > 1:
-            dist.broadcast(tensor, src=0)
+            dist.broadcast(packed, src=0)
+        return bytes(packed.numpy())
 
     def close(self) -> None:
         """Part from the others, once all have come here: who ends first must not look lost."""
@@ -94,40 +99,52 @@ class Group:
             self._heartbeat.end()
             dist.destroy_process_group()
 
+    def leave(self) -> None:
+        """Part from the others without waiting for them, after an error. Where a worker is lost the error came of that:
+        then the `lost` of `watch` says so and ends this process."""
+        if self._heartbeat is not None:
+            self._heartbeat.end()
+
     def __enter__(self) -> Group:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if error is None:
             self.close()
-        elif self._heartbeat is not None:
-            self._heartbeat.end()
+        else:
+            self.leave()
 
 
 class Heartbeat:
     """Says in `store` that this worker is alive, and hears the others: rank 0 all of them, each of them rank 0.
 
-    Where one is lost rank 0 ends, and the others with it. Collectives cannot tell: a lost machine closes no connection,
-    and a peer that is busy is as silent in them as one that is gone.
+    Where one is lost rank 0 tells the others and ends, and they with it. Collectives cannot tell: a lost machine closes
+    no connection, and a peer that is busy is as silent in them as one that is gone.
     """
 
     def __init__(self, store: dist.Store, rank: int, world: int) -> None:
         self._store, self._rank = store.clone(), rank
         self._silent_s = dict.fromkeys(range(1, world) if rank == 0 else (0,), 0.0)
-        self._ended = threading.Event()
+        self._ended, self._gone = threading.Event(), list[int]()
         self._talker = threading.Thread(target=self._talk, daemon=True)
+        self._counter: threading.Thread | None = None
         self._talker.start()
 
     def watch(self, lost: Callable[[int], None]) -> None:
-        threading.Thread(target=self._count, args=(lost,), daemon=True).start()
+        self._counter = threading.Thread(target=self._count, args=(lost,), daemon=True)
+        self._counter.start()
 
     def end(self) -> None:
-        """Must come before the process ends: an interpreter that stops a thread inside the store aborts."""
+        """Must come before the process ends: an interpreter that stops a thread inside the store aborts. Where a worker
+        is lost `lost` has the last word."""
         self._ended.set()
+        if self._gone and self._counter is not None:
+            self._counter.join()
         self._talker.join(BEAT_S)
 
     def _talk(self) -> None:
-        """Count up one's own key, see whether the others' moved. Waits for ever where the store is lost."""
+        """Count up one's own key, see whether the others' moved, and whom rank 0 has lost. Waits for ever where the
+        store is lost."""
         heard: dict[int, int] = {}
         with suppress(dist.DistError):  # The store is gone, and rank 0 with it: silence from now on.
             while True:
@@ -136,17 +153,40 @@ class Heartbeat:
                     beats = self._store.add(_beats(peer), 0)
                     if beats != heard.get(peer, 0):
                         heard[peer], self._silent_s[peer] = beats, 0.0
+                if self._rank != 0 and (told := self._store.add(LOST, 0)):
+                    self._gone.append(told - 1)
                 if self._ended.wait(BEAT_S):
                     return
 
     def _count(self, lost: Callable[[int], None]) -> None:
         """Seconds are counted, not read from a clock: machines that were suspended together blame nobody."""
-        while not self._ended.wait(1.0):
+        while not self._gone and not self._ended.wait(1.0):
             for peer in self._silent_s:
                 self._silent_s[peer] += 1.0
                 if self._silent_s[peer] > SILENCE_S:
-                    return lost(peer)
+                    self._gone.append(peer)
+        if self._gone:
+            self._tell()
+            lost(self._gone[0])
+
+    def _tell(self) -> None:
+        """The others hear from rank 0 who is lost, before it goes and their store with it: at their next beat, after
+        which they count for a second; one more is to spare."""
+        if self._rank == 0:
+            with suppress(dist.DistError):
+                self._store.add(LOST, self._gone[0] + 1)
+            time.sleep(BEAT_S + 2.0)
+
+
+def _kinds(store: dist.Store, rank: int, world: int, device: torch.device) -> list[str]:
+    """The kinds of device of all workers, which they tell each other: those of a probe have no plan that says so."""
+    store.set(_kind(rank), device.type)
+    return [kind.decode() for kind in store.multi_get([_kind(peer) for peer in range(world)])]
 
 
 def _beats(rank: int) -> str:
     return f"farspan/beats/{rank}"
+
+
+def _kind(rank: int) -> str:
+    return f"farspan/kind/{rank}"

@@ -45,8 +45,10 @@ class Outcome:
 
     @property
     def faulty(self) -> list[int]:
-        """Ranks whose loss or gradient is not finite."""
-        return [rank for rank, values in self.by_rank.items() if not all(map(math.isfinite, values))]
+        """Ranks whose own loss is not finite; where every loss is, those whose gradient is not, maybe by another's
+        part of it."""
+        losses = [rank for rank, (loss, _) in self.by_rank.items() if not math.isfinite(loss)]
+        return losses or [rank for rank, (_, square) in self.by_rank.items() if not math.isfinite(square)]
 
 
 class Executor:
@@ -57,7 +59,7 @@ class Executor:
         self.place, self.device, self.wire = place, device, Wire()
         # On MPS spans are of orders given (domain.results.IN_STEP).
         self.spans = Spans() if device.type == "mps" else Spans(lambda: settle(device))
-        self.groups = groups = Groups()
+        self.groups = groups = Groups(place)
         with torch.device("meta"):
             self.model = Decoder(
                 plan.model, attention=plan.train.attention, recompute=stage.recompute, units=stage.units,
@@ -79,7 +81,7 @@ class Executor:
             shapes = {name: parameter.shape for name, parameter in Decoder(plan.model).named_parameters()}
         self.whole = Whole(place, self.state, self.model.slices, shapes, self.wire)
         self.tied = self._tied() if shared and (place.first or place.last) else None
-        self.outer = Outer(place, self.state, self.whole, self.wire) if plan.sync else None
+        self.outer = Outer(place, self.state, self.whole) if plan.sync else None
         self.reducer.passed, self.reducer.done = self.gatherer.passed, self._summed
 
     def _tied(self) -> TiedTable:

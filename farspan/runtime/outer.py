@@ -1,8 +1,9 @@
 """Replicas that keep optimizer state of their own and meet now and then (DiLoCo, arXiv 2311.08105).
 
-Every H steps the mean of what all replicas changed becomes the gradient of an outer Nesterov step on the parameters of
-the last meeting. With `overlap` the exchange goes on during the next H steps; what a replica learns meanwhile is added
-to its result (arXiv 2501.18512, section 2.3).
+Every H steps the mean of what all replicas changed, each weighted by the sequences that it reads (federated averaging,
+arXiv 1602.05629), becomes the gradient of an outer Nesterov step on the parameters of the last meeting. With `overlap`
+the exchange goes on during the next H steps; what a replica learns meanwhile is added to its result (arXiv 2501.18512,
+section 2.3).
 """
 
 from __future__ import annotations
@@ -33,19 +34,23 @@ PART, ON_THE_LINE = 2**20, 16 * 2**20
 
 
 class Outer:
-    """One worker's part of the meetings: `meet` every H steps, `resume` after the state was restored at a meeting."""
+    """One worker's part of the meetings: `meet` every H steps, `finish` where none comes any more, `resume` after the
+    state was restored at a meeting."""
 
-    def __init__(self, place: Place, state: TrainState, whole: Whole, wire: Wire) -> None:
+    def __init__(self, place: Place, state: TrainState, whole: Whole) -> None:
         assert place.plan.sync is not None
-        self._state, self._wire, self._sync = state, wire, place.plan.sync
-        self._replica, self._replicas = place.replica_index, len(place.plan.replicas)
+        self._state, self._sync = state, place.plan.sync
+        # Its own: an exchange may take H steps, and the end of each step waits for what the steps before have sent.
+        self._wire = Wire()
+        self._replica = place.replica_index
+        self._shares = [replica.batch / place.plan.train.batch for replica in place.plan.replicas]
         #: By bucket: parameters of the last meeting, the outer momentum, and what the exchange under way left from.
         self.anchor = [master.clone() for master in state.master]
         self.momentum = [torch.zeros_like(master) for master in state.master]
         self._left: list[Tensor] | None = None
         self._feedback = ErrorFeedback(Codec(self._sync.bits))
         self._space = _Space(whole.manifests, place.rank)
-        self._routes = {r: _Route(self._space, place, r) for r in range(self._replicas) if r != self._replica}
+        self._routes = {r: _Route(self._space, place, r) for r in range(len(self._shares)) if r != self._replica}
         if self._sync.bits < 32 and not self._alike():
             raise Refusal(
                 "cannot-plan", what=f"replicas of unlike shape cannot meet in {self._sync.bits} bits",
@@ -71,6 +76,19 @@ class Outer:
             return
         self._send()
         self._take()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether an exchange goes on while steps are made."""
+        return self._left is not None
+
+    def finish(self) -> None:
+        """No meeting comes any more: take the exchange under way."""
+        self._take()
+
+    def close(self) -> None:
+        """Wait for all that this worker has sent: who parts from the others before would cut it off."""
+        self._wire.close()
 
     def start(self) -> None:
         """The masters are those of a meeting, the first."""
@@ -131,8 +149,8 @@ class Outer:
         changes = {self._replica: self._own} | {r: self._received(r, route) for r, route in self._routes.items()}
         total = torch.zeros(self._space.size)
         for r in sorted(changes):
-            total += changes[r]
-        gradients = self._space.by_bucket(total / self._replicas, self._state.master)
+            total.add_(changes[r], alpha=self._shares[r])
+        gradients = self._space.by_bucket(total, self._state.master)
         left = self._left or self._state.master
         for master, anchor, momentum, gradient, before in zip(
             self._state.master, self.anchor, self.momentum, gradients, left, strict=True
@@ -142,6 +160,7 @@ class Outer:
             anchor.sub_(gradient.add(momentum, alpha=self._sync.momentum), alpha=self._sync.lr)
             master.copy_(anchor if self._left is None else anchor + (master - before))
         self._left = self._own = None
+        self.close()
         self._state.publish()
 
     def _received(self, r: int, route: _Route) -> Tensor:

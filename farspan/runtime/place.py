@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
 from farspan.domain.plan import Axis, Mesh, Plan, Replica, Stage
+from farspan.runtime.collective import BUSY_S, backend
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,10 @@ class Place:
         device = self.plan.devices[rank]
         return device.site or device.host
 
+    def backend(self, ranks: Sequence[int]) -> str:
+        """What carries the messages of a group of these ranks."""
+        return backend(self.plan.devices[rank].backend for rank in ranks)
+
     @property
     def device(self) -> str:
         """The torch device of this rank, as its plan names it."""
@@ -121,23 +127,27 @@ class Groups:
     A group's ranks have the order given. Whoever shares a group must have made as many groups before it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, place: Place) -> None:
+        self._place = place
         self._made: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
 
     def of(self, ranks: Sequence[int], purpose: str) -> dist.ProcessGroup | None:
-        key = (tuple(ranks), purpose)
         if len(ranks) < 2:
             return None
-        if key not in self._made:
+        if (tuple(ranks), purpose) not in self._made:
             # torch names such a group by how many there are, which must therefore be the same on all of its ranks.
-            made = dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
-            assert isinstance(made, dist.ProcessGroup)
-            self._made[key] = made
-        return self._made[key]
+            self._make(ranks, purpose, local=True)
+        return self._made[tuple(ranks), purpose]
 
     def together(self, ranks: Sequence[int], purpose: str) -> None:
         """Make a group of workers that have made unlike numbers of them: all workers of the run call this at once, its
         members or not."""
-        made = dist.new_group(list(ranks), sort_ranks=False)
+        self._make(ranks, purpose, local=False)
+
+    def _make(self, ranks: Sequence[int], purpose: str, *, local: bool) -> None:
+        made = dist.new_group(
+            list(ranks), timedelta(seconds=BUSY_S), self._place.backend(ranks), use_local_synchronization=local,
+            sort_ranks=False,
+        )  # fmt: skip
         if isinstance(made, dist.ProcessGroup):
             self._made[tuple(ranks), purpose] = made

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farspan.runtime import pacing
+from farspan.runtime.collective import NCCL
 from farspan.runtime.compress import Codec, ErrorFeedback
 from farspan.runtime.place import Groups, Place
 from farspan.runtime.state import Bucket, TrainState
@@ -70,7 +71,7 @@ class Reducer:
             return groups.of(ranks, purpose) if needed else None
 
         self._tensor = group(any(bucket.partial for bucket in buckets), place.group("tensor"), "partial")
-        self._scatter = group(place.zero > 0 and self._state.device.type == "cuda", self._data, "scatter")
+        self._scatter = group(place.zero > 0 and place.backend(self._data) == NCCL, self._data, "scatter")
         self._all = group(whole and not self._by_site and self._sync.bits == 32, self._batch, "sum")
         self._inside = group(whole and self._by_site, self._home, "inside")
         self._back = group(whole and self._by_site, self._home, "back")
@@ -182,7 +183,7 @@ class Reducer:
         """This worker's part of the sum over the data axis, added to earlier microbatches'; then over sites. `whole` is
         left empty: its memory goes when it is no longer needed."""
         state, own = self._state, self._state.buckets[b].own
-        if state.device.type == "cuda":
+        if self._scatter is not None:
             part = torch.empty(own.stop - own.start, device=state.device)
             yield [_work(dist.reduce_scatter_tensor(part, whole[0], group=self._scatter, async_op=True))]
             whole.clear()
@@ -208,9 +209,9 @@ class Reducer:
         yield [self._waiters[SCATTER].submit(one.wait) for one in (*posted.values(), *leaving)]
         mine = self._data.index(self._place.rank)
         parts = [full[k * size : (k + 1) * size] if k == mine else posted[k].buffer for k in range(len(self._data))]
-        total = parts[0].clone()
+        total = parts[0].to(full.device, copy=True)
         for part in parts[1:]:
-            total += part
+            total += part.to(full.device)
         return total
 
     def _hierarchical(self, b: int, full: Tensor) -> Phases:

@@ -74,6 +74,8 @@ class TrainState:
         self.home = {member: (b, start) for b, bucket in enumerate(self.buckets)
                      for member, start in zip(bucket.members, bucket.starts, strict=True)}  # fmt: skip
         self._allocate()
+        #: Parameters that have a gradient of this step: what the first backward pass gives takes the old one's place.
+        self._begun: set[int] = set()
         #: Called with a parameter's index each time a backward pass has added to its gradient.
         self.on_grad: Callable[[int], None] | None = None
         self.parameters = self._replace(model, [parameter for _, parameter in named])
@@ -133,14 +135,22 @@ class TrainState:
 
     def _collector(self, index: int) -> Callable[[Tensor], None]:
         b, start = self.home[index]
-        shape, size = self.shapes[index], self.buckets[b].size
+        shape, size, members = self.shapes[index], self.buckets[b].size, self.buckets[b].members
+        filled = sum(self.shapes[member].numel() for member in members)
 
         def collect(parameter: Tensor) -> None:
             assert parameter.grad is not None
             flat = self.collected[b]
             if flat is None:
-                flat = self.collected[b] = torch.zeros(size, device=self.device)
-            flat[start : start + shape.numel()].view(shape).add_(parameter.grad)
+                flat = self.collected[b] = torch.empty(size, device=self.device)
+                flat[filled:] = 0.0
+                self._begun.difference_update(members)
+            part = flat[start : start + shape.numel()].view(shape)
+            if index in self._begun:
+                part.add_(parameter.grad)
+            else:
+                part.copy_(parameter.grad)
+                self._begun.add(index)
             parameter.grad = None
             if self.on_grad is not None:
                 self.on_grad(index)
@@ -184,17 +194,19 @@ class TrainState:
         return float(sum(torch.linalg.vector_norm(part).double() ** 2 for part in parts))
 
     def clear(self) -> None:
-        """Gradients become zero."""
-        for b, part in enumerate(self.collected):
-            if part is not None:
-                part.zero_()
-            self.grad[b].zero_()
+        """Gradients begin anew: every parameter's must be given before the next update."""
+        self._begun.clear()
+        for bucket, part in zip(self.buckets, self.grad, strict=True):
+            if self.division.zero >= 2 and bucket.ways > 1:
+                part.zero_()  # To which every microbatch's part is added.
 
     def update(self, optimizer: Optimizer, lr: float, step: int, grad_divisor: float) -> None:
-        """One AdamW step (arXiv 1711.05101) on gradients divided by `grad_divisor`; gradients become zero.
+        """One AdamW step (arXiv 1711.05101) on gradients divided by `grad_divisor`; gradients begin anew.
 
         `step` counts updates from 1.
         """
+        if len(self._begun) < len(self.parameters):
+            raise RuntimeError("a parameter got no gradient: it would be updated by an older one")
         divisor = torch.tensor(grad_divisor, dtype=torch.float32, device=self.device)
         counted = torch.tensor(float(step), device=self.device)
         for decay, first in ((optimizer.weight_decay, True), (0.0, False)):

@@ -104,13 +104,24 @@ class Trainer:
             if self._due(train.validate_every) or self.step == self.steps:
                 self._validate()
             reason, save = self._decide()
-            if reason == "deadline" and self._validated_step != self.step:
-                self._validate()
             # A new number of steps changes all that follows: saved at once, no resumption can miss it.
             if not reason and (self.steps != steps or save):
                 self.save()
-        self.save()
+        self._finish(reason)
         return reason
+
+    def _finish(self, reason: str) -> None:
+        """Save the last state: unless the run will go on from there, one model of all replicas, and validated."""
+        outer = self.w.executor.outer
+        if outer is not None and outer.under_way and reason != "interrupted":
+            outer.finish()
+            self.w.executor.gatherer.publish()
+            self._saved_step = self._validated_step = -1  # This is not the model that had been saved or validated.
+        if reason != "interrupted" and self.step not in (self._saved_step, self._validated_step):
+            self._validate()
+        self.save()
+        if outer is not None:
+            outer.close()
 
     def _together(self) -> bool:
         """Whether all replicas are at one place: always where there is one, else after they have met."""
@@ -213,11 +224,10 @@ class Trainer:
             self.loss_scale /= 2
             self.quiet = 0
             return False
-        saved = "the state before the update is saved as step {step}"
-        if len(self.w.plan.replicas) > 1:
-            saved = "the state where the replicas last met is saved"
-        else:
+        # The other replicas go on: only one that is alone can save now.
+        if len(self.w.plan.replicas) == 1:
             self.save()
+        saved = f"the newest checkpoint is of step {self._saved_step}"
         samples = self.w.executor.place.replica_samples(step)
         raise Refusal(
             "non-finite",
@@ -225,7 +235,7 @@ class Trainer:
             "was not made",
             where=f"rank {', '.join(map(str, outcome.faulty)) or 'any'}, among samples {samples[0]} to {samples[-1]}",
             fact=f"loss {loss}, gradient norm {norm}, learning rate so far up to {self.w.plan.train.optimizer.lr:g}; "
-            + saved.format(step=step),
+            f"{saved if self._saved_step >= 0 else 'there is no checkpoint'}",
             remedy="lower train.optimizer.lr in run.yaml, then: farspan train run.yaml --run FOLDER",
         )
 

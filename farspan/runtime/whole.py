@@ -114,19 +114,24 @@ class Whole:
                     flat.copy_(one.wait())
             return
         assert whole is not None
-        for rank in wanted:
-            for b, pieces in enumerate(self.manifests[rank].pieces):
-                content = torch.zeros(self.manifests[rank].sizes[b])
-                for piece in pieces:
-                    local = whole[piece.name] if piece.slice is None else piece.slice.of(whole[piece.name])
-                    content[piece.at : piece.at + piece.stop - piece.start] = local.reshape(-1)[
-                        piece.start : piece.stop
-                    ]
+        for b in range(max(len(self.manifests[rank].pieces) for rank in wanted)):
+            for rank in (one for one in wanted if b < len(self.manifests[one].pieces)):
+                content = self._content(rank, b, whole)
                 if rank == 0:
                     flats[b].copy_(content)
                 else:
                     self._wire.send(content, rank, number)
+            # Few are held at once. Whoever receives has posted all of them before it waits for any.
+            self._wire.settle()
         self._wire.close()
+
+    def _content(self, rank: int, b: int, whole: Mapping[str, Tensor]) -> Tensor:
+        """What a worker owns of one of its buckets."""
+        content = torch.zeros(self.manifests[rank].sizes[b])
+        for piece in self.manifests[rank].pieces[b]:
+            local = whole[piece.name] if piece.slice is None else piece.slice.of(whole[piece.name])
+            content[piece.at : piece.at + piece.stop - piece.start] = local.reshape(-1)[piece.start : piece.stop]
+        return content
 
     def _sources(self, replica: int) -> list[tuple[int, int]]:
         """The first worker that owns each bucket of a replica, and the bucket's number there."""

@@ -27,7 +27,6 @@ from farspan.corpus.tokens import TokenFile
 from farspan.domain import catalog
 from farspan.domain.codec import load, save
 from farspan.domain.corpus import CorpusManifest
-from farspan.domain.model import parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.results import Estimate, Event, Finished, Sampled, Started
@@ -99,14 +98,13 @@ def train(plan: Plan, run: RunFolder, rank: int, world: int, store: dist.Store |
             fact=f"{world} were started", remedy=command("resume", run.path),
         )  # fmt: skip
     events = run.events if rank == 0 else run.logs / f"rank-{rank}.events.jsonl"
+    trainer: Trainer | None = None
     with EventLog(events) as log, Group(rank, world, device, store) as group:
-        worker = build(plan, run, group, log.write)
-        worker.stop = stop_requests(parent)
-        trainer = Trainer(worker)
 
         def finish(reason: str, problem: Problem | None = None) -> None:
-            seconds = time.monotonic() - began
-            log.write(Finished(at=time.time(), step=trainer.step, reason=reason, seconds=seconds, problem=problem))
+            if trainer is not None:  # What has not started has no end.
+                seconds = time.monotonic() - began
+                log.write(Finished(at=time.time(), step=trainer.step, reason=reason, seconds=seconds, problem=problem))
 
         def lost(peer: int) -> None:
             problem = silent(peer, plan, run)
@@ -116,21 +114,33 @@ def train(plan: Plan, run: RunFolder, rank: int, world: int, store: dist.Store |
             # Nothing gentler: the main thread may be in a call that waits for the lost worker.
             os._exit(problem.exit_code)
 
+        # Before anything else: what is built waits for the other workers, too.
         group.watch(lost)
-        checkpoint.check_disk(run.path, (plan.train.keep + 2) * checkpoint.bytes_needed(parameters(plan.model)))
-        trainer.restore()
-        log.write(started(trainer, world))
-        hold()
+        trainer = start(plan, run, group, log.write, parent)
         try:
             reason = trainer.run()
             if reason != "interrupted":
                 weights = trainer.saves.weights()
                 if rank == 0:
-                    sample(worker, weights, trainer.step)
+                    sample(trainer.w, weights, trainer.step)
         except BaseException as error:
+            group.leave()
             finish("failed", problem := as_problem(error, plan, run, rank))
             raise Refusal.of(problem) from error
         finish(reason)
+
+
+def start(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None], parent: int) -> Trainer:
+    """A trainer with the state of the newest checkpoint. That it has started is the first event."""
+    if group.rank == 0:  # The others write none.
+        checkpoint.check_disk(run.path, (plan.train.keep + 2) * checkpoint.bytes_needed(plan))
+    worker = build(plan, run, group, emit)
+    worker.stop = stop_requests(parent)
+    trainer = Trainer(worker)
+    trainer.restore()
+    emit(started(trainer, group.world))
+    hold()
+    return trainer
 
 
 def stop_requests(parent: int) -> Callable[[], bool]:
@@ -244,7 +254,10 @@ def main() -> int:
         traceback.print_exc()
         problem = as_problem(error, plan, run, rank)
         leave_word(problem, run, rank)
-        return problem.exit_code
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not by returning: the interpreter would first wait for threads that may wait for a lost worker.
+        os._exit(problem.exit_code)
 
 
 if __name__ == "__main__":

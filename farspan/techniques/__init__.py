@@ -41,9 +41,15 @@ def technique(name: str) -> Technique:
 
 
 def plan(name: str, task: Task) -> Plan | Problem:
-    """The answer of the technique of that name, also where hosts that it would join cannot reach each other."""
+    """The answer of the technique of that name, also where hosts that it would join cannot reach each other, or where
+    its search finds nothing in its time."""
     try:
         return technique(name).plan(task)
+    except TimeoutError as error:
+        return Problem(
+            code="cannot-plan", what=f"{name} was searched for in vain", where=f"{len(task.devices)} devices",
+            fact=str(error), remedy="farspan plan with other techniques: --technique data --technique zero2",
+        )  # fmt: skip
     except KeyError as error:  # What Network.link raises.
         return Problem(
             code="cannot-plan", what="some hosts cannot reach each other",

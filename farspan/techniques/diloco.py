@@ -34,10 +34,7 @@ def plan(task: Task) -> Plan | Problem:
         return too_few_rows(task, len(task.ranks))
     even = [max(len(ranks), task.train.batch // len(sites)) for ranks in sites]
     seconds = [_pace(task, ranks, rows) for ranks, rows in zip(sites, even, strict=True)]
-    shares = [
-        max(share, len(ranks)) for share, ranks in zip(rows_by_speed(task.train.batch, seconds), sites, strict=True)
-    ]
-    shares[shares.index(max(shares))] -= sum(shares) - task.train.batch
+    shares = _shares(task.train.batch, seconds, [len(ranks) for ranks in sites])
     replicas = []
     for ranks, share in zip(sites, shares, strict=True):
         # Sites that are alike and read alike have the same plan.
@@ -46,11 +43,32 @@ def plan(task: Task) -> Plan | Problem:
         if isinstance(made, Problem):
             return made
         replicas.append(_moved(made.replicas[0], ranks))
+    # Only replicas that are divided alike can round the same numbers together (runtime/outer.py).
+    bits = task.train.wan_bits if len(set(map(_form, replicas))) == 1 else 32
     found = [
-        task.plan("diloco", replicas, Sync(every=every, overlap=overlap, bits=task.train.wan_bits))
+        task.plan("diloco", replicas, Sync(every=every, overlap=overlap, bits=bits))
         for every in EVERY if every <= max(EVERY[0], task.train.steps // 10) for overlap in (False, True)
     ]  # fmt: skip
     return best(task, found)
+
+
+def _shares(batch: int, seconds: Sequence[float], least: Sequence[int]) -> list[int]:
+    """Sequences of a step for each site by its seconds a sequence, a sequence a device at least: what that raises above
+    the batch is taken, one by one, from the site that ends last and has more."""
+    shares = [max(share, count) for share, count in zip(rows_by_speed(batch, seconds), least, strict=True)]
+    while sum(shares) > batch:
+        spare = [site for site, share in enumerate(shares) if share > least[site]]
+        shares[max(spare, key=lambda site: shares[site] * seconds[site])] -= 1
+    return shares
+
+
+def _form(replica: Replica) -> tuple[object, ...]:
+    """How a replica is divided."""
+    return tuple(
+        (stage.units, stage.mesh.axes, stage.mesh.shape, stage.zero, tuple(sorted(stage.splits.items())),
+         stage.grad_sync.bucket_bytes)
+        for stage in replica.stages
+    )  # fmt: skip
 
 
 def _site_task(task: Task, ranks: Sequence[int], rows: int) -> Task:

@@ -38,6 +38,10 @@ COMMANDS = [
     (["init", "docs", "--out", "b.yaml", "--time", "soon"], "out-of-range", ["soon", "10m"]),
     (["train", "rum.yaml"], "path-missing", ["run.yaml"]),
     (["prepare", "docs"], "path-unusable", ["Is a directory"]),
+    (["prepare", "~nobody-here/run.yaml"], "path-missing", ["~NAME"]),
+    (["init", "~nobody-here", "--out", "b.yaml"], "path-missing", ["~nobody-here"]),
+    (["probe", "--cluster", "fabric/gat-amst", "-o", "none/measured.yaml"], "path-missing", ["none"]),
+    (["select", "-o", "none/plan.json"], "path-missing", ["none"]),
     (["train", "--set", "steps"], "usage", ["KEY=VALUE"]),
     (["train", "--set", "train.step=3"], "unknown-key", ["'train.step'", "'steps'"]),
     (["train", "--set", "train.steps={"], "file-unreadable", ["--set train.steps={", "YAML"]),
@@ -68,6 +72,7 @@ CONFIGS = [
     ("data: docs\nname: 2026-13-01\n", "file-unreadable", ["month"]),
     ("data: ''\n", "out-of-range", ["data"]),
     ("data: dosc\n", "path-missing", ["docs"]),
+    ("data: ~nobody-here/docs\n", "path-missing", ["~nobody-here/docs", "~/nobody-here/docs"]),
     ("data: {source: docs, vall: 1%}\n", "unknown-key", ["run.yaml:1", "'data.vall'", "'val'"]),
     ("data: docs\ntrain: {batch: {globl: 3}}\n", "unknown-key", ["run.yaml:2", "'global'"]),
     ("data: docs\ntrain: {optimiser: {lr: 1}}\n", "unknown-key", ["'optimizer'"]),
@@ -150,6 +155,18 @@ def test_with_json_a_refusal_is_one_object(farspan: Farspan, words):
     problem = json.loads(done.stdout)["problem"]
     assert set(problem) == {"code", "what", "where", "fact", "remedy"} and all(problem.values())
     assert done.returncode == EXIT_CODES[problem["code"]]
+
+
+def test_a_refusal_of_a_file_whose_name_is_not_utf8_is_one_object(tmp_path: Path, farspan: Farspan):
+    (tmp_path / "text").mkdir()
+    try:
+        (tmp_path / "text" / os.fsdecode(b"caf\xe9.txt")).write_bytes(b"noir \xe9")
+    except OSError:
+        pytest.skip("waits for a file system that takes any bytes as a name")
+    (tmp_path / "run.yaml").write_text("data: text\n")
+    done = farspan("prepare", "--json", cwd=tmp_path)
+    assert json.loads(done.stdout)["problem"]["code"] == "not-utf8"
+    assert "Traceback" not in done.stderr
 
 
 def copied(run: Path, tmp_path: Path) -> Path:

@@ -78,6 +78,26 @@ def test_a_plan_file_compares_with_the_ranking_it_came_from(farspan: Farspan, tm
     assert "the two plans are configured alike" in said(farspan, "--diff", str(plan), "chosen")
 
 
+@pytest.mark.parametrize(
+    ("change", "fact"),
+    [
+        (lambda plan: plan["devices"][1].update(index=5), "5"),
+        (lambda plan: plan["devices"][1].update(host="vm9"), "vm9"),
+        (lambda plan: plan["replicas"][0]["stages"][0]["mesh"]["ranks"].__setitem__(0, 9), "ranks"),
+        (lambda plan: plan["replicas"][0]["stages"][0].update(units=[0, 3]), "units"),
+        (lambda plan: plan["train"].update(batch=plan["train"]["batch"] + 1), "sequences"),
+    ],
+)  # fmt: skip
+def test_a_plan_file_that_cannot_be_is_refused(farspan: Farspan, tmp_path: Path, change, fact: str) -> None:
+    plan = tmp_path / "plan.json"
+    said(farspan, "-o", str(plan), "--pick", "data")
+    content = json.loads(plan.read_text())
+    change(content)
+    plan.write_text(json.dumps(content))
+    problem = refused(farspan, *ASKED, "--diff", str(plan), "data")
+    assert problem["code"] == "plan-mismatch" and fact in problem["fact"], problem
+
+
 def test_planning_loads_no_torch_and_nothing_heavy(environment: dict[str, str]) -> None:
     code = f"import sys, farspan.cli.main as m; m.main({list(ASKED)!r}); print(*(n for n in sys.modules))"
     done = subprocess.run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import itertools
 import math
@@ -12,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -189,6 +191,39 @@ def number_of_shards(texts: list[str]) -> int:
     return count
 
 
+def test_work_that_was_given_up_is_removed(texts: list[str], tmp_path: Path) -> None:
+    root, long_ago = tmp_path / "root", time.time() - 30 * 86_400
+    for name in (".work-old", ".work-held", ".work-young"):
+        (root / name).mkdir(parents=True)
+        (root / name / "00000.docs").write_bytes(b"x")
+        (root / name / "lock").touch()
+        if name != ".work-young":
+            os.utime(root / name, (long_ago, long_ago))
+    with (root / ".work-held" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        made(write(tmp_path / "text", texts), root)
+    assert sorted(path.name for path in root.glob(".work-*")) == [".work-held", ".work-young"]
+
+
+def test_old_work_that_is_gone_on_with_is_kept(
+    texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode_shard(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pack, "encode_shard", encode_shard)
+    source, root, long_ago = write(tmp_path / "text", texts), tmp_path / "root", time.time() - 30 * 86_400
+    with pytest.raises(KeyboardInterrupt):
+        made(source, root)
+    (work,) = root.glob(".work-*")
+    os.utime(work, (long_ago, long_ago))
+    before = (work / "00000.docs").stat()
+    with pytest.raises(KeyboardInterrupt):
+        made(source, root)
+    after = (work / "00000.docs").stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
 def test_killed_in_the_middle_leaves_nothing_that_looks_whole(texts: list[str], tmp_path: Path) -> None:
     source = write(tmp_path / "text", texts)
     expected, _ = made(source, tmp_path / "whole")
@@ -283,6 +318,18 @@ def test_large_vocabularies_are_stored_in_four_bytes(texts: list[str], tmp_path:
 
 def test_auto_vocab_grows_with_the_corpus() -> None:
     assert [auto_vocab(size) for size in (10**5, 7_600_000, 10**8, 10**9, 10**10)] == [4096, 8192, 16384, 32768, 65536]
+
+
+def test_a_folder_with_names_that_are_not_utf8(texts: list[str], tmp_path: Path) -> None:
+    source = write(tmp_path / "text", texts)
+    try:
+        (source / os.fsdecode(b"caf\xe9.txt")).write_text("coffee and cake " * 20)
+        (source / os.fsdecode(b"caf\xe9.bin")).write_text("no text")
+    except OSError:
+        pytest.skip("waits for a file system that takes any bytes as a name")
+    folder, manifest = made(source, tmp_path / "root")
+    assert f"{source}/caf\ufffd.txt" in {document.origin for document in kept(folder)}
+    assert manifest.skipped == (f"{source}/caf\ufffd.bin: not a kind of file that can be read",)
 
 
 def problem(source: object, tmp_path: Path, **settings: object) -> Problem:

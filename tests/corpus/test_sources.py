@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import pydoc
 import random
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import msgspec
 import pytest
 import zstandard
 
@@ -124,6 +126,37 @@ def test_parquet_and_pdf(tmp_path: Path) -> None:
     assert source.skipped[1].startswith(f"{tmp_path}/c.pdf: not a PDF that can be read")
 
 
+def test_an_extra_that_is_installed_changes_the_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pypdf")
+    (tmp_path / "a.txt").write_text("plain")
+    plain = open_source(str(tmp_path / "a.txt")).fingerprint()
+    (tmp_path / "b.pdf").write_bytes(pdf_with_text("Hello from a page"))
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "pypdf", None)
+        source = open_source(str(tmp_path))
+        assert [d.text for d in source.documents()] == ["plain"]
+        assert source.skipped == [f"{tmp_path}/b.pdf: needs pip install 'farspan[pdf]'"]
+        assert open_source(str(tmp_path / "a.txt")).fingerprint() == plain, "it needs no extra"
+    assert open_source(str(tmp_path)).fingerprint() != source.fingerprint()
+    assert len(read(tmp_path)) == 2
+
+
+def test_names_that_are_not_utf8_and_halves_of_characters_can_be_written(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    try:
+        (tmp_path / f"{name}.txt").write_text("coffee")
+    except OSError:
+        pytest.skip("waits for a file system that takes any bytes as a name")
+    (tmp_path / "rows.jsonl").write_text(
+        '{"text": "tea", "k\\ud800": "v\\udfff", "\\ud83d\\ude00": "\\ud83d\\ude00"}\n'
+    )
+    assert len(open_source(str(tmp_path)).fingerprint()) == 64
+    found = [part for document in read(tmp_path) for part in cut(document)]
+    coffee, tea = msgspec.json.decode(msgspec.json.encode(found), type=list[Document])
+    assert (coffee.title, coffee.text, coffee.origin) == ("caf\ufffd", "coffee", f"{tmp_path}/caf\ufffd.txt")
+    assert tea.metadata == {"k\ufffd": "v\ufffd", "😀": "😀"}
+
+
 def pdf_with_text(text: str) -> bytes:
     content = f"BT /F1 12 Tf 20 50 Td ({text}) Tj ET".encode()
     objects = [
@@ -177,6 +210,16 @@ def test_bad_input_is_refused_where_it_is(tmp_path: Path) -> None:
     assert subprocess.run(problem.remedy, shell=True).returncode == 0
     assert [d.text for d in read(tmp_path / "bad.jsonl")] == ["a", "b"]
 
+    for name, packed in (("c.jsonl.gz", gzip.compress), ("d.jsonl.zst", zstandard.compress)):
+        (tmp_path / name).write_bytes(packed(b'{"text": "a"}\n{"text": \n{"text": "b"}\n'))
+        assert subprocess.run(refused(tmp_path / name).remedy, shell=True).returncode == 0
+        problem = refused(tmp_path / Path(name).stem)
+        assert subprocess.run(problem.remedy, shell=True).returncode == 0
+        assert [d.text for d in read(tmp_path / Path(name).stem)] == ["a", "b"]
+
+    problem = refused("~nobody-here/papers")
+    assert (problem.code, problem.where) == ("path-missing", "~nobody-here/papers")
+
     (tmp_path / "list.jsonl").write_text("[1]\n")
     assert refused(tmp_path / "list.jsonl").where == f"{tmp_path}/list.jsonl:1"
     (tmp_path / "other.jsonl").write_text('{"abstract": "a", "id": 1}\n')
@@ -208,6 +251,11 @@ def test_long_texts_are_cut_in_parts_that_lose_nothing_but_blank_lines() -> None
     assert all(0 < len(d.text) <= PART_CHARS for d in found)
     assert "\n".join(d.text for d in found).split() == clean(text).split()
     assert len(list(cut(Document(title="x", text="é" * (2 * PART_CHARS), origin="")))) == 2
+
+
+@pytest.mark.parametrize("blank", ["\u00a0", "\u3000\n\n\u3000", "\u2028", "\n\x85\n"])
+def test_text_of_blank_space_alone_is_no_document(blank: str) -> None:
+    assert not list(cut(Document(title="Blank", text=blank, origin="x")))
 
 
 def test_cleaning_leaves_text_that_can_be_written() -> None:

@@ -14,6 +14,7 @@ from farspan.domain.codec import content_hash
 from farspan.domain.problems import Refusal
 from farspan.launch import clusters
 
+T4 = Device(kind="t4", backend="cuda", memory=2**30)
 LEAST = "sites: {utah: {hosts: {gpu1: {devices: [rtx6000, rtx6000]}}}, star: {hosts: {gpu2: {devices: [a30, t4]}}}}\n"
 
 
@@ -84,6 +85,16 @@ def test_quantities_are_read_in_their_units(tmp_path):
         ("sites: {a: {hosts: {x: {devices: [cpu-avx2]}}}}", "cluster-invalid", ["memory"]),
         ("sites: {a: {hosts: {x: {devises: [t4]}}}}", "unknown-key", ["devices"]),
         ("sites: {a: {hosts: {x: {devices: [{kind: t4, memory: -4GB}]}}}}", "out-of-range", ["memory"]),
+        ("sites: {a: {hosts: {x: {devices: [{kind: t4, memory: 1e400GB}]}}}}", "out-of-range", ["memory"]),
+        ("sites: {a: {hosts: {x: {devices: [{kind: t4, flops: {fp32: 0}}]}}}}", "out-of-range", ["flops"]),
+        ("sites: {a: {hosts: {x: {devices: [{kind: t4, price: -1}]}}}}", "out-of-range", ["price"]),
+        ("sites: {a: {hosts: {x: {devices: [{kind: t4, threads: 0}]}}}}", "out-of-range", ["threads"]),
+        ("sites: {a: {hosts: {x: {cpus: 0, devices: [t4]}}}}", "out-of-range", ["cpus"]),
+        (LEAST + "prices: {t4: -5}", "out-of-range", ["prices"]),
+        (LEAST + "links: [{between: [utah, star], rtt: 1ms, bandwidth: 1Gb/s}]", "out-of-range", ["1Gbit/s"]),
+        (LEAST + "links: [{between: [utah, star], rtt: 1ms, in_flight: {1: 0}}]", "out-of-range", ["in_flight"]),
+        (LEAST + "links: [{between: [utah, gpu2], rtt: 57ms}]", "cluster-invalid", ["a site to a host"]),
+        (LEAST + "links: [{between: [utah, gpu1], rtt: 57ms}]", "cluster-invalid", ["a site to a host"]),
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant_is_refused_by_name(tmp_path, text, code, words):
@@ -136,6 +147,18 @@ def test_the_first_devices_of_a_cluster():
             clusters.find(name)
         assert refusal.value.problem.code == code
         assert "fabric/gat-amst" in refusal.value.problem.remedy
+
+
+def test_a_way_over_a_site_that_goes_stays():
+    sites = tuple(Site(name=f"s{i}", hosts=(Host(name=f"h{i}", devices=(T4,)),)) for i in range(4))
+    links = tuple(
+        Link(a=a, b=b, rtt_s=rtt) for a, b, rtt in (("s0", "s3", 0.01), ("s3", "s1", 0.02), ("s1", "s2", 0.5))
+    )
+    whole = Cluster(sites=sites, links=links)
+    first = whole.only((0, 1, 2))
+    for a, b in (("h0", "h1"), ("h1", "h2"), ("h0", "h2")):
+        assert first.link(a, b).rtt_s == whole.link(a, b).rtt_s
+    assert whole.only((0, 1, 3)).links == links[:2] and whole.only(range(4)) == whole
 
 
 def test_hosts_of_one_site_have_a_derived_link():

@@ -150,6 +150,18 @@ def test_hierarchical_all_reduce_crosses_the_wide_area_once():
     assert there.all_reduce_s((0, 1), size, topology="hierarchical") == there.all_reduce_s((0, 1), size)
 
 
+def test_what_goes_straight_shares_the_line_between_sites_and_the_way_out_of_a_host():
+    link = Link(a="A", b="B", rtt_s=1e-6, bandwidth=1e8)
+    by_two, each = (
+        network(cluster(*([hosts] * 2), links=(link,)), message_s=0.0) for hosts in ([[device()] * 2], [[device()]] * 2)
+    )
+    for made in (by_two, each):  # Four pairs each way, whatever hosts they are of.
+        assert made.direct_s((0, 1, 2, 3), 1e6) == pytest.approx(4e6 / 1e8, rel=5e-3)
+    inside = network(cluster([[device()] * 2] * 3), message_s=0.0)
+    # Each host sends for two devices to four others.
+    assert inside.direct_s(range(6), 1e6) - SITE_RTT_S == pytest.approx(8e6 / SITE_BANDWIDTH)
+
+
 def simulated_ring(delays, busy, steps):
     """When the last part arrives: each rank passes on what it received before, over a wire that carries one part at a
     time."""

@@ -6,9 +6,11 @@ import itertools
 import os
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -16,10 +18,13 @@ import pytest
 
 from farspan.domain.cluster import Cluster, Device, Host, Site
 from farspan.domain.clusterfile import save_cluster
+from farspan.domain.problems import Refusal
 from farspan.lab import spec, state
+from farspan.launch import agent
 from farspan.launch.examine import Examination, HostFacts, Way, examine, rounds
 from farspan.launch.findings import findings
-from farspan.launch.hosts import Agent, command
+from farspan.launch.hosts import Agent, by_client, command
+from farspan.launch.probe import Probe
 
 CPU = Device(kind="cpu-avx2", backend="cpu", memory=10**9)
 
@@ -118,6 +123,41 @@ def test_a_host_that_never_answers_ends_at_the_deadline(monkeypatch):
     found = examine(Cluster(sites=(Site(name="a", hosts=(host,)),)), streams=())
     assert time.monotonic() - began < 6
     assert "within 1 s" in found.unreachable["far"].fact
+
+
+def test_a_host_whose_shell_prints_as_it_starts_is_told_how_to_be_silent():
+    enter = ("sh", "-c", 'echo "Welcome to far"; exec "$@"', "sh")
+    host = Host(name="far", devices=(CPU,), enter=enter, python=sys.executable)
+    with pytest.raises(Refusal) as met, Agent(host):
+        pass
+    with pytest.raises(Refusal) as asked, Probe(host) as probe:
+        probe.describe("cpu", 1)
+    for problem in (met.value.problem, asked.value.problem):
+        assert (problem.code, problem.where) == ("host-unreachable", "host far")
+        assert "'Welcome to far'" in problem.fact and "~/.bashrc" in problem.remedy
+
+
+@pytest.mark.parametrize(("reads", "resets", "failed"), [(0, True, "route"), (1, True, "route"), (1, False, "timeout")])
+def test_a_connection_that_is_reset_or_silent_is_a_way_that_failed(reads, resets, failed):
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+
+        def answer():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(reads)
+                if resets:
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                while not resets and connection.recv(16):
+                    continue
+
+        answered = pool.submit(answer)
+        found = agent.reach("127.0.0.1", server.getsockname()[1], deadline=0.5, pings=3)
+        answered.result(timeout=10)
+    assert found["failed"] == failed and found["fact"]
+
+
+def test_a_timeout_of_an_old_python_is_one():
+    assert agent.failure(OSError("timed out"), "silent") == {"failed": "timeout", "fact": "silent"}
 
 
 def test_an_agent_ends_with_who_asks_it():
@@ -249,6 +289,14 @@ def test_ssh_gets_its_command_in_one_quoted_word():
     words = command(Host(name="gpu1", devices=()), ["sh", "-c", "echo 'a b'"])
     assert words[0] == "ssh" and words[-2] == "gpu1"
     assert subprocess.run(words[-1], shell=True, capture_output=True, text=True).stdout == "a b\n"
+
+
+def test_a_client_of_a_process_is_told_from_the_process():
+    """What a lab enters by becomes the command; ssh and containers' tools stay, and signals end them alone."""
+    device = msgspec.structs.replace(CPU, enter=("docker", "exec", "-i", "gpu1"))
+    assert by_client(Host(name="far", devices=(CPU,))) and by_client(Host(name="far", devices=(device,), enter=()), 0)
+    assert not by_client(Host(name="here", devices=(CPU,), enter=()), 0)
+    assert not by_client(Host(name="lab", devices=(CPU,), enter=("sh", "-c", 'exec "$@"', "sh")), 0)
 
 
 def test_doctor_of_this_machine_alone(tmp_path):

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -307,10 +306,10 @@ def ray_home(tmp_path):
     nodes = []
     for name, joins in (("one", ["--head", "--port=26379"]), ("two", [f"--address={where}"])):
         start = [*joins, "--node-ip-address=127.0.0.1", "--num-cpus=1", "--disable-usage-stats",
-                 "--include-dashboard=false", f"--labels=farspan-host={name},site=home",
-                 f"--temp-dir={tempfile.mkdtemp(prefix='fr-')}"]  # fmt: skip
+                 "--include-dashboard=false", f"--labels=farspan-host={name},site=home"]  # fmt: skip
         nodes.append(subprocess.Popen([sys.executable, "-m", "farspan.launch.ray_node", *start], env=environment,
-                                      stdin=subprocess.PIPE, stdout=subprocess.DEVNULL))  # fmt: skip
+                                      bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL))  # fmt: skip
+        nodes[-1].stdin.write(token.read_bytes() + b"\n")
     yield f"ray:{where}", environment
     for node in reversed(nodes):
         node.stdin.close()

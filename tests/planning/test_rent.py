@@ -113,6 +113,11 @@ def test_a_kind_without_a_price_is_refused() -> None:
         rent(MODEL, train_for, ENGINE, kinds=("a30",))
 
 
+def test_a_technique_that_is_searched_for_may_be_the_only_one() -> None:
+    found = rent(MODEL, train_for, ENGINE, kinds=("l40s",), counts=(1, 2), allow=("pipeshard",))
+    assert all(offer.candidate.technique == "pipeshard" for offer in found.offers)
+
+
 def test_the_command_says_prices_dates_and_the_frontier(capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "plan",

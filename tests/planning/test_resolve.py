@@ -238,6 +238,8 @@ def test_values_out_of_range_are_refused_with_their_key(config, key):
 
 
 def test_a_known_price_serves_a_dollar_budget():
+    free = run({"size": "tiny", "budget": {"usd": 1}}, devices=cluster(2, usd_per_hour=0.0))
+    assert free.train.deadline_s is None
     found = run({"size": "tiny", "budget": {"usd": 1}}, devices=cluster(2, usd_per_hour=0.5))
     assert found.train.deadline_s == pytest.approx(3600)
 

@@ -123,6 +123,15 @@ def test_a_queue_is_a_reason():
     assert slower_because(one.cluster, waiting, chosen) == ["it waits 1 h 00 min in a queue first"]
 
 
+def test_a_run_that_a_deadline_cuts_waits_in_no_queue():
+    one = ranking(*PAIR)
+    chosen = one.candidates[one.chosen]
+    other = next(c for c in one.candidates if c.plan is not None and c.time_s > 1.1 * chosen.time_s)
+    cut = msgspec.structs.replace(other.estimate, run_s=0.5 * other.estimate.run_s)
+    said = slower_because(one.cluster, msgspec.structs.replace(other, estimate=cut), chosen)
+    assert said == slower_because(one.cluster, other, chosen) and not any("queue" in each for each in said)
+
+
 def test_an_objective_in_money_is_compared_in_money():
     one = ranking(*PAIR, objective="cost")
     chosen = one.candidates[one.chosen]

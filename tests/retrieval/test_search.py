@@ -77,6 +77,18 @@ def test_the_same_again_does_nothing_and_anything_else_builds_anew(tmp_path, mod
     assert [p.name for p in tmp_path.iterdir()] == ["index"]
 
 
+@pytest.mark.parametrize("system", ["bm25", "fused", "model"])
+def test_a_document_without_text_is_passed_over(tmp_path, model, tokenizer, documents, system):
+    """Corpora of before have documents of blank space alone: they have a title, and no chunk."""
+    blank = Document(title="Zebra crossing", text="\u00a0\n\u3000", origin="blank.txt")
+    crossing = msgspec.structs.replace(documents[1], text=documents[1].text + " zebra")
+    make(tmp_path / "index", model, tokenizer, [blank, crossing, *documents[2:]])
+    index = Index.open(tmp_path / "index", model, tokenizer, origin=ORIGIN, command="")
+    found = search(index, "zebra crossing", k=1, system=system).results
+    index.close()
+    assert len(found) == 1 and found[0].origin != "blank.txt"
+
+
 def test_a_build_that_fails_leaves_the_old_index(tmp_path, model, tokenizer, documents):
     path = tmp_path / "index"
     first, _ = make(path, model, tokenizer, documents)

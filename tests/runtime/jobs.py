@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from farspan.domain.results import Event, Step, Validated
 from farspan.domain.run import RunFolder
 from farspan.runtime.collective import Group
 from farspan.runtime.trainer import Trainer
+from farspan.runtime.wire import Sent
 from farspan.runtime.worker import build
 from tests.runtime import reference
 
@@ -71,6 +73,43 @@ def train(group: Group, plan: Plan, path: Path, until: int | None = None) -> Tra
             made.w.stop = lambda: made.step >= until
         made.restore()
         return _trained(made, events)
+
+
+def step_while_another_is_away(group: Group, plan: Plan, path: Path, steps: int) -> list[NDArray[np.float32]]:
+    """All make a step. Rank 0 leaves for an exchange and makes more steps; the others come to it only when these are
+    made. Returns the parameters of the meeting, as this worker has them."""
+    with trainer(group, plan, path) as (made, _):
+        outer, made_them = made.w.executor.outer, path / "made"
+        assert outer is not None
+        made._step(0)
+        if group.rank == 0:
+            outer.meet(False)
+            for step in range(1, steps):
+                made._step(step)
+            made_them.touch()
+        else:
+            while not made_them.exists():
+                time.sleep(0.01)
+            outer.meet(False)
+        outer.finish()
+        return [anchor.numpy().copy() for anchor in outer.anchor]
+
+
+def hand_out(group: Group, plan: Plan, path: Path) -> int:
+    """Give every worker its part of a model from rank 0; the most messages that it held at once."""
+    held = [0]
+    with trainer(group, plan, path) as (made, _):
+        wire = made.w.executor.wire
+        send = wire.send
+
+        def counted(*given: Any) -> list[Sent]:
+            works = send(*given)
+            held.append(len(wire._sent))
+            return works
+
+        wire.send = counted  # type: ignore[method-assign]
+        made.saves.adopt(reference.start(plan.model) if group.rank == 0 else None)
+        return max(held)
 
 
 def _gradients(made: Trainer, step: int) -> Gradients:

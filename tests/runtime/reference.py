@@ -215,10 +215,11 @@ def share(schedule: Schedule, step: int, steps: int) -> float:
 
 class Meetings:
     """DiLoCo's outer optimizer (arXiv 2311.08105). With overlap what is exchanged at one meeting is applied at the
-    next (arXiv 2501.18512, section 2.3): a replica then adds what it learnt meanwhile."""
+    next (arXiv 2501.18512, section 2.3): a replica then adds what it learnt meanwhile. `shares` are the replicas'
+    parts of a step's sequences."""
 
-    def __init__(self, sync: Sync, replicas: list[Replica]) -> None:
-        self.sync, self.replicas = sync, replicas
+    def __init__(self, sync: Sync, replicas: list[Replica], shares: list[float]) -> None:
+        self.sync, self.replicas, self.shares = sync, replicas, torch.tensor(shares, dtype=torch.float64)
         self.anchor = {name: w.clone().requires_grad_() for name, w in replicas[0].now.items()}
         self.sgd = torch.optim.SGD(self.anchor.values(), lr=sync.lr, momentum=sync.momentum, nesterov=sync.momentum > 0)
         #: Models as they left for the exchange that goes on, and the mean of their changes.
@@ -237,7 +238,7 @@ class Meetings:
     def _exchange(self) -> None:
         self.left = [replica.now for replica in self.replicas]
         changes = {n: torch.stack([a.detach() - one[n] for one in self.left]) for n, a in self.anchor.items()}
-        self.change = {name: each.mean(0) for name, each in changes.items()}
+        self.change = {name: torch.tensordot(self.shares, each, 1) for name, each in changes.items()}
         self.greatest_change = max(self.greatest_change, *(float(each.abs().max()) for each in changes.values()))
 
     def _apply(self, left: list[Weights]) -> None:
@@ -264,7 +265,8 @@ class Trained(NamedTuple):
 def train(plan: Plan, data: Data, weights: Weights) -> Trained:
     """All steps of a plan from these weights."""
     replicas = [Replica(plan.train, weights) for _ in plan.replicas]
-    meetings = Meetings(plan.sync, replicas) if plan.sync is not None else None
+    shares = [planned.batch / plan.train.batch for planned in plan.replicas]
+    meetings = Meetings(plan.sync, replicas, shares) if plan.sync is not None else None
     for step in range(plan.train.steps):
         before = step * plan.train.batch
         for replica, planned in zip(replicas, plan.replicas, strict=True):

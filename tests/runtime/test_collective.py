@@ -13,6 +13,8 @@ from textwrap import indent
 
 import pytest
 
+from farspan.runtime.collective import backend
+
 SILENCE_S = 3.0
 MEMBER = f"""
 import os, signal, sys, time
@@ -40,14 +42,14 @@ with Group(rank, world, torch.device("cpu"), meet(rank, world)) as group:
 
 
 @contextmanager
-def members(world: int, program: str) -> Iterator[list[subprocess.Popen[str]]]:
+def members(world: int, program: str, member: str = MEMBER) -> Iterator[list[subprocess.Popen[str]]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", MEMBER + indent(program, "    ")], env={**os.environ, **place, "RANK": str(rank)},
+            [sys.executable, "-c", member + indent(program, "    ")], env={**os.environ, **place, "RANK": str(rank)},
             stdout=subprocess.PIPE, text=True,
         )
         for rank in range(world)
@@ -87,6 +89,38 @@ group.sum(1.0)
         assert watcher.stdout.read().split() == ["lost", str(still)]
         assert started[others[1]].wait(120) != 0
         assert started[still].poll() is None
+
+
+def test_whom_rank_0_has_lost_it_tells_the_others_and_what_fails_thereby_is_not_the_reason():
+    program = """
+if rank == 2:
+    stand_still()
+if rank == 0:
+    collective.dist.recv(torch.zeros(1), 1)  # Rank 1 ends first.
+group.sum(1.0)
+"""
+    with members(3, program) as started:
+        for rank in (0, 1):
+            assert started[rank].wait(120) == 3
+            assert started[rank].stdout.read().split() == ["lost", "2"]
+
+
+def test_workers_of_unlike_devices_meet():
+    program = """
+assert collective.dist.get_backend() == "gloo"
+assert group.sum(rank, 1.0) == [1.0, 2.0]
+assert group.share(bytes([7]) if rank == 0 else b"") == bytes([7])
+"""
+    mixed = MEMBER.replace('torch.device("cpu")', 'torch.device(("cuda", "cpu")[rank])')
+    with members(2, program, mixed) as started:
+        assert [process.wait(120) for process in started] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "wanted"), [("cpu cpu", "gloo"), ("cuda cpu", "gloo"), ("cuda cuda", "cpu:gloo,cuda:nccl")]
+)
+def test_nccl_is_for_groups_of_gpus_and_gloo_for_what_is_in_the_memory_of_hosts(kinds, wanted):
+    assert backend(kinds.split()) == wanted
 
 
 def test_a_loss_waits_until_what_is_being_written_is_whole():

@@ -1,13 +1,25 @@
-"""How far a worker may send ahead of what it has received, against every place in a random order."""
+"""Meetings of replicas: how far a worker may send ahead of what it has received, against every place in a random order;
+what goes on while steps are made, and how it ends."""
 
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from msgspec.structs import replace
 
 from farspan.domain.layout import Send
+from farspan.domain.plan import Sync
+from farspan.domain.train import Schedule
 from farspan.runtime.outer import _ahead
+from tests.runtime import jobs
+from tests.runtime.fleet import Fleet
+from tests.runtime.plans import HAND_PICKED, plan, replica, stage
+from tests.runtime.test_resume import state
+from tests.runtime.verify import Case
 
 
 def ranges(rng: random.Random, size: int) -> list[Send]:
@@ -30,3 +42,29 @@ def test_it_is_the_most_of_sent_less_received_before_any_element(seed):
 def test_who_receives_what_it_sends_is_never_ahead():
     parts = [Send(0, 1, 0, 10), Send(0, 1, 20, 50)]
     assert _ahead(parts, parts) == 0
+
+
+def test_steps_do_not_wait_for_a_replica_that_takes_longer_to_come(fleet: Fleet, folder: Path):
+    two = plan(*(replica(stage((0, 4), [i], [2])) for i in range(2)), sync=Sync(every=9, overlap=True), sites=[0, 1])
+    case = Case(folder, two)
+    first, second = fleet.run(jobs.step_while_another_is_away, case.world, two, case.path, 4)
+    assert all(np.array_equal(*pair) for pair in zip(first, second, strict=True))
+
+
+def test_a_run_that_stops_early_takes_the_exchange_under_way_as_one_that_ends_there_does(fleet: Fleet, folder: Path):
+    base = HAND_PICKED["replicas unlike, overlapped"]
+    train = replace(
+        base.train, steps=400, validate_every=2, patience=2, schedule=Schedule(kind="constant"),
+        optimizer=replace(base.train.optimizer, lr=0.1),
+    )  # fmt: skip
+    early = Case(folder, replace(base, train=train))
+    stopped = fleet.run(jobs.train, early.world, early.plan, early.path)
+    steps = len(stopped[0].losses)
+    assert {one.reason for one in stopped} == {"early-stop"} and steps < train.steps
+    whole = Case(folder, replace(base, train=replace(train, steps=steps, patience=0)))
+    ended = fleet.run(jobs.train, whole.world, whole.plan, whole.path)
+    assert {one.reason for one in ended} == {"done"}
+    assert stopped[0].validation == ended[0].validation
+    ours, theirs = state(early.path), state(whole.path)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -19,16 +15,20 @@ import torch
 import torch.nn.functional as F
 from msgspec.structs import replace
 
+from farspan.domain.model import ModelSpec
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Event, Finished, Saved, Step, Validated, Warned, read_events
 from farspan.domain.run import RunFolder
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
 from farspan.runtime import checkpoint
 from farspan.runtime.data import Order, Windows
+from farspan.runtime.executor import Outcome
 from farspan.runtime.model import Decoder, drawn, initialise
+from farspan.runtime.place import Place
 from farspan.runtime.state import learning_rate
 from tests import tiny
 
+NAN = math.nan
 TRAIN = TrainSpec(
     steps=8, batch=6, seq_len=16, precision="fp32", optimizer=Optimizer(lr=3e-3),
     schedule=Schedule(warmup_steps=2), validate_every=4, seed=3,
@@ -207,9 +207,9 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(tmp_path, how, 
     assert checkpoint.verify(folder / "step-00000003").step == 3
 
 
-def _files() -> dict[str, dict[str, torch.Tensor]]:
+def _files(spec: ModelSpec = tiny.SPEC) -> dict[str, dict[str, torch.Tensor]]:
     """A checkpoint's tensors: first values, and moments of zero."""
-    values = dict(drawn(tiny.SPEC, 0))
+    values = dict(drawn(spec, 0))
     moments = {
         f"{kind}.{name}": torch.zeros_like(one) for kind in ("exp_avg", "exp_avg_sq") for name, one in values.items()
     }
@@ -272,6 +272,34 @@ def poison(run: RunFolder) -> None:
     checkpoint.write(run.checkpoints, files, progress, keep=3)
 
 
+def test_the_message_names_the_rank_whose_own_loss_is_not_finite(tmp_path):
+    plan = tiny.plan(TRAIN, rows=(3, 3), spec=replace(tiny.SPEC, tied=False))
+    run = tiny.run_folder(tmp_path / "run", plan)
+    windows = Windows(np.fromfile(tmp_path / "corpus" / "train.bin", "<u2"), TRAIN.seq_len)
+    order = Order(windows.count, TRAIN.seed)
+    first, second = (windows.read(order.window(np.concatenate(Place(plan, rank).samples(1))))[0] for rank in (0, 1))
+    files = _files(plan.model)
+    files[checkpoint.MODEL]["tok.weight"][np.setdiff1d(second, first)] = float("nan")
+    progress = checkpoint.Progress(step=1, plan=plan.hash, elapsed_s=0.0)
+    checkpoint.write(run.checkpoints, files, progress, keep=3)
+    with pytest.raises(Refusal) as refusal:
+        launch(run)
+    assert refusal.value.problem.where == "rank 1, among samples 6 to 11"
+    assert refusal.value.problem.fact.endswith("the newest checkpoint is of step 1")
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "faulty"),
+    [
+        ({0: (1.0, NAN), 1: (NAN, NAN)}, [1]),
+        ({0: (1.0, NAN), 1: (2.0, NAN)}, [0, 1]),
+        ({0: (1.0, 3.0), 1: (0.0, math.inf), 2: (1.0, 4.0)}, [1]),
+    ],
+)
+def test_a_gradient_that_others_are_part_of_blames_nobody_whose_loss_is_finite(by_rank, faulty):
+    assert Outcome(sum(loss for loss, _ in by_rank.values()), NAN, by_rank).faulty == faulty
+
+
 def test_patience_stops_early(tmp_path):
     train = replace(TRAIN, steps=500, validate_every=2, patience=3, optimizer=Optimizer(lr=0.5))
     run = tiny.run_folder(tmp_path / "run", tiny.plan(train))
@@ -307,59 +335,3 @@ def test_two_interrupts_end_the_workers_at_once(tmp_path):
         threading.Timer(0.0, workers.interrupt).start()
         with pytest.raises(Refusal):
             list(workers)
-
-
-def wait_for(run: RunFolder, kind: type[Event]) -> None:
-    """Until the run has had an event of this kind."""
-    deadline = time.monotonic() + 120
-    while not run.events.exists() or not any(isinstance(event, kind) for event in read_events(run.events)):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-def test_a_worker_whose_launcher_is_killed_saves_and_ends(tmp_path):
-    run = tiny.run_folder(tmp_path / "run", tiny.plan(replace(TRAIN, steps=10**6)))
-    launcher = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid, flush=True); sys.stdin.read()"
-    worker = [sys.executable, "-m", "farspan.runtime.worker", str(run.plan), str(run.path)]
-    with subprocess.Popen(
-        [sys.executable, "-c", launcher, *worker], env={**os.environ, "RANK": "0", "WORLD_SIZE": "1"},
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    ) as process:  # fmt: skip
-        pid = int(process.stdout.readline())
-        wait_for(run, Step)
-        process.kill()
-    try:
-        wait_for(run, Finished)
-    finally:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    *_, saved, finished = read_events(run.events)
-    assert isinstance(finished, Finished) and finished.reason == "interrupted"
-    assert isinstance(saved, Saved) and saved.step == finished.step < 10**6
-
-
-def test_a_worker_that_stands_still_is_named_by_the_others(tmp_path):
-    run = tiny.run_folder(tmp_path / "run", tiny.plan(replace(TRAIN, steps=10**6), rows=(3, 3)))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
-    program = "from farspan.runtime import collective, worker; collective.SILENCE_S = 3.0; sys.exit(worker.main())"
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", f"import sys; {program}", str(run.plan), str(run.path)],
-            env={**os.environ, **place, "RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        wait_for(run, Step)
-        workers[1].send_signal(signal.SIGSTOP)
-        assert workers[0].wait(60) == 24
-        problem = json.loads((run.logs / "rank-0.problem.json").read_text())
-        assert problem["code"] == "worker-lost" and "rank 1" in problem["what"]
-        *_, finished = read_events(run.events)
-        assert isinstance(finished, Finished) and finished.reason == "failed"
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()

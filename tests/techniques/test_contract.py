@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 
@@ -132,3 +133,17 @@ def test_what_does_not_fit_names_the_device_and_what_it_lacks():
 def test_a_technique_that_does_not_exist_is_refused_with_the_nearest():
     with pytest.raises(Exception, match="pipeshard"):
         techniques.technique("pipeshar")
+
+
+def test_replicas_of_unlike_shape_meet_unrounded():
+    """Workers round only what all of them round alike (runtime/outer.py)."""
+
+    def bits(*sites: tuple[tuple[str, ...], ...]) -> int:
+        asked = task(random_model(random.Random(1), layers=4), cluster(*sites))
+        asked = dataclasses.replace(asked, train=msgspec.structs.replace(asked.train, wan_bits=8))
+        made = techniques.plan("diloco", asked)
+        assert isinstance(made, Plan) and made.sync is not None
+        return made.sync.bits
+
+    assert bits((("fast", "fast"),), (("fast", "fast"),)) == 8
+    assert bits((("fast",),), (("fast", "fast"),)) == 32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from farspan.domain.codec import load, to_json
 from farspan.domain.plan import Plan, Replica, Stage
 from farspan.domain.problems import Refusal
 from farspan.techniques._search.single import part_counts
+from farspan.techniques.diloco import _shares
 from tests.runtime.planned import planned
 from tests.runtime.plans import HAND_PICKED, MEGATRON, ROWS, replica, stage
 
@@ -74,3 +76,24 @@ def test_a_plan_file_whose_microbatches_do_not_divide_evenly_is_refused(tmp_path
     problem = refused.value.problem
     assert problem.code == "out-of-range" and "replicas" in problem.what and problem.remedy
     assert problem.fact.startswith("8 rows in 8 microbatches") and problem.fact.endswith("need a multiple of 16")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_replicas_read_by_speed_and_a_sequence_a_device_at_least(seed: int):
+    """As brute force over all divisions has it, within a sequence of the slowest site."""
+    rng = random.Random(seed)
+    least = [rng.randint(1, 4) for _ in range(3)]
+    seconds, batch = [rng.uniform(0.5, 4) for _ in least], sum(least) + rng.randint(0, 12)
+    shares = _shares(batch, seconds, least)
+    assert sum(shares) == batch and all(share >= count for share, count in zip(shares, least, strict=True))
+
+    def end(found):
+        return max(share * second for share, second in zip(found, seconds, strict=True))
+
+    every = (
+        (a, b, batch - a - b)
+        for a in range(least[0], batch)
+        for b in range(least[1], batch)
+        if batch - a - b >= least[2]
+    )
+    assert end(shares) <= min(map(end, every)) + max(seconds)

@@ -35,7 +35,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
             "out-of-range", what=f"{length} tokens are no sequence of {given.model}", where="--seq-len",
             fact=f"its context is {model.context}", remedy=f"--seq-len {model.context}",
         )  # fmt: skip
-    job.refuse_existing(out, f"farspan probe --cluster {given.cluster} -o {out.with_stem(out.stem + '-2')}")
+    job.refuse_file(out, f"farspan probe --cluster {given.cluster} -o {out.with_stem(out.stem + '-2')}")
     measured = measure(cluster, model, console.say, seq_len=length)
     asked = f"--cluster {given.cluster} --model {given.model} --seq-len {length}"
     save_cluster(measured, out, f"Measured by farspan probe {asked}.")

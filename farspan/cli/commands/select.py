@@ -60,7 +60,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     from farspan.cli import selecting
 
     config, out = load_config(given), given.out or Path("plan.json")
-    job.refuse_existing(out, command("select", *words_again(given), "-o", out.with_stem(f"{out.stem}-2")))
+    job.refuse_file(out, command("select", *words_again(given), "-o", out.with_stem(f"{out.stem}-2")))
     if not 0 < given.delta <= 1:
         raise _refused("--delta", given.delta, "it lies above 0 and is at most 1", f"--delta {DELTA}")
     if not 0 <= given.tolerance <= 10:

@@ -30,7 +30,14 @@ _HEADING = re.compile(r"^#{1,6}[ \t]+(.+?)[ \t#]*$|^([^\s].*)\n[=\-~^\"'*+#]{3,}
 
 def open_source(location: str) -> Folder:
     """The files under `location`; refuses a path that does not exist or has no file that can be read."""
-    path = Path(location).expanduser()
+    try:
+        path = Path(location).expanduser()
+    except RuntimeError:
+        raise Refusal(
+            "path-missing", what="there is no such home folder", where=location,
+            fact="a path that begins with ~NAME lies in the home folder of a user, and none has this name",
+            remedy=f"use ~/{location[1:]}, in your own home folder, or the whole path",
+        ) from None  # fmt: skip
     if not path.exists():
         raise missing_path(path)
     return Folder(path)
@@ -43,17 +50,21 @@ class Folder:
         self.path = path
         self.skipped: list[str] = []
         self.size_bytes = 0
+        self._missing = {suffix: remedy for suffix in _NEEDS if (remedy := _missing_extra(suffix))}
         found: Counter[str] = Counter()
-        digest = hashlib.sha256(str(path.absolute()).encode())
+        # Names are bytes to the system, and not all of them UTF-8.
+        digest = hashlib.sha256(os.fsencode(path.absolute()))
         for file in _walk(path):
             suffix = _suffix(file)
             found[suffix] += 1
             if suffix in _READERS:
                 stat = file.stat()
                 self.size_bytes += stat.st_size
-                digest.update(f"{file}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+                # With the extra that is asked for, the same files hold more than without it.
+                about = f"\0{stat.st_size}\0{stat.st_mtime_ns}\0{self._missing.get(suffix, '')}\n"
+                digest.update(os.fsencode(file) + about.encode())
         self._digest = digest.hexdigest()
-        if not any(suffix in _READERS and not _missing_extra(suffix) for suffix in found):
+        if not any(suffix in _READERS and suffix not in self._missing for suffix in found):
             raise self._nothing(found)
 
     def fingerprint(self) -> str:
@@ -65,8 +76,8 @@ class Folder:
             suffix = _suffix(file)
             if suffix not in _READERS:
                 self.skipped.append(f"{file}: not a kind of file that can be read")
-            elif remedy := _missing_extra(suffix):
-                self.skipped.append(f"{file}: needs {remedy}")
+            elif suffix in self._missing:
+                self.skipped.append(f"{file}: needs {self._missing[suffix]}")
             else:
                 yield from self._read(file, suffix)
 
@@ -91,7 +102,7 @@ class Folder:
 
     def _nothing(self, found: Counter[str]) -> Refusal:
         kinds = ", ".join(f"{number} {suffix or '(none)'}" for suffix, number in found.most_common(8)) or "nothing"
-        remedy = next((remedy for suffix in found if (remedy := _missing_extra(suffix))), None)
+        remedy = next((self._missing[suffix] for suffix in found if suffix in self._missing), None)
         return Refusal(
             "extra-missing" if remedy else "no-documents",
             what="there is no file here that can be read", where=self.path,
@@ -121,14 +132,19 @@ def _suffix(file: Path) -> str:
 
 def _missing_extra(suffix: str) -> str | None:
     """The command that installs what files of this kind need, if that is not there."""
-    library, extra = _NEEDS.get(suffix, ("", ""))
-    return f"pip install 'farspan[{extra}]'" if library and importlib.util.find_spec(library) is None else None
+    library, extra = _NEEDS[suffix]
+    return f"pip install 'farspan[{extra}]'" if importlib.util.find_spec(library) is None else None
+
+
+def _mending(file: Path, command: str) -> str:
+    """A command that mends a text file; of a packed one the command that unpacks it, which comes first."""
+    unpack = _UNPACK.get(file.suffix.lower())
+    return f"{unpack} '{file}'" if unpack else command
 
 
 def _lines(file: Path, most: int = -1) -> Iterator[str]:
     """Lines of a text file, those beyond `most` bytes in pieces; refuses what is not UTF-8, at its first bad byte."""
-    packing = file.suffix.lower()
-    with _OPENERS.get(packing, partial(open, mode="rb"))(file) as stream:
+    with _OPENERS.get(file.suffix.lower(), partial(open, mode="rb"))(file) as stream:
         try:
             yield from codecs.iterdecode(iter(partial(stream.readline, most), b""), "utf-8")
         except UnicodeDecodeError as error:
@@ -137,7 +153,7 @@ def _lines(file: Path, most: int = -1) -> Iterator[str]:
                 "not-utf8", what="the file is not UTF-8 text",
                 where=f"{file}, byte {stream.tell() - len(error.object) + error.start}",
                 fact=f"byte 0x{error.object[error.start]:02x} there: {error.reason}",
-                remedy=f"{_UNPACK[packing]} '{file}'" if packing in _UNPACK else convert,
+                remedy=_mending(file, convert),
             ) from None  # fmt: skip
 
 
@@ -168,7 +184,7 @@ def _jsonl(file: Path) -> Iterator[Document]:
             except ValueError as error:
                 raise Refusal(
                     "source-unreadable", what="the line is not a JSON object", where=f"{file}:{number}",
-                    fact=str(error), remedy=f"sed -i.bak '{number}d' '{file}'",
+                    fact=str(error), remedy=_mending(file, f"sed -i.bak '{number}d' '{file}'"),
                 ) from None  # fmt: skip
             yield row_document(row, f"{file}:{number}", file.stem)
 

@@ -10,15 +10,12 @@ from __future__ import annotations
 import ipaddress
 import os
 import secrets
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -109,32 +106,22 @@ def _unusable(where: str, fact: str) -> Refusal:
 
 
 class Launch(Workers):
-    _temporary: str | None = None
-
     def start(self) -> Iterator[Process]:
         head, running = self.hosts[0], self.argument
         (self.run.logs / LOST).unlink(missing_ok=True)
         if running:
             require_ray({"this machine": installed("ray")})
-            token = require_token(os.environ, Path.home())
-            yield self._driver(head, running, token)
+            yield self._driver(head, running, require_token(os.environ, Path.home()))
             return
         for host in self.hosts:
             refuse_public(host)
         meeting = arrange(self.hosts)
         with agents(self.hosts) as (reached, _):
             require_ray({name: agent.ask("facts")["packages"]["ray"] for name, agent in reached.items()})
-        # Not below the run: Ray's sockets lie there, and a socket's path has 107 bytes at most.
-        self._temporary = tempfile.mkdtemp(prefix="farspan-ray-")
-        token = {"RAY_AUTH_TOKEN_PATH": str(_write_token(Path(self._temporary) / "token"))}
+        token = {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
         for host in self.hosts:
             yield self._node(host, meeting, token)
         yield self._driver(head, f"{_ip(meeting.address)}:{meeting.port}", token)
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        if self._temporary is not None:
-            shutil.rmtree(self._temporary, ignore_errors=True)
 
     def lost(self, process: Process) -> dict[int, Problem]:
         """What the driver saw of workers that ended without a word."""
@@ -149,12 +136,12 @@ class Launch(Workers):
             interpreter(host), "-m", "farspan.launch.ray_node", *join, f"--node-ip-address={where}",
             f"--num-cpus={len(host.devices)}", f"--dashboard-host={LOOPBACK}",
             f"--labels=farspan-host={host.name},site={self.cluster.site_of(host.name).name}",
-            f"--temp-dir={self._temporary}/{host.name}", "--disable-usage-stats", "--include-log-monitor=false",
+            "--disable-usage-stats", "--include-log-monitor=false",
         ]  # fmt: skip
         # Ray's own niceness for workers, 15, leaves them what others leave over.
-        environment = {"RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0", **token}
+        environment = {"RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0"}
         return HostProcess(host, (), with_environment(environment, words), log=self.log(f"ray-{host.name}"),
-                           keep_open=self.keep_open, hold_stdin=True)  # fmt: skip
+                           keep_open=self.keep_open, said=first_line(token))  # fmt: skip
 
     def _driver(self, head: Host, where: str, token: dict[str, str]) -> HostProcess:
         plan = self.plan
@@ -166,11 +153,10 @@ class Launch(Workers):
             threads=tuple(device.threads for device in plan.devices),
         )  # fmt: skip
         words = [interpreter(head), "-m", "farspan.launch.ray_driver", msgspec.json.encode(job).decode()]
-        environment = {"RAY_AUTH_MODE": "token", **token, **worker_environment(1)}
+        environment = {"RAY_AUTH_MODE": token.get("RAY_AUTH_MODE", "token"), **worker_environment(1)}
         ranks = tuple(range(len(plan.devices)))
-        return HostProcess(
-            head, ranks, with_environment(environment, words), log=self.log("rank-0"), keep_open=self.keep_open
-        )
+        return HostProcess(head, ranks, with_environment(environment, words), log=self.log("rank-0"),
+                           keep_open=self.keep_open, said=first_line(token))  # fmt: skip
 
 
 def installed(package: str) -> str | None:
@@ -214,6 +200,12 @@ def require_token(environment: os._Environ[str] | dict[str, str], home: Path) ->
     )  # fmt: skip
 
 
+def first_line(token: dict[str, str]) -> bytes:
+    """What a process on a host reads first: the token itself, as its file is on this machine alone; empty for none."""
+    path = token.get("RAY_AUTH_TOKEN_PATH")
+    return (Path(path).read_text().strip() if path else token.get("RAY_AUTH_TOKEN", "")).encode() + b"\n"
+
+
 def refuse_public(host: Host) -> None:
     """Ray listens on its node's address, and whoever holds the token may run code: never on the open internet."""
     where = _ip(address(host))
@@ -233,10 +225,3 @@ def _ip(name: str) -> str:
             "host-unreachable", what=f"the name {name} is not known here", where=f"host {name}", fact=str(error),
             remedy=f"set address: of {name} in the cluster file",
         ) from None  # fmt: skip
-
-
-def _write_token(path: Path) -> Path:
-    path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(secrets.token_hex(32))
-    return path.absolute()

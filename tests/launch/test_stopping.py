@@ -1,0 +1,127 @@
+"""Who is asked to stop saves first: behind ssh, where no signal arrives, and beside others that end at once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from farspan.domain.cluster import Cluster, Device, Host, Site
+from farspan.domain.problems import Refusal
+from farspan.domain.results import Finished, Step
+from farspan.launch import workers as module
+from farspan.launch.launchers import launch
+from farspan.launch.workers import HostProcess, Workers
+from farspan.runtime import checkpoint
+from tests import tiny
+from tests.launch.test_launchers import LONG, TRAIN
+
+#: Says that it runs, and ends with 7 when it is asked to.
+ASKED = "trap 'echo asked; exit 7' TERM; echo up; while :; do sleep 0.05; done"
+
+
+def held(script: str) -> subprocess.Popen[bytes]:
+    words = [sys.executable, "-m", "farspan.launch.held", "sh", "-c", script]
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+@pytest.mark.parametrize("by", ["input", "signal"])
+def test_a_held_command_is_asked_to_stop(by):
+    with held(ASKED) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        time.sleep(0.2)
+        assert process.poll() is None, "its input has not ended"
+        process.stdin.close() if by == "input" else process.send_signal(signal.SIGTERM)
+        assert process.stdout.read() == b"asked\n"
+        assert process.wait(timeout=10) == 7
+
+
+@pytest.mark.parametrize(("script", "code"), [("exit 3", 3), ("kill -9 $$", 137)])
+def test_a_held_command_ends_by_itself(script, code):
+    with held(script) as process:
+        assert process.wait(timeout=10) == code
+
+
+class Unlike(Workers):
+    """Asked to end, the second worker says at once that it failed, as a client of ssh does; the first one is saving."""
+
+    def start(self):
+        saves = "trap 'sleep 1.5; touch saved; exit 0' TERM"
+        for rank, trap in enumerate((saves, "trap 'exit 255' TERM")):
+            script = f"cd {self.run.path}; {trap}; touch up-{rank}; while :; do sleep 0.05; done"
+            yield HostProcess(
+                self.hosts[0], (rank,), ["sh", "-c", script], log=self.log(f"rank-{rank}"), keep_open=self.keep_open
+            )
+
+
+def test_after_an_interrupt_nobody_is_ended_because_another_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "GRACE_S", 0.3)
+    run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN, rows=(4, 4), micro_rows=2))
+    with pytest.raises(Refusal), Unlike(run.load_plan(), run, tiny.this_machine(run.load_plan())) as workers:
+        deadline = time.monotonic() + 10
+        while not all((run.path / f"up-{rank}").exists() for rank in (0, 1)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        workers.interrupt()
+        list(workers)
+    assert (run.path / "saved").exists()
+
+
+@pytest.fixture
+def far(tmp_path):
+    """A host with a disk of its own, which a real ssh server on loopback leads to."""
+    if not shutil.which("sshd", path="/usr/sbin:/usr/bin") or not shutil.which("ssh"):
+        pytest.skip("waits for openssh-server")
+    folder = tmp_path / ".ssh"
+    folder.mkdir(mode=0o700)
+    for key in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True)
+    shutil.copy(folder / "user.pub", folder / "authorized_keys")
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen(
+        ["/usr/sbin/sshd", "-D", "-e", "-f", "/dev/null", "-h", str(folder / "host"), "-p", str(port),
+         "-o", "ListenAddress=127.0.0.1", "-o", f"AuthorizedKeysFile={folder}/authorized_keys",
+         "-o", "StrictModes=no", "-o", "PidFile=none"],
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    options = ["BatchMode=yes", "StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "LogLevel=ERROR",
+               "IdentitiesOnly=yes", "ConnectionAttempts=20"]  # fmt: skip
+    ssh = ("ssh", "-F", "/dev/null", "-i", str(folder / "user"), "-p", str(port),
+           *(word for option in options for word in ("-o", option)), "127.0.0.1")  # fmt: skip
+    device = Device(kind="cpu-avx2", backend="cpu", memory=2**30)
+    yield Host(
+        name="far", devices=(device,), address="127.0.0.1", enter=ssh, python=sys.executable,
+        folder=str(tmp_path / "far"),
+    )  # fmt: skip
+    server.terminate()
+    server.wait(timeout=10)
+
+
+def test_an_interrupt_reaches_a_worker_behind_ssh_which_saves(far, tmp_path):
+    plan = tiny.plan(LONG, micro_rows=2)
+    plan = replace(plan, devices=(replace(plan.devices[0], host="far"),))
+    run = tiny.run_folder(tmp_path / "run", plan)
+    cluster, events = Cluster(sites=(Site(name="far", hosts=(far,)),)), []
+    with launch("local", plan, run, cluster) as workers:
+        for event in workers:
+            if isinstance(event, Step) and not events:
+                workers.interrupt()
+                events.append(event)
+            last = event
+    assert isinstance(last, Finished) and last.reason == "interrupted"
+    (saved,) = run.checkpoints.glob("step-*")
+    assert checkpoint.verify(saved)
+    assert not subprocess.run(["pgrep", "-f", f"farspan.runtime.worker {tmp_path}"], capture_output=True).stdout

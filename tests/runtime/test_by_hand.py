@@ -1,0 +1,133 @@
+"""Workers that no launcher watches: whoever is left behind saves or says why, and ends by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from msgspec.structs import replace
+
+from farspan.domain.plan import Plan
+from farspan.domain.results import Event, Finished, Saved, Step, read_events
+from farspan.domain.run import RunFolder
+from farspan.domain.train import TrainSpec
+from tests import tiny
+
+#: Without an end.
+TRAIN = TrainSpec(steps=10**6, batch=6, seq_len=16, precision="fp32", validate_every=10**6, seed=3)
+#: The exit code of a worker that has lost another one.
+LOST = 24
+WORKER = """
+import os, signal, sys
+from farspan.runtime import collective, worker
+
+collective.SILENCE_S = 3.0
+{first}
+sys.exit(worker.main())
+"""
+
+
+@contextmanager
+def by_hand(run: RunFolder, world: int, first: str = "") -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The workers of a run, each of which does something `first`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(world)}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER.format(first=first), str(run.plan), str(run.path)],
+            env={**os.environ, **place, "RANK": str(rank)},
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    try:
+        yield workers
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+
+
+def wait_for(run: RunFolder, kind: type[Event]) -> None:
+    """Until the run has had an event of this kind."""
+    deadline = time.monotonic() + 120
+    while not run.events.exists() or not any(isinstance(event, kind) for event in read_events(run.events)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_worker_whose_launcher_is_killed_saves_and_ends(tmp_path):
+    run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN))
+    launcher = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid, flush=True); sys.stdin.read()"
+    worker = [sys.executable, "-m", "farspan.runtime.worker", str(run.plan), str(run.path)]
+    with subprocess.Popen(
+        [sys.executable, "-c", launcher, *worker], env={**os.environ, "RANK": "0", "WORLD_SIZE": "1"},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        pid = int(process.stdout.readline())
+        wait_for(run, Step)
+        process.kill()
+    try:
+        wait_for(run, Finished)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    *_, saved, finished = read_events(run.events)
+    assert isinstance(finished, Finished) and finished.reason == "interrupted"
+    assert isinstance(saved, Saved) and saved.step == finished.step < 10**6
+
+
+def test_a_worker_that_stands_still_is_named_by_the_others(tmp_path):
+    run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN, rows=(3, 3)))
+    with by_hand(run, 2) as workers:
+        wait_for(run, Step)
+        workers[1].send_signal(signal.SIGSTOP)
+        assert workers[0].wait(60) == LOST
+        assert "rank 1" in named(run)
+        *_, finished = read_events(run.events)
+        assert isinstance(finished, Finished) and finished.reason == "failed"
+
+
+def test_so_is_one_that_stands_still_before_the_first_step(tmp_path):
+    run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN, rows=(3, 3)))
+    stands_still = """
+def build(*given, build=worker.build):
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return build(*given)
+
+worker.build = build
+"""
+    with by_hand(run, 2, stands_still) as workers:
+        assert workers[0].wait(60) == LOST
+        assert "rank 1" in named(run)
+        assert list(read_events(run.events)) == []  # What has not started has no end.
+
+
+def named(run: RunFolder) -> str:
+    """Whom rank 0 has lost."""
+    problem = json.loads((run.logs / "rank-0.problem.json").read_text())
+    assert problem["code"] == "worker-lost"
+    return problem["what"]
+
+
+def divided(plan: Plan) -> Plan:
+    """The same plan with everything divided over the data axis, which workers exchange in threads of their own."""
+    (replica,) = plan.replicas
+    stage = replace(replica.stages[0], zero=3)
+    return replace(plan, replicas=(replace(replica, stages=(stage,)),))
+
+
+def test_when_one_dies_the_others_end_whatever_their_threads_wait_for(tmp_path):
+    run = tiny.run_folder(tmp_path / "run", divided(tiny.plan(TRAIN, rows=(2, 2, 2))))
+    with by_hand(run, 3) as workers:
+        wait_for(run, Step)
+        workers[1].kill()
+        assert 0 not in [workers[rank].wait(30) for rank in (0, 2)]
