@@ -37,8 +37,9 @@ from farspan.launch.workers import Workers, run_folder
 WARMUP = 2
 #: Steps between the meetings of replicas in a trial, and how many such rounds are timed after a first.
 EVERY, ROUNDS = 4, 2
-#: Processes have so long to start and meet, and steps so many times their predicted time.
-START_S, LATE = 60.0, 4.0
+#: Processes have so long to start and meet; steps so many times their predicted time, and a while for what the first
+#: of them open and load.
+START_S, LATE, FIRST_S = 60.0, 4.0, 30.0
 #: What a host lacks of the corpus is sent to it at least so fast, bytes a second. A choice: 10 Mbit/s, shared by few.
 SEND_RATE = 1e6
 #: Bytes of a parameter's weights, gradient and optimizer state, made and moved at least so fast, bytes a second.
@@ -64,7 +65,7 @@ def steps_for(step_s: float, seconds: float = 5.0) -> int:
 
 def limits(plan: Plan, cluster: Cluster, step_s: float, steps: int) -> Limits:
     """What a trial of a plan whose step is predicted may take."""
-    return Limits(steps=steps, deadline_s=LATE * predicted_s(plan, cluster, step_s, steps))
+    return Limits(steps=steps, deadline_s=FIRST_S + LATE * predicted_s(plan, cluster, step_s, steps))
 
 
 def predicted_s(plan: Plan, cluster: Cluster, step_s: float, steps: int, warmup: int = WARMUP) -> float:

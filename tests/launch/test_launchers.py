@@ -303,10 +303,10 @@ def ray_home(tmp_path):
     token.write_text("0123456789abcdef" * 4)
     environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token),
                    "RAY_worker_niceness": "0", "FARSPAN_CACHE": str(tmp_path / "cache")}  # fmt: skip
-    nodes = []
-    for name, joins in (("one", ["--head", "--port=26379"]), ("two", [f"--address={where}"])):
+    nodes, head = [], ["--head", "--port=26379", "--include-dashboard=false"]
+    for name, joins in (("one", head), ("two", [f"--address={where}"])):
         start = [*joins, "--node-ip-address=127.0.0.1", "--num-cpus=1", "--disable-usage-stats",
-                 "--include-dashboard=false", f"--labels=farspan-host={name},site=home"]  # fmt: skip
+                 f"--labels=farspan-host={name},site=home"]  # fmt: skip
         nodes.append(subprocess.Popen([sys.executable, "-m", "farspan.launch.ray_node", *start], env=environment,
                                       bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL))  # fmt: skip
         nodes[-1].stdin.write(token.read_bytes() + b"\n")

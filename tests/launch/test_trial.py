@@ -145,7 +145,7 @@ def test_what_kills_the_process_of_a_cell_is_a_result(sites, tmp_path):
 
 def test_limits_follow_the_prediction(sites, corpus):
     plan = planned()
-    assert limits(plan, sites, 2.0, 5).deadline_s == pytest.approx(4 * 7 * 2.0)
+    assert limits(plan, sites, 2.0, 5).deadline_s == pytest.approx(30 + 4 * 7 * 2.0)
     # The corpus goes to the one host that shares no disk.
     state_s = 16 * parameters(plan.model) / 2e8
     size = sum((corpus / name).stat().st_size for name in ("train.bin", "train.idx", "val.bin", "val.idx"))
