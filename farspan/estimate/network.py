@@ -195,10 +195,10 @@ class Network:
         return trip + busy
 
     def _line(self, a: str, b: str) -> tuple[str, ...]:
-        """What messages between two hosts share: a link of their own, the line between their sites, or the way out of
-        the first."""
+        """What messages between two ranks' hosts share: the host, a link of their own, the line between their sites, or
+        the way out of the first."""
         sites = self._site_of[a], self._site_of[b]
-        if frozenset((a, b)) in self._own:
+        if a == b or frozenset((a, b)) in self._own:
             return a, b
         return sites if sites[0] != sites[1] else (a,)
 
