@@ -13,7 +13,7 @@ from farspan.domain.codec import content_hash, parse_json, read_bytes, save
 from farspan.domain.config import RunConfig
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.model import ModelSpec
-from farspan.domain.plan import Plan
+from farspan.domain.plan import Plan, unsound
 from farspan.domain.problems import Refusal, command
 
 #: The version of plans that this farspan writes and reads.
@@ -59,28 +59,12 @@ def read(path: Path) -> Plan:
             remedy=command("plan", "run.yaml", "-o", path),
         )  # fmt: skip
     plan = parse_json(content, Plan, path)
-    if unsound := _unsound(plan):
+    if wrong := unsound(plan):
         raise Refusal(
-            "plan-mismatch", what="the plan does not hold together", where=path, fact=unsound,
+            "plan-mismatch", what="the plan does not hold together", where=path, fact=wrong,
             remedy=command("plan", "run.yaml", "-o", path),
         )  # fmt: skip
     return plan
-
-
-def _unsound(plan: Plan) -> str:
-    """What of a plan cannot be, by itself; empty where all can."""
-    units = plan.model.layers + 2
-    ranks = sorted(rank for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks)
-    if ranks != list(range(len(plan.devices))):
-        return f"its stages run on ranks {', '.join(map(str, ranks))}, not once on each of {len(plan.devices)} devices"
-    if (batch := sum(replica.batch for replica in plan.replicas)) != plan.train.batch:
-        return f"its replicas read {batch} sequences a step, the training has {plan.train.batch}"
-    for replica in plan.replicas:
-        bounds = [bound for stage in replica.stages for bound in stage.units]
-        joined = all(a < b for a, b in zip(bounds[::2], bounds[1::2], strict=True)) and bounds[1:-1:2] == bounds[2::2]
-        if not joined or (bounds[0], bounds[-1]) != (0, units):
-            return f"its stages have units {bounds}, which are not the model's {units} one after another"
-    return ""
 
 
 def check_cluster(plan: Plan, cluster: Cluster, path: Path, remedy: str) -> None:

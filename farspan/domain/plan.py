@@ -194,3 +194,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def hash(self) -> str:
         return content_hash(self)
+
+
+def unsound(plan: Plan) -> str:
+    """What of a plan cannot be, by itself; empty where all can."""
+    units = plan.model.layers + 2
+    ranks = sorted(rank for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks)
+    if ranks != list(range(len(plan.devices))):
+        return f"its stages run on ranks {', '.join(map(str, ranks))}, not once on each of {len(plan.devices)} devices"
+    if (batch := sum(replica.batch for replica in plan.replicas)) != plan.train.batch:
+        return f"its replicas read {batch} sequences a step, the training has {plan.train.batch}"
+    for replica in plan.replicas:
+        bounds = [bound for stage in replica.stages for bound in stage.units]
+        joined = all(a < b for a, b in zip(bounds[::2], bounds[1::2], strict=True)) and bounds[1:-1:2] == bounds[2::2]
+        if not joined or (bounds[0], bounds[-1]) != (0, units):
+            return f"its stages have units {bounds}, which are not the model's {units} one after another"
+    return ""

@@ -60,7 +60,8 @@ class Network:
         self.devices: list[Device] = [by_name[device.host].devices[device.index] for device in devices]
         self.sites = [sites[host].name for host in self.hosts]
         self.crowd = _crowding(cluster, self.devices, self.hosts)
-        self._local = {name: self._local_rate(by_name[name]) for name in self.crowd}
+        #: Bytes a second between two devices of a host.
+        self.local_rate = {name: self._local_rate(by_name[name]) for name in self.crowd}
         self._site_of = {name: site.name for name, site in sites.items()}
         self._own = {frozenset((link.a, link.b)) for link in cluster.links}
         self._links: dict[tuple[str, str], Link] = {}
@@ -77,10 +78,6 @@ class Network:
         used = [device for device, name in self._used() if name == host.name and device.backend == "cpu"]
         parts = [device.share / self.crowd[host.name] for device in used]
         return host.local_rate or self.engine.local_rate * min(parts, default=1.0)
-
-    def local_rate(self, host: str) -> float:
-        """Bytes a second between two devices of a host."""
-        return self._local[host]
 
     def link(self, a: str, b: str) -> Link:
         """The link between two hosts, as it is given; that of their sites where they have none of their own. Raises
@@ -136,7 +133,7 @@ class Network:
     def _make(self, a: str, b: str, collective: bool, streams: int) -> Wire:
         engine, sites = self.engine, (self._site_of[a], self._site_of[b])
         if a == b:
-            return Wire(LOCAL_DELAY_S, self._local[a], self._local[a], (a, b), sites)
+            return Wire(LOCAL_DELAY_S, self.local_rate[a], self.local_rate[a], (a, b), sites)
         link = paced(self.link(a, b))
         line = assumed_bandwidth(link, sites) if link.bandwidth is None else link.bandwidth
         if engine.host_rate is not None:
@@ -218,7 +215,8 @@ class Network:
     def inside_s(self, group: Sequence[int], size: float, steps: int) -> float:
         """What of a ring of so many steps goes between devices of one host; 0 where no two of the group share one."""
         hosts = Counter(self.hosts[rank] for rank in group)
-        return max((steps * size / len(group) / self._local[h] for h, count in hosts.items() if count > 1), default=0.0)
+        rates = (self.local_rate[host] for host, count in hosts.items() if count > 1)
+        return max((steps * size / len(group) / rate for rate in rates), default=0.0)
 
     def all_to_all_s(self, group: Sequence[int], size: float, *, messages: float = 1, concurrent: int = 1) -> float:
         """Every rank sends 1/n of its part, `size` / n, to each other rank."""

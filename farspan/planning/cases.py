@@ -13,7 +13,7 @@ from farspan.domain.cluster import Cluster
 from farspan.domain.codec import content_hash, load
 from farspan.domain.engine import Engine
 from farspan.domain.model import ModelSpec
-from farspan.domain.plan import Plan
+from farspan.domain.plan import Plan, unsound
 from farspan.domain.problems import Problem, Refusal, nearest
 from farspan.domain.results import Estimate
 from farspan.domain.train import Schedule, TrainSpec
@@ -153,10 +153,11 @@ def _of_file(plan: Plan, task: Task, cell: Cell) -> Plan | Problem:
         **{name: getattr(plan.train, name) != getattr(train, name)
            for name in ("batch", "seq_len", "precision", "attention")},
     }  # fmt: skip
-    if any(unlike.values()):
+    differs = ", ".join(name for name, other in unlike.items() if other)
+    if differs or (wrong := unsound(plan)):
         return Problem(
             code="cannot-plan", what=f"{cell.technique} is of another setting", where=str(cell),
-            fact=f"unlike: {', '.join(name for name, differs in unlike.items() if differs)}",
+            fact=f"unlike: {differs}" if differs else wrong,
             remedy="make a plan for this one: farspan plan -o PLAN.JSON",
         )  # fmt: skip
     return msgspec.structs.replace(plan, train=train, inputs=task.inputs)

@@ -110,7 +110,7 @@ class Task:
             (link.rtt_s, link.bandwidth, link.window, link.loss, link.busy_s, link.pace, *link.in_flight.items())
             for link in links
         )
-        rates = tuple(network.local_rate(host) for host in hosts)
+        rates = tuple(network.local_rate[host] for host in hosts)
         return tuple(self.costs.figures[rank] for rank in ranks), places, rates, figures
 
     def fits(self, replica: Replica) -> bool:

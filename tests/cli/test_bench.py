@@ -132,6 +132,11 @@ def test_a_plan_file_answers_what_it_was_made_for(folder):
         (found(both, precision="bf16"), "precision"), (found(both, attention="vanilla"), "attention"),
     ):  # fmt: skip
         assert isinstance(made, Problem) and made.fact == f"unlike: {unlike}"
+    mine = json.loads((folder / "mine.json").read_text())
+    mine["replicas"][0]["stages"][0]["units"] = [0, 3]
+    (folder / "mine.json").write_text(json.dumps(mine))
+    made = found(both)
+    assert isinstance(made, Problem) and "units [0, 3]" in made.fact
 
 
 def test_rows_of_another_version_are_refused(farspan, folder):

@@ -41,13 +41,15 @@ def throttled(device: Device) -> float:
 def test_a_device_gets_its_share_of_a_core(start: Start, share: float):
     lab = start(f"name: {OWN}-shares\nsites: {{utah: {{devices: [{{speed: {share:.1%}}}]}}}}")
     command = [*state.enter(lab, "utah", 0), sys.executable, "-c", BUSY, "2"]
-    got = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert got < 1.05 * share
-    # In a period in which it was not held back, another process may have taken the core.
-    held = throttled(lab.lab.sites[0].devices[0])
-    if held < 0.5:
+    most = 0.0
+    for _ in range(4):  # Who else wants the core only takes away.
+        got = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        assert got < 1.05 * share
+        if (most := max(most, got)) > 0.95 * share:
+            break
+    if most < 0.95 * share and throttled(lab.lab.sites[0].devices[0]) < 0.9:
         pytest.skip("waits for a core that is free: other processes took the device's time")
-    assert got > 0.95 * held * share
+    assert most > 0.95 * share
 
 
 @needs_groups
