@@ -177,6 +177,25 @@ def test_a_killed_worker_is_named_with_host_rank_and_cause(sites, tmp_path, laun
     assert not left_over(run)
 
 
+def test_of_two_workers_that_torchrun_finds_failed_at_once_the_killed_one_is_named(sites, tmp_path):
+    run = tiny.run_folder(tmp_path / "at-once", planned(LONG))
+
+    def harm():
+        """Kill rank 3; torchrun looks when rank 2 has ended because of it."""
+        killed, other = worker_of(run, 3), worker_of(run, 2)
+        torchrun = int(Path(f"/proc/{killed}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(torchrun, signal.SIGSTOP)
+        os.kill(killed, signal.SIGKILL)
+        deadline = time.monotonic() + 20
+        while " Z " not in Path(f"/proc/{other}/stat").read_text() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(torchrun, signal.SIGCONT)
+
+    problem, _ = lost(run, "torchrun", sites[1], harm)
+    assert (problem.code, problem.what) == ("worker-lost", "rank 3 on star was lost")
+    assert "SIGKILL" in problem.fact
+
+
 def test_a_link_that_is_cut_while_training_names_a_rank_behind_it(sites, tmp_path):
     lab, cluster = sites
     run = tiny.run_folder(tmp_path / "cut-link", planned(LONG))

@@ -25,7 +25,8 @@ from farspan.launch.workers import (
     worker_environment,
 )
 
-ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)", re.DOTALL)
+#: One of the failures at the end of what torchrun prints.
+FAILURE = re.compile(r"^  rank\s*: (\d+) .*\n  exitcode\s*: (-?\d+)", re.MULTILINE)
 
 
 class Launch(Workers):
@@ -36,12 +37,11 @@ class Launch(Workers):
             yield HostProcess(host, ranks, words, log=self.log(f"rank-{ranks[0]}"), keep_open=self.keep_open)
 
     def lost(self, process: Process) -> dict[int, Problem]:
-        """What torchrun itself names as the first failure, at the end of what it prints."""
+        """All failures of which torchrun tells at its end. Of those that it sees at one glance it takes the lowest rank
+        for the first, which may have failed because of another."""
         log = (self.run.logs / f"rank-{process.ranks[0]}.log").read_text(errors="replace")
-        if not (found := ROOT_CAUSE.findall(log)):
-            return super().lost(process)
-        rank, code = map(int, found[-1])
-        return {rank: self.wordless(process, rank, code)}
+        told = FAILURE.findall(log.rpartition("\nFailures:\n")[2])
+        return {int(rank): self.wordless(process, int(rank), int(code)) for rank, code in told} or super().lost(process)
 
 
 def commands(plan: Plan, run: RunFolder, hosts: tuple[Host, ...], meeting: Meeting) -> list[list[str]]:
