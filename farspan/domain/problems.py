@@ -43,6 +43,7 @@ EXIT_CODES = {
     "version-mismatch": 38,
     "launcher-unusable": 39,
     "cannot-export": 40,
+    "loss-spike": 41,
     "interrupted": 130,
 }
 

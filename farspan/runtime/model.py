@@ -21,6 +21,21 @@ from farspan.runtime.kernels import causal_attention, head_loss, logits_loss
 from farspan.runtime.tensor_axis import TABLE, TOKENS, TOTAL, Layouts, TensorAxis
 
 
+class Linear(nn.Linear):
+    """A matrix without first values: `drawn` or a checkpoint has them. On the meta device torch's own would make it
+    import its compiler, which takes a worker two seconds."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class Embedding(nn.Embedding):
+    """A table without first values, as `Linear`."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
 class LayerNorm(nn.Module):
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -46,7 +61,7 @@ def _norm(spec: ModelSpec) -> nn.Module:
     return (LayerNorm if spec.norm == "layernorm" else RMSNorm)(spec.d_model, spec.norm_eps)
 
 
-class Summand(nn.Linear):
+class Summand(Linear):
     """The product with some of a matrix's columns, which the axis sums: the bias is added once."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, layouts: Layouts) -> None:
@@ -58,12 +73,12 @@ class Summand(nn.Linear):
         return F.linear(x, self.weight, bias if bias is None else self.layouts.once(bias))
 
 
-def _contracting(name: str, inputs: int, spec: ModelSpec, layouts: Layouts) -> nn.Linear:
+def _contracting(name: str, inputs: int, spec: ModelSpec, layouts: Layouts) -> Linear:
     """The matrix that writes the residual stream (D) from `inputs`, over which the axis may divide it."""
     ways = layouts.ways(name)
     if ways > 1:
         return Summand(inputs // ways, spec.d_model, spec.bias, layouts)
-    return nn.Linear(inputs, spec.d_model, bias=spec.bias)
+    return Linear(inputs, spec.d_model, bias=spec.bias)
 
 
 class Attention(nn.Module):
@@ -74,7 +89,7 @@ class Attention(nn.Module):
         ways = layouts.ways("attn")
         self.heads, self.kv_heads, self.head_dim = spec.heads // ways, spec.kv_heads // ways, spec.head_dim
         rows = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
-        self.qkv = nn.Linear(spec.d_model, rows // layouts.ways("attn.qkv"), bias=spec.bias)
+        self.qkv = Linear(spec.d_model, rows // layouts.ways("attn.qkv"), bias=spec.bias)
         self.out = _contracting("attn.out", spec.d_model, spec, layouts)
         self.vanilla, self.layouts = vanilla, layouts
 
@@ -119,7 +134,7 @@ class MLP(nn.Module):
         super().__init__()
         self.activation, self.layouts = spec.activation, layouts
         rows = spec.d_ff * (2 if spec.activation == "swiglu" else 1)
-        self.up = nn.Linear(spec.d_model, rows // layouts.ways("mlp.up"), bias=spec.bias)
+        self.up = Linear(spec.d_model, rows // layouts.ways("mlp.up"), bias=spec.bias)
         self.down = _contracting("mlp.down", spec.d_ff, spec, layouts)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
@@ -171,9 +186,9 @@ class Decoder(nn.Module):
         self.slices, self.partial = layouts.slices, layouts.partial
         ends = last == spec.layers + 2
         if first == 0 or (ends and spec.tied):
-            self.tok = nn.Embedding(spec.vocab_size // layouts.shards(TABLE), spec.d_model)
+            self.tok = Embedding(spec.vocab_size // layouts.shards(TABLE), spec.d_model)
         if first == 0 and spec.positions == "learned":
-            self.pos = nn.Embedding(spec.context + spec.extra_positions, spec.d_model)
+            self.pos = Embedding(spec.context + spec.extra_positions, spec.d_model)
         # Filled by name: a stage's blocks have their place in the model as theirs.
         self.blocks = nn.ModuleList()
         for unit in range(max(first, 1), min(last, spec.layers + 1)):
@@ -181,7 +196,7 @@ class Decoder(nn.Module):
         if ends:
             self.norm = _norm(spec)
             if not spec.tied:
-                self.head = nn.Linear(spec.d_model, spec.vocab_size // layouts.shards("head.weight"), bias=False)
+                self.head = Linear(spec.d_model, spec.vocab_size // layouts.shards("head.weight"), bias=False)
 
     @property
     def head_VD(self) -> Tensor:

@@ -95,12 +95,16 @@ class Outer:
         for anchor, master in zip(self.anchor, self._state.master, strict=True):
             anchor.copy_(master)
 
-    def resume(self) -> None:
-        """The masters, the anchor and the momentum are those of a meeting: what was under way then is sent again."""
+    @property
+    def apart(self) -> bool:
+        """Whether this worker has left the model of the last meeting."""
+        return any(not torch.equal(*pair) for pair in zip(self.anchor, self._state.master, strict=True))
+
+    def resume(self, apart: bool) -> None:
+        """The masters, the anchor and the momentum are those of a meeting; where any worker was `apart`, an exchange
+        was under way: it is sent again."""
         self._left = None
-        if self._sync.overlap and any(
-            not torch.equal(*pair) for pair in zip(self.anchor, self._state.master, strict=True)
-        ):
+        if self._sync.overlap and apart:
             self._left = [master.clone() for master in self._state.master]
             self._send()
 

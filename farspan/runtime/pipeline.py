@@ -65,7 +65,8 @@ class Pipeline:
             gradient = None if place.last else self._take(edges.from_next, i)
             self._reducer.arm(i == microbatches - 1)
             with spans("backward", i):
-                y.backward(torch.full_like(y, scale) if gradient is None else gradient)
+                # Given a gradient, torch imports its symbolic shapes first, half a second: a loss needs none.
+                (y * scale).backward() if gradient is None else y.backward(gradient)
             if not place.first:
                 assert x.grad is not None
                 edges.to_before.send(x.grad)

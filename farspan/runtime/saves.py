@@ -95,8 +95,6 @@ class Saves:
                 self._whole.hand_out(state.master, _kind(path, f"replica-{r}.safetensors", "master"), r)
                 self._moments(f"replica-{r}.safetensors", path, r)
         self._executor.publish()
-        if outer is not None:
-            outer.resume()
 
     def adopt(self, weights: Mapping[str, Tensor] | None) -> None:
         """Every worker takes its part of a model, which rank 0 gives."""

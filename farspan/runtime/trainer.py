@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.plan import Plan, Replica, row_quantum
-from farspan.domain.problems import Refusal
+from farspan.domain.problems import Refusal, command
 from farspan.domain.results import Event, Saved, Step, Traced, Validated, Warned
 from farspan.domain.run import RunFolder
 from farspan.runtime import checkpoint
@@ -28,6 +28,7 @@ from farspan.runtime.model import Decoder
 from farspan.runtime.pipeline import Batch
 from farspan.runtime.saves import Saves
 from farspan.runtime.state import TrainState, learning_rate
+from farspan.runtime.stray import PATIENCE, Strays
 
 #: Loss scaling for fp16 as in arXiv 1710.03740, section 4.2: start high, halve on overflow, double after a quiet while.
 FIRST_LOSS_SCALE = 2.0**16
@@ -68,6 +69,7 @@ class Trainer:
         self.w, self.monotonic = worker, monotonic
         self.order = Order(worker.train.count, worker.plan.train.seed)
         self.saves = Saves(worker.executor, worker.run.checkpoints, worker.plan.train.keep)
+        self.strays = Strays(worker.executor.place.replica, worker.plan.train.seq_len)
         self.progress = Progress(step=0, plan=worker.plan.hash, elapsed_s=0.0)
         deadline_s, planned = worker.plan.train.deadline_s, worker.plan.train.steps
         self.budget = TimeBudget(deadline_s, planned) if deadline_s is not None else None
@@ -181,6 +183,7 @@ class Trainer:
         norm, loss = outcome.norm / self.loss_scale, outcome.loss / valid_tokens
         lr = learning_rate(train.schedule, train.optimizer.lr, step, self.steps)
         if self._finite(step, loss, norm, outcome):
+            self._refuse_stray(step, outcome)
             clip = train.optimizer.clip
             excess = max(1.0, norm / clip) if clip else 1.0
             executor.update(train.optimizer, lr, step + 1, self.loss_scale * excess)
@@ -238,6 +241,26 @@ class Trainer:
             f"{saved if self._saved_step >= 0 else 'there is no checkpoint'}",
             remedy="lower train.optimizer.lr in run.yaml, then: farspan train run.yaml --run FOLDER",
         )
+
+    def _refuse_stray(self, step: int, outcome: Outcome) -> None:
+        """Warn of a worker whose loss is far above the others', and do not go on with one whose loss stays there."""
+        found = self.strays.look({rank: loss for rank, (loss, _) in outcome.by_rank.items()})
+        if found is None:
+            return
+        device, samples = self.w.plan.devices[found.rank], self.w.executor.place.replica_samples(step)
+        fact = f"{found.loss:.2f} nats a token where the others have {found.others:.2f}"
+        where = f"rank {found.rank} ({device.backend} {device.index} of {device.host})"
+        if found.steps == 1 and self.w.group.rank == 0:
+            message = f"step {step + 1}: the loss of {where} is {fact}, among samples {samples[0]} to {samples[-1]}"
+            self.w.emit(Warned(at=self.w.clock(), message=message))
+        if found.steps < PATIENCE:
+            return
+        self.w.executor.skip()
+        raise Refusal(
+            "loss-spike", what=f"the loss of one worker is far above the others' for {PATIENCE} steps on end",
+            where=where, remedy=command("resume", self.w.run.path),
+            fact=f"{fact}, at step {step + 1}: its memory, processor or copy of the corpus is damaged",
+        )  # fmt: skip
 
     # -- validation and checkpoints --------------------------------------------------------------------------------
 
@@ -313,6 +336,9 @@ class Trainer:
             self._adopt(progress)
         if there:
             self.saves.restore(found)
+            if (outer := self.w.executor.outer) is not None:
+                # One whose steps all overflowed, or that owns nothing, sees no change: the others may.
+                outer.resume(any(self.w.group.sum(outer.apart)))
         else:
             self._saved_step = -1
 

@@ -12,6 +12,7 @@ import msgspec
 
 from farspan.domain.plan import Mesh, Plan, Replica, Stage, Sync
 from farspan.domain.problems import Problem
+from farspan.estimate.price import price
 from farspan.techniques import data, fsdp, pipeshard, zero2
 from farspan.techniques._search.single import rows_by_speed, too_few_rows
 from farspan.techniques._task import Task, best, cannot
@@ -20,6 +21,9 @@ SUMMARY = "a replica a site that meets the others every H steps"
 
 #: Steps between meetings that are tried: those that Charles et al. (arXiv 2503.09799, section 5) compare beyond 1.
 EVERY = (10, 30, 100, 300)
+#: Seconds between meetings at most, where the fewest steps allow: only there workers hear that they shall stop or that
+#: a deadline is near, save, and a launcher that was interrupted waits twice as long (launch.workers.SAVE_S).
+ROUND_S = 300.0
 
 
 def plan(task: Task) -> Plan | Problem:
@@ -45,9 +49,11 @@ def plan(task: Task) -> Plan | Problem:
         replicas.append(_moved(made.replicas[0], ranks))
     # Only replicas that are divided alike can round the same numbers together (runtime/outer.py).
     bits = task.train.wan_bits if len(set(map(_form, replicas))) == 1 else 32
+    often = task.plan("diloco", replicas, Sync(every=EVERY[0], bits=bits))
+    most = max(EVERY[0], min(task.train.steps // 10, ROUND_S / price(often, task.costs, brief=True).step_s))
     found = [
         task.plan("diloco", replicas, Sync(every=every, overlap=overlap, bits=bits))
-        for every in EVERY if every <= max(EVERY[0], task.train.steps // 10) for overlap in (False, True)
+        for every in EVERY if every <= most for overlap in (False, True)
     ]  # fmt: skip
     return best(task, found)
 

@@ -38,7 +38,7 @@ def answer(done) -> dict:
 
 #: A model of which a step takes long enough for two sites to be worth a thought.
 LARGER = ("--set", "model.d_model=256", "--set", "model.layers=4", "--set", "train.batch.global=32 sequences")
-SHORT = ("--set", "parallel.allow=[data, zero1]", "--set", "train.steps=60", "--set", "train.precision=fp32")
+SHORT = ("--set", "parallel.allow=[data, zero1]", "--set", "train.steps=24", "--set", "train.precision=fp32")
 
 
 def test_what_is_chosen_is_measured_written_and_trains(farspan, desk, lab):
@@ -57,7 +57,7 @@ def test_what_is_chosen_is_measured_written_and_trains(farspan, desk, lab):
     assert any(one["trial"]["plan"] in kept and one["trial"]["took_s"] == 0 for one in again["tried"])
 
     asked = ("train", "run.yaml", "--cluster", f"lab:{lab}", "--plan", "chosen.json", "--run", "runs/chosen", "--json")
-    assert answer(farspan(*asked, *LARGER))["measurement"]["steps"] == 60
+    assert answer(farspan(*asked, *LARGER))["measurement"]["steps"] == 24
 
 
 def test_the_papers_rule_prints_every_t(farspan, desk, lab):

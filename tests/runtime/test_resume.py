@@ -49,3 +49,20 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(fleet: Fleet, folder: Pa
     ours, theirs = state(stopped.path), state(whole.path)
     assert ours.keys() == theirs.keys()
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+
+
+def test_an_exchange_under_way_is_taken_up_by_workers_that_had_not_moved_too(fleet: Fleet, folder: Path):
+    """As after steps that all overflowed: replica 1 is still at the model of the last meeting."""
+    base = HAND_PICKED["replicas unlike, overlapped"]
+    plan = replace(base, train=replace(base.train, steps=STEPS))
+    case = Case(folder, plan)
+    first = fleet.run(jobs.train, case.world, plan, case.path, UNTIL)
+    checkpoints = RunFolder(case.path).checkpoints
+    newest = next(checkpoint.newest_first(checkpoints))
+    files = {file.name: checkpoint.read(newest, file.name) for file in newest.glob("*.safetensors")}
+    for name, tensor in files[checkpoint.MODEL].items():
+        files["replica-1.safetensors"][f"master.{name}"] = tensor
+    checkpoint.write(checkpoints, files, checkpoint.verify(newest), keep=3)
+    again = fleet.run(jobs.train, case.world, plan, case.path)
+    assert {one.reason for one in again} == {"done"}
+    assert len(first[0].losses) + len(again[0].losses) == STEPS

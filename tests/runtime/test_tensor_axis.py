@@ -379,6 +379,7 @@ def test_what_does_not_divide_is_refused():
 def test_an_axis_of_one_rank_is_none():
     model = Decoder(spec("llama", 2), axis=TensorAxis(None, 1, 0, MEGATRON | VOCABULARY | {"norm": "b"}))
     assert not model.slices and not model.partial
+    initialise(model, 7)
     plain = Decoder(spec("llama", 2))
     plain.load_state_dict(model.state_dict())
     tokens = torch.arange(8).view(2, 4)
@@ -388,6 +389,7 @@ def test_an_axis_of_one_rank_is_none():
 def test_the_loss_of_the_whole_model_is_the_textbooks_in_double_precision():
     case = Case("gpt2", 2, {})
     model = Decoder(case.spec).double()
+    initialise(model, 7)
     tokens, targets = batch(case)
     textbook = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
     loss = model.loss(tokens, targets)

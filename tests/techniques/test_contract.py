@@ -147,3 +147,20 @@ def test_replicas_of_unlike_shape_meet_unrounded():
 
     assert bits((("fast", "fast"),), (("fast", "fast"),)) == 8
     assert bits((("fast",),), (("fast", "fast"),)) == 32
+
+
+def test_replicas_meet_often_enough_to_hear_that_they_shall_stop():
+    """They hear it, save and end where they meet, and a launcher that was interrupted kills after ten minutes."""
+
+    def planned(slower: float) -> tuple[int, float]:
+        where = faster(cluster((("fast",),), (("fast",),), rtt_s=0.1), 1 / slower)
+        asked = task(random_model(random.Random(1), layers=4), where)
+        asked = dataclasses.replace(asked, train=msgspec.structs.replace(asked.train, steps=10_000))
+        made = techniques.plan("diloco", asked)
+        assert isinstance(made, Plan) and made.sync is not None
+        return made.sync.every, made.sync.every * price(made, asked.costs).step_s
+
+    rounds = [planned(10.0**power) for power in range(7)]
+    assert rounds[0][0] == 300, "nothing hinders the most that is tried"
+    assert all(seconds <= 300 or every == 10 for every, seconds in rounds)
+    assert rounds[-1][0] == 10

@@ -1,0 +1,70 @@
+"""Whether the loss of one worker strays from the others'.
+
+All workers of a replica hold one model and read sequences drawn at random, so their losses differ by chance alone. One
+that stays far above the others has a model, a corpus or a processor that is not theirs, and its gradient spoils the
+common one. One such step may be strange text; a few on end are not.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from farspan.domain.plan import Replica
+
+#: How many times the spread that was seen so far, and at least how many nats a token, a strayed loss is above others'.
+SPREADS, LEAST_NATS = 8.0, 0.5
+#: Steps that are looked at before anything is judged, and over which the spread is a mean.
+FIRST, MEMORY = 20, 200
+#: Steps on end after which a worker is taken for faulty.
+PATIENCE = 3
+
+
+@dataclass(frozen=True)
+class Stray:
+    """A worker whose loss is far above the others': nats a token of both, and for how many steps on end."""
+
+    rank: int
+    loss: float
+    others: float
+    steps: int
+
+
+class Strays:
+    """Looks at the losses of the workers of a replica, step by step; each worker of it sees the same."""
+
+    def __init__(self, replica: Replica, seq_len: int) -> None:
+        last = replica.stages[-1]
+        #: Tokens of each worker that counts a loss.
+        self._tokens = {
+            group[0]: rows * seq_len for group, rows in zip(last.mesh.batch, last.rows, strict=True) if rows
+        }
+        self._seen, self._variance, self._steps = 0, 0.0, 0
+        self._last: int | None = None
+
+    def look(self, by_rank: dict[int, float]) -> Stray | None:
+        """The worker that strays, given the summed loss of each; none before enough steps were seen."""
+        if len(self._tokens) < 2 or not all(math.isfinite(by_rank[rank]) for rank in self._tokens):
+            return None
+        found = {rank: self._against_others(by_rank, rank) for rank in self._tokens}
+        rank = max(found, key=lambda one: found[one][2])
+        loss, others, above = found[rank]
+        far = above >= SPREADS * math.sqrt(self._variance) and loss - others >= LEAST_NATS
+        if self._seen < FIRST or not far:
+            self._seen += 1
+            squares = sum(one[2] ** 2 for one in found.values()) / len(found)
+            self._variance += (squares - self._variance) / min(self._seen, MEMORY)
+            self._last, self._steps = None, 0
+            return None
+        self._steps = self._steps + 1 if rank == self._last else 1
+        self._last = rank
+        return Stray(rank, loss, others, self._steps)
+
+    def _against_others(self, by_rank: dict[int, float], rank: int) -> tuple[float, float, float]:
+        """Nats a token of a worker and of all others together, and how far apart they are for so many tokens: by chance
+        a difference of means over n and m tokens has the variance of a token's loss times 1/n + 1/m."""
+        mine, all_of_them = self._tokens[rank], sum(self._tokens.values())
+        rest = all_of_them - mine
+        loss = by_rank[rank] / mine
+        others = sum(by_rank[other] for other in self._tokens if other != rank) / rest
+        return loss, others, (loss - others) / math.sqrt(1 / mine + 1 / rest)
