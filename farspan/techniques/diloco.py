@@ -1,6 +1,6 @@
 """DiLoCo: a replica a site, each trained by itself, whose changes meet every H steps (arXiv 2311.08105).
 
-Each replica is any other plan of its site; it reads a share of every step's sequences that its speed earns. What fewer
+Each replica is the best plan of its site, of a few kinds; it reads a share of every step's sequences that its speed earns. What fewer
 meetings cost in tokens is in `estimate.replicas`.
 """
 
