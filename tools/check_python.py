@@ -2,9 +2,9 @@
 
 import sys
 
-if not (3, 11) <= sys.version_info[:2] <= (3, 13):
+if not (3, 11, 4) <= sys.version_info[:3] < (3, 14):
     sys.exit(
-        "farspan needs Python 3.11, 3.12 or 3.13; {} is {}.{}.\nfix: make demo PYTHON=python3.12".format(
-            sys.executable, *sys.version_info[:2]
+        "farspan needs Python 3.11.4 or newer, up to 3.13; {} is {}.{}.{}.\nfix: make demo PYTHON=python3.12".format(
+            sys.executable, *sys.version_info[:3]
         )
     )

@@ -235,8 +235,7 @@ def require_torch() -> None:
 
 
 def first_device(cluster: Cluster) -> PlannedDevice:
-    host = cluster.sites[0].hosts[0]
-    device = host.devices[0]
+    host, device = next(host for host in cluster.hosts if host.devices), cluster.devices[0]
     return PlannedDevice(host=host.name, backend=device.backend, index=0, threads=device.threads)
 
 
@@ -299,9 +298,11 @@ def say_plan(planned: Planned, console: Console) -> None:
 
 def refuse_existing(path: Path, remedy: str) -> None:
     """Refuse a path where anything lies: nothing is ever written over."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    # "new/.." is this folder as soon as "new" is made, and until then it does not exist.
+    there = path.resolve()
+    if there.exists() and (not there.is_dir() or any(there.iterdir())):
         raise Refusal(
-            "run-exists", what=f"this {'folder' if path.is_dir() else 'file'} exists already", where=path,
+            "run-exists", what=f"this {'folder' if there.is_dir() else 'file'} exists already", where=path,
             fact="nothing is ever written over", remedy=remedy,
         )  # fmt: skip
 

@@ -34,6 +34,7 @@ class Progress:
 
     def __init__(self, plan: Plan, console: Console, clock: Callable[[], float]) -> None:
         self._plan, self._console, self._clock = plan, console, clock
+        #: Of show's thread. The live display is drawn in another one, which takes a copy before it goes through them.
         self._recent: deque[Step] = deque(maxlen=RECENT_STEPS)
         self._started: Started | None = None
         self._validated: Validated | None = None
@@ -61,8 +62,9 @@ class Progress:
                 if event.step:
                     self._print(f"resumed after step {event.step:,}")
             case Step():
-                self._recent.append(event)
+                # Counted first: the display divides by it as soon as there is a step.
                 self._steps += 1
+                self._recent.append(event)
                 if self._live is None and self._clock() - self._line_at >= LINE_S:
                     self._line_at = self._clock()
                     self._print(" · ".join([f"step {event.step:,}/{self._plan.train.steps:,}", *self._facts()]))
@@ -86,11 +88,12 @@ class Progress:
 
     def _facts(self) -> list[str]:
         """Loss, speed, memory, time to go: known from the first step on."""
-        last = self._recent[-1]
+        recent = tuple(self._recent)
+        last = recent[-1]
         facts = [f"loss {last.loss:.3f}"]
         if self._validated is not None:
             facts.append(f"val {self._validated.loss:.3f}")
-        tokens_per_s = median(step.tokens / step.step_s for step in self._recent)
+        tokens_per_s = median(step.tokens / step.step_s for step in recent)
         facts += [f"{tokens_per_s:,.0f} tokens/s", f"MFU {self._mfu(tokens_per_s)}", format_bytes(last.memory_bytes)]
         return [*facts, f"ETA {format_seconds(self.eta_s())}"]
 
@@ -101,8 +104,9 @@ class Progress:
 
     def eta_s(self) -> float:
         """Seconds until the last step: each takes the median of recent ones and its share of validations and saves."""
-        each_s = median(step.step_s for step in self._recent) + self._pauses_s / self._steps
-        return (self._plan.train.steps - self._recent[-1].step) * each_s
+        recent = tuple(self._recent)
+        each_s = median(step.step_s for step in recent) + self._pauses_s / self._steps
+        return (self._plan.train.steps - recent[-1].step) * each_s
 
     def _render(self) -> Group:
         steps = self._plan.train.steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,9 @@ def positive(text: str) -> int:
 
 def default_name(config: RunConfig) -> str:
     """A run's folder name: `name`, or made from its source ("~/papers" -> "papers")."""
-    source = config.data_config.source.removeprefix("hf:").split(":")[0]
-    return config.name or Path(source).expanduser().stem or "run"
+    source = Path(config.data_config.source.removeprefix("hf:").split(":")[0]).expanduser()
+    # "." and ".." have no name of their own, and "runs/.." would be the folder of run.yaml.
+    return config.name or Path(os.path.normpath(Path.cwd() / source)).stem or "run"
 
 
 def as_yaml(config: RunConfig) -> bytes:

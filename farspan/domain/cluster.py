@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Container
 from typing import Annotated, Literal
 
@@ -216,22 +217,24 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return _joined(way, a, b) if way else None
 
     def _shortest(self, start: str, goal: str) -> list[Link]:
-        """Dijkstra's shortest way over site links, by round trip; empty where there is none."""
-        best: dict[str, tuple[float, list[Link]]] = {start: (0.0, [])}
-        open_sites = {start}
+        """Dijkstra's shortest way over site links, by round trip, of such the widest; empty where there is none."""
+        # Round trip, and the rate of the slowest link so far with its sign turned: less is better of both.
+        best: dict[str, tuple[tuple[float, float], list[Link]]] = {start: ((0.0, -math.inf), [])}
+        open_sites = [start]
         while open_sites:
             here = min(open_sites, key=lambda name: best[name][0])
-            open_sites.discard(here)
+            open_sites.remove(here)
+            (rtt, rate), way = best[here]
             if here == goal:
-                return best[here][1]
+                return way
             for link in self.links:
                 if here not in (link.a, link.b):
                     continue
                 there = link.b if link.a == here else link.a
-                rtt = best[here][0] + link.rtt_s
-                if there not in best or rtt < best[there][0]:
-                    best[there] = (rtt, [*best[here][1], link])
-                    open_sites.add(there)
+                cost = rtt + link.rtt_s, max(rate, -math.inf if link.bandwidth is None else -link.bandwidth)
+                if there not in best or cost < best[there][0]:
+                    best[there] = cost, [*way, link]
+                    open_sites += [there] if there not in open_sites else []
         return []
 
 

@@ -40,6 +40,8 @@ Price = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 FAR_FOLDER = "~/.cache/farspan"
 #: Where a network ends being one: a minute of round trip, 10 Tbit/s.
 MAX_RTT_S, MAX_BANDWIDTH = 60.0, 10e12 / 8
+#: A link that loses more is none.
+MAX_LOSS = 0.99
 
 
 class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -168,6 +170,8 @@ class _Reader:
             if not 1 <= given.count <= 64:
                 raise self._out_of_range(f"{where}.devices[{index}].count", f"{given.count} is not between 1 and 64")
             devices += [self._device(given, f"{where}.devices[{index}]", price)] * given.count
+        # A device's place in its host is its number for CUDA, which counts GPUs only.
+        devices.sort(key=lambda device: device.backend != "cuda")
         return Host(
             name=name, devices=tuple(devices), cpus=entry.cpus,
             memory=self._quantity(parse_bytes, entry.memory, f"{where}.memory", 2**20, 2**50),
@@ -223,7 +227,7 @@ class _Reader:
             bandwidth=self._quantity(parse_rate, entry.bandwidth, f"{where}.bandwidth", 1e2, MAX_BANDWIDTH),
             jitter_s=self._quantity(parse_seconds, entry.jitter, f"{where}.jitter", 0, MAX_RTT_S),
             window=self._quantity(parse_bytes, entry.window, f"{where}.window", 1000, 2**40),
-            loss=self._quantity(parse_fraction, entry.loss, f"{where}.loss", 0, 0.99),
+            loss=self._quantity(parse_fraction, entry.loss, f"{where}.loss", 0, MAX_LOSS),
             in_flight=entry.in_flight, transfer_s=entry.transfer_s, busy_s=entry.busy_s, origin=entry.origin,
         )  # fmt: skip
 

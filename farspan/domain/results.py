@@ -104,7 +104,9 @@ class Step(_Event, frozen=True, kw_only=True, tag="step"):
     step: int
     loss: float
     lr: float
-    grad_norm: float
+    #: Before clipping; None where it was not finite, as after an overflow in fp16, and the update was skipped. A step
+    #: that was not read from a file may have inf or nan here: JSON has no word for them, and they are written as null.
+    grad_norm: float | None
     tokens: int
     step_s: float
     memory_bytes: int

@@ -33,6 +33,11 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     #: What starts the run's workers: a file of `launch/launchers/`.
     launcher: str = "local"
 
+    @property
+    def corpus_folder(self) -> Path:
+        """Of a run that was sent to a host it may begin with ~, the home folder there."""
+        return Path(self.corpus).expanduser()
+
 
 class RunFolder:
     """Paths inside one run directory."""

@@ -22,9 +22,8 @@ def stage_devices(replica: Replica, index: int, costs: Costs) -> dict[int, Devic
     """The devices of one stage, by rank."""
     found: dict[int, DeviceTime] = {}
     stage, parts = replica.stages[index], replica.microbatches
-    rows = [replica.micro_rows(index, c) for c in range(len(stage.rows))]
     for coordinate, ranks in enumerate(stage.mesh.batch):
-        alone = [count if c == coordinate else 0 for c, count in enumerate(rows)]
+        alone = [count if c == coordinate else 0 for c, count in enumerate(stage.rows)]
         own = timed_stage(replica, index, costs, alone)
         waits = own.passes.forward_wait + own.passes.backward_wait
         computing = parts * (own.passes.forward + own.passes.backward - waits) + own.update

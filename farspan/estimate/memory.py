@@ -17,6 +17,9 @@ LOGITS_CHUNK_BYTES = 64 * 2**20
 #: Up to so many positions attention on CPUs goes through whole score matrices and keeps the probabilities, which beats
 #: the flash kernel there; its memory grows with the square.
 CPU_SCORES_POSITIONS = 1024
+#: Bytes a parameter of replicas that meet: the parameters of their last meeting, and the outer momentum (arXiv
+#: 2311.08105); while an exchange goes on, what it left from too.
+MEETING, OVERLAPPING = 8, 12
 
 
 def local_parameters(graph: OpGraph, units: tuple[int, int], splits: dict[str, str], ways: int) -> float:
@@ -82,12 +85,15 @@ def replayed_per_row(
     return kept_per_row(graph, graph.block, train, splits or {}, ways, backend)
 
 
-def logits_bytes(graph: OpGraph, train: TrainSpec, micro_rows: int, engine: Engine, share: float = 1.0) -> float:
-    """The loss: logits of one chunk with their fp32 softmax, and the head's gradient beside its running sum."""
+def logits_bytes(
+    graph: OpGraph, train: TrainSpec, micro_rows: int, engine: Engine, share: float = 1.0, held: float = 1.0
+) -> float:
+    """The loss: logits of one chunk with their fp32 softmax, of which a device has a share; and the head's gradient
+    beside its running sum, of what it holds of the head."""
     width = BYTES[train.precision]
     whole = graph.size("bsv", b=micro_rows, s=train.seq_len) * width * share
     chunk = whole if engine.logits_chunk is None else min(whole, engine.logits_chunk)
-    return chunk * (1 + 4 // width) + (2 * 4 * graph.size("vd") * share if engine.logits_chunk is not None else 0.0)
+    return chunk * (1 + 4 // width) + (2 * 4 * graph.size("vd") * held if engine.logits_chunk is not None else 0.0)
 
 
 def state_bytes(

@@ -18,6 +18,7 @@ from farspan.domain.plan import Plan, Replica
 from farspan.domain.results import Estimate, Memory
 from farspan.estimate.assumptions import assumptions
 from farspan.estimate.loss import loss
+from farspan.estimate.memory import MEETING, OVERLAPPING
 from farspan.estimate.network import Network
 from farspan.estimate.replicas import token_efficiency
 from farspan.estimate.schedule import Hop, Simulated, effective_depths, simulate
@@ -104,11 +105,10 @@ def step(replica: Replica, costs: Costs) -> Step:
 
 
 def timed_stage(replica: Replica, index: int, costs: Costs, rows: Sequence[int] | None = None) -> StageTime:
-    """A stage's times, with other rows of a microbatch than its own where said; its passes with what each takes of
-    processors to bring a microbatch in and out."""
+    """A stage's times, with other rows than its own where said; its passes with what each takes of processors to bring
+    a microbatch in and out."""
     stage = replica.stages[index]
-    own = [replica.micro_rows(index, c) for c in range(len(stage.rows))]
-    found = costs.time(stage, own if rows is None else rows, replica.microbatches)
+    found = costs.time(stage, stage.rows if rows is None else rows, replica.microbatches)
     network, site = costs.network, costs.network.sites[stage.mesh.ranks[0]]
     crossing = (
         edge
@@ -299,16 +299,14 @@ def _met(plan: Plan, costs: Costs) -> float:
     """Seconds of the slowest device to make its changes, and the outer step on all of them."""
     moved = 4 * costs.engine.meeting_passes
     return max(
-        costs.stream_s(rank, costs.parameters(stage) * moved)
+        costs.stream_s(rank, costs.parameters(stage) / (stage.mesh.size("data") if stage.zero else 1) * moved)
         for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks
     )  # fmt: skip
 
 
 def _memory(plan: Plan, costs: Costs) -> tuple[Memory, ...]:
     found: dict[int, Memory] = {}
-    # Replicas that meet keep the parameters of their last meeting, and the outer momentum (arXiv 2311.08105); while an
-    # exchange goes on, what it left from too.
-    outer = 0 if plan.sync is None else 12 if plan.sync.overlap else 8
+    outer = 0 if plan.sync is None else OVERLAPPING if plan.sync.overlap else MEETING
     for replica in plan.replicas:
         for i, stage in enumerate(replica.stages):
             for coordinate, ranks in enumerate(stage.mesh.batch):

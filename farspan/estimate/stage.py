@@ -52,8 +52,10 @@ class StageTime(NamedTuple):
 class Costs:
     """Seconds and bytes of stages of one model on one network; results are kept, as searches ask again and again."""
 
-    def __init__(self, graph: OpGraph, train: TrainSpec, network: Network) -> None:
+    def __init__(self, graph: OpGraph, train: TrainSpec, network: Network, outer: int = 0) -> None:
+        """`outer`: bytes a parameter that every plan here keeps beside its own, as the replica that it is to become."""
         self.graph, self.train, self.engine, self.network = graph, train, network.engine, network
+        self._outer = outer
         self.width = BYTES[train.precision]
         self.signature = [
             (device, network.crowd[host]) for device, host in zip(network.devices, network.hosts, strict=True)
@@ -167,28 +169,36 @@ class Costs:
 
     # -- a stage -----------------------------------------------------------------------------------------------------
 
-    def passes(self, stage: Stage, micro_rows: Sequence[int]) -> Pass:
-        """The passes of a stage over one microbatch: those of its slowest batch coordinate."""
+    def passes(self, stage: Stage, rows: Sequence[int], microbatches: int = 1) -> Pass:
+        """The passes of a stage over one microbatch, in the mean of those that the rows of its batch coordinates come
+        in: those of its slowest coordinate."""
         slowest = Pass(0.0, 0.0)
-        ways, groups = stage.mesh.size("tensor"), stage.mesh.batch
-        seen = set()
-        for group, rows in zip(groups, micro_rows, strict=True):
+        ways, seen = stage.mesh.size("tensor"), set()
+        for group, count in zip(stage.mesh.batch, rows, strict=True):
             places = tuple(self.network.hosts[rank] for rank in group) if ways > 1 else ()
-            key = (rows, *(self.alike[rank] for rank in group), *places)
-            if rows == 0 or key in seen:
+            key = (count, *(self.alike[rank] for rank in group), *places)
+            if count == 0 or key in seen:
                 continue
             seen.add(key)
-            forward = backward = forward_wait = backward_wait = 0.0
-            for unit, count in self.graph.kinds(*stage.units):
-                f, b, fw, bw = self._unit_pass(group, unit, rows, stage, len(groups))
-                forward, forward_wait = forward + count * f, forward_wait + count * fw
-                backward, backward_wait = backward + count * b, backward_wait + count * bw
-                if stage.recompute and unit is self.graph.block:
-                    f, _, fw, _ = self._unit_pass(group, replayed(unit), rows, stage, len(groups))
-                    backward, backward_wait = backward + count * f, backward_wait + count * fw
-            found = Pass(forward + forward_wait, backward + backward_wait, forward_wait, backward_wait)
+            each, larger = divmod(count, microbatches)
+            found = self._pass(group, max(1, each), stage)  # A worker without a sequence in a microbatch reads one.
+            if larger:
+                more = self._pass(group, each + 1, stage)
+                found = Pass(*(a + larger / microbatches * (b - a) for a, b in zip(found, more, strict=True)))
             slowest = max(slowest, found, key=lambda p: p.forward + p.backward)
         return slowest
+
+    def _pass(self, group: Sequence[int], rows: int, stage: Stage) -> Pass:
+        """The passes of a batch coordinate over so many sequences."""
+        forward = backward = forward_wait = backward_wait = 0.0
+        for unit, count in self.graph.kinds(*stage.units):
+            f, b, fw, bw = self._unit_pass(group, unit, rows, stage, len(stage.mesh.batch))
+            forward, forward_wait = forward + count * f, forward_wait + count * fw
+            backward, backward_wait = backward + count * b, backward_wait + count * bw
+            if stage.recompute and unit is self.graph.block:
+                f, _, fw, _ = self._unit_pass(group, replayed(unit), rows, stage, len(stage.mesh.batch))
+                backward, backward_wait = backward + count * f, backward_wait + count * fw
+        return Pass(forward + forward_wait, backward + backward_wait, forward_wait, backward_wait)
 
     def _unit_pass(
         self, group: Sequence[int], unit: tuple[Operator, ...], rows: int, stage: Stage, concurrent: int
@@ -199,9 +209,10 @@ class Costs:
         waits = self.unit_wait(group, unit, rows, stage.splits, concurrent) if ways > 1 else (0.0, 0.0)
         return max(t[0] for t in times), max(t[1] for t in times), *waits
 
-    def time(self, stage: Stage, micro_rows: Sequence[int], microbatches: int) -> StageTime:
-        """All of a stage's times, with ZeRO's gathers and sums where its level has them."""
-        passes = self.passes(stage, micro_rows)
+    def time(self, stage: Stage, rows: Sequence[int], microbatches: int) -> StageTime:
+        """All of a stage's times for so many rows of each batch coordinate, with ZeRO's gathers and sums where its
+        level has them."""
+        passes = self.passes(stage, rows, microbatches)
         sums = sync(self, stage, microbatches)
         forward, backward = self._contended(stage, passes, sums, microbatches)
         if stage.zero == 3:
@@ -289,11 +300,12 @@ class Costs:
                 part + engine.undivided * max(0.0, full - part)
                 for part, full in zip((weights, gradients, optimizer), whole, strict=True)
             )
-        optimizer += outer * parameters
+        optimizer += max(outer, self._outer) * parameters / (stage.mesh.size("data") if stage.zero else 1)
         each, again = self.kept(stage, device.backend)
         kept = rows * (depth * each + again)
         head = stage.units[1] == self.graph.units and stage.units[0] < stage.units[1]
-        share = 1 / ways if stage.splits.get("head", "") else 1.0
+        split = stage.splits.get("head", "")
+        shares = work_share(split, ways), 1 / ways if split and split in "vd" else 1.0
         buffers = 2.0 * depth * rows * self.graph.size("bsd", b=1, s=train.seq_len) * self.width if piped else 0
         if len(stage.mesh.ranks) > ways and engine.buckets_copied:
             buffers += stage.grad_sync.bucket_bytes or 0
@@ -303,7 +315,7 @@ class Costs:
         return Memory(
             weights=weights * engine.overhead, gradients=gradients * engine.overhead,
             optimizer=optimizer * engine.overhead, activations=kept * engine.overhead * engine.slack,
-            logits=engine.slack * logits_bytes(self.graph, train, rows, engine, share) if head else 0.0,
+            logits=engine.slack * logits_bytes(self.graph, train, rows, engine, *shares) if head else 0.0,
             buffers=engine.slack * buffers,
             framework=engine.framework if device.framework is None else device.framework,
         )  # fmt: skip

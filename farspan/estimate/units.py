@@ -64,7 +64,7 @@ def _slowed(one: UnitTime, times: float) -> UnitTime:
 
 def unit_seconds(times: Sequence[UnitTime], rows: int) -> tuple[float, float]:
     """Forward and backward seconds of a unit over `rows` sequences, from those timed: on the line through the nearest
-    two, or in proportion where there is one."""
+    two, or in proportion where there is one; beyond the most that was timed never less than that took."""
     known = sorted(times, key=lambda one: one.rows)
     if len(known) == 1:
         share = rows / known[0].rows
@@ -74,4 +74,6 @@ def unit_seconds(times: Sequence[UnitTime], rows: int) -> tuple[float, float]:
     share = (rows - a.rows) / (b.rows - a.rows)
     forward = a.forward_s + share * (b.forward_s - a.forward_s)
     backward = a.backward_s + share * (b.backward_s - a.backward_s)
+    if rows > b.rows:  # Where overheads are all that small ones take, noise would turn the line downwards.
+        return max(b.forward_s, forward), max(b.backward_s, backward)
     return max(0.0, forward), max(0.0, backward)

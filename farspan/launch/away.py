@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from farspan.domain.cluster import Host
-from farspan.domain.codec import load, to_json
+from farspan.domain.codec import load, missing_path, to_json
 from farspan.domain.corpus import TOKEN_FILES
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
@@ -24,6 +24,8 @@ from farspan.launch.hosts import command, quoted
 PULL_S = 1.0
 #: A question is answered within this; files may take as long as they keep coming.
 ANSWER_S = 20.0
+#: What a worker opens of a Hugging Face folder; the same weights may lie beside them in other formats.
+MODEL_FILES = (".json", ".safetensors")
 
 
 class Away:
@@ -38,17 +40,30 @@ class Away:
         record = load(self._here.record, RunRecord)
         corpus = Path(self._host.folder or "") / "cache" / "corpora" / f"sent-{self._plan.inputs.corpus}"
         if self._ask(f"cat {quoted(corpus / 'corpus.json')}") is None:
-            files = [Path(record.corpus) / name for name in TOKEN_FILES]
             # The file that says what the folder is comes last: without it the folder counts as empty.
-            self._put([(path, path.name) for path in (*files, Path(record.corpus) / "corpus.json")], corpus)
+            files = [record.corpus_folder / name for name in (*TOKEN_FILES, "corpus.json")]
+            self._put([(path, path.name) for path in files], corpus)
         if self._ask(f"cat {quoted(self._there.plan)}") is None:
             here = self._here
             sent = [here.corpus, here.tokenizer, here.estimate, here.events, here.checkpoints, here.plan]
-            moved = to_json(msgspec.structs.replace(record, corpus=str(corpus)))
-            self._put([(path, path.name) for path in sent if path.exists()], self._there.path, {"run.json": moved})
+            moved = msgspec.structs.replace(record, corpus=str(corpus), initial=self._send_initial(record.initial))
+            files = [path for path in sent if path.exists()]
+            self._put([(path, path.name) for path in files], self._there.path, {"run.json": to_json(moved)})
         # What was recorded there and never came back comes now.
         self._pulled = self._here.events.stat().st_size if self._here.events.exists() else 0
         self.pull()
+
+    def _send_initial(self, initial: str | None) -> str | None:
+        """The model that the run starts from; where it lies there. Raises Refusal (path-missing)."""
+        if initial is None:
+            return None
+        here, there = Path(initial), self._there.path / "initial"
+        if not here.is_dir():
+            raise missing_path(here)
+        files = [path for path in sorted(here.iterdir()) if path.suffix in MODEL_FILES and path.is_file()]
+        # What links lead to: in the cache of Hugging Face all files are links.
+        self._put([(path.resolve(), path.name) for path in files], there)
+        return str(there)
 
     def pull(self, *, now: bool = True) -> None:
         """Append the events here that were written there; without `now` only if it is time to ask again."""
@@ -56,10 +71,11 @@ class Away:
             return
         self._asked_at = time.monotonic()
         new = self._ask(f"tail -c +{self._pulled + 1} {quoted(self._there.events)}")
-        if new:
+        # Whole lines only: one that a killed worker leaves unfinished is cut there by the next.
+        if whole := (new or b"")[: (new or b"").rfind(b"\n") + 1]:
             with open(self._here.events, "ab") as file:
-                file.write(new)
-            self._pulled += len(new)
+                file.write(whole)
+            self._pulled += len(whole)
 
     def fetch(self) -> None:
         """Bring the checkpoints back. Raises Refusal (host-unreachable) that says where they are."""

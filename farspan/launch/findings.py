@@ -15,7 +15,8 @@ from farspan.launch.examine import Examination, HostFacts, Way, address
 #: Clocks further apart than this make events of several hosts hard to read side by side.
 MAX_SKEW_S = 1.0
 LITTLE_DISK = 5 * 10**9
-OLDEST_PYTHON = (3, 11)
+#: Where `tarfile` began to refuse what lies outside its folder.
+OLDEST_PYTHON = (3, 11, 4)
 #: Interfaces that only this machine sees: loopback, and the bridges of Docker, libvirt and LXC.
 PRIVATE = re.compile(r"(lo\d*|docker\d*|br-[0-9a-f]{12}|virbr\d*|lxcbr\d*|cni\d*)$")
 
@@ -84,8 +85,10 @@ def _unreachable(way: Way, found: Examination, hosts: dict[str, Host]) -> Findin
 
 def _of_host(host: Host, found: Examination) -> Iterator[Finding]:
     facts, where = found.hosts[host.name], f"host {host.name}"
-    if host.interface is not None and (host.interface not in facts.interfaces or PRIVATE.match(host.interface)):
-        why = "is seen by that machine alone" if host.interface in facts.interfaces else "does not exist"
+    # A system other than Linux names none of its interfaces.
+    absent = bool(facts.interfaces) and host.interface not in facts.interfaces
+    if host.interface is not None and (absent or PRIVATE.match(host.interface)):
+        why = "does not exist" if absent else "is seen by that machine alone"
         usable = ", ".join(name for name in facts.interfaces if not PRIVATE.match(name)) or "none"
         yield Finding(severity="refused", code="host-unreachable", what=f"interface {host.interface} {why}",
                       where=where, fact=f"it has {usable}",
@@ -99,9 +102,9 @@ def _of_host(host: Host, found: Examination) -> Iterator[Finding]:
         yield Finding(severity="refused", code="device-missing", what=f"{host.name} has fewer GPUs than the file says",
                       where=where, fact=f"{wanted} in the file, {len(facts.gpus)} there",
                       remedy=f"on {host.name}: nvidia-smi, then mend its devices: in the cluster file")  # fmt: skip
-    if _numbers(facts.python)[:2] < OLDEST_PYTHON:
+    if _numbers(facts.python) < OLDEST_PYTHON:
         yield Finding(severity="refused", code="version-mismatch", what=f"Python of {host.name} is too old",
-                      where=where, fact=f"{facts.python}; farspan needs 3.11",
+                      where=where, fact=f"{facts.python}; farspan needs {'.'.join(map(str, OLDEST_PYTHON))}",
                       remedy=f"set python: of {host.name} in the cluster file to a newer interpreter")  # fmt: skip
         return
     missing = [name for name in ("farspan", "torch") if facts.packages[name] is None]

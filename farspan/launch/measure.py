@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from farspan.domain.cluster import Cluster, Device, DType, Host, Link
+from farspan.domain.clusterfile import MAX_LOSS
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import PlannedDevice
 from farspan.domain.problems import Refusal
@@ -173,8 +174,15 @@ def links(cluster: Cluster, activation_bytes: int, say: Callable[[str], None]) -
             names = (a.name, b.name) if one_site else (cluster.site_of(a.name).name, cluster.site_of(b.name).name)
             say(f"link {names[0]} - {names[1]}")
             link = _link(reached[a.name], reached[b.name], activation_bytes)
-            found.append(msgspec.structs.replace(link, a=names[0], b=names[1]))
+            found.append(named(link, names, cluster))
     return tuple(found)
+
+
+def named(link: Link, names: tuple[str, str], cluster: Cluster) -> Link:
+    """The link between these names of the cluster, with the loss that was known before where none could be counted."""
+    known = {frozenset((one.a, one.b)): one.loss for one in cluster.links}
+    loss = known.get(frozenset(names)) if link.loss is None else link.loss
+    return msgspec.structs.replace(link, a=names[0], b=names[1], loss=loss)
 
 
 def _pairs(cluster: Cluster) -> list[tuple[Host, Host]]:
@@ -216,10 +224,17 @@ def _transfer(a: Agent, b: Agent, size: int, rtt_s: float) -> float:
     return float(max(0.0, statistics.median(times) - rtt_s / 2))
 
 
-def _loss(a: Agent, b: Agent) -> float:
+def _loss(a: Agent, b: Agent) -> float | None:
     tag = f"loss-{a.host.name}"
     before = b.ask("datagrams", tag=tag)["count"]
     a.ask("say", address=address(b.host), port=b.port, tag=tag, count=DATAGRAMS, gap=GAP_S)
     # A question over the control connection takes longer than what is still under way.
     a.ask("reach", address=address(b.host), port=b.port, deadline=5, pings=3)
-    return 1 - float(b.ask("datagrams", tag=tag)["count"] - before) / DATAGRAMS
+    return lost(b.ask("datagrams", tag=tag)["count"] - before)
+
+
+def lost(arrived: int) -> float | None:
+    """The share of DATAGRAMS that is missing. None where not one came: the same way has just carried streams, so
+    datagrams are filtered, and nothing is known. What the network doubles may make more of them arrive than were sent.
+    """
+    return min(MAX_LOSS, max(0.0, 1 - arrived / DATAGRAMS)) if arrived else None

@@ -12,9 +12,8 @@ import msgspec
 from farspan.domain.cluster import Host
 from farspan.domain.problems import Problem, Refusal
 from farspan.launch.agent import free_port
-from farspan.launch.examine import address, agents, reach
+from farspan.launch.examine import Way, address, agents, reach
 from farspan.launch.findings import PRIVATE
-from farspan.launch.hosts import Agent
 
 
 class Meeting(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,19 +34,25 @@ def arrange(hosts: Sequence[Host]) -> Meeting:
         port = first.ask("free_port")["port"]
         if not others:
             return Meeting(address="127.0.0.1", port=port)
-        interfaces = {agent.host.name: _interface(agent, first) for agent in others}
-        interfaces[first.host.name] = _interface(first, others[0])
+        pairs = [*((agent, first) for agent in others), (first, others[0])]
+        interfaces = {a.host.name: interface(a.host, b.host, reach(a, b, pings=1)) for a, b in pairs}
     return Meeting(address=address(first.host), port=port, interfaces=interfaces)
 
 
-def _interface(agent: Agent, other: Agent) -> str:
-    """The interface of `agent`'s host towards `other`'s, which must answer."""
-    way = reach(agent, other, pings=1)
+def interface(a: Host, b: Host, way: Way) -> str:
+    """The interface of `a` towards `b`, which must have answered. Raises Refusal (host-unreachable)."""
     if way.failed:
-        raise _lost(agent.host, other.host, f"{way.failed}: {way.fact}")
-    name = agent.host.interface or way.interface
-    if name is None or PRIVATE.match(name):
-        raise _lost(agent.host, other.host, f"it would use the interface {name}, which only that machine sees")
+        raise _lost(a, b, f"{way.failed}: {way.fact}")
+    name = a.interface or way.interface
+    if name is None:
+        # Systems other than Linux name none, and Linux none for a second address of an interface.
+        raise Refusal(
+            "host-unreachable", what=f"how {a.name} reaches {b.name} is not known", where=f"link {a.name} -> {b.name}",
+            fact=f"no interface that can be seen there has the address that its packets to {address(b)} leave by",
+            remedy=f"set interface: of {a.name} in the cluster file",
+        )  # fmt: skip
+    if PRIVATE.match(name):
+        raise _lost(a, b, f"it would use the interface {name}, which only that machine sees")
     return name
 
 

@@ -58,9 +58,11 @@ class RankActor:
         self._words = self._logs / f"rank-{self._rank}.problem.json"
         self._words.unlink(missing_ok=True)
         words = [sys.executable, "-m", "farspan.runtime.worker", str(self._folder / "plan.json"), str(self._folder)]
+        # Empty, Ray up to 2.55 sets it for an actor that asks for no GPU; the plan says which one a worker takes.
+        own = {name: value for name, value in os.environ.items() if (name, value) != ("CUDA_VISIBLE_DEVICES", "")}
         with open(self._logs / f"rank-{self._rank}.log", "ab") as log:
             self._process = subprocess.Popen(
-                words, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                words, env={**own, **environment}, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
 
     def poll(self) -> tuple[int | None, bytes | None]:

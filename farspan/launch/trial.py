@@ -199,7 +199,8 @@ class Deadline:
 
     def _kill(self) -> None:
         for process in self._workers.processes:
-            if process.poll() is None:
+            # Services are asked when the workers are left: killed, a Ray node would leave what it has started.
+            if process.ranks and process.poll() is None:
                 process.signal(signal.SIGKILL)
 
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +18,7 @@ from typing import IO, Protocol
 import msgspec
 
 from farspan.domain.cluster import STARTING, Cluster, Host
-from farspan.domain.codec import content_hash, load, parse_json
+from farspan.domain.codec import content_hash, cut_unfinished_line, load, parse_json
 from farspan.domain.plan import Plan
 from farspan.domain.problems import EXIT_CODES, Problem, Refusal
 from farspan.domain.problems import command as farspan
@@ -36,6 +37,8 @@ GRACE_S = 12.0
 SAVE_S = 600.0
 #: A service, such as a Ray node, ends within this.
 SERVICE_S = 30.0
+#: A host answers a question about its files within this.
+ANSWER_S = 10.0
 
 
 class Process(Protocol):
@@ -136,7 +139,7 @@ class HostProcess:
         return self._process.pid
 
     def poll(self) -> int | None:
-        return self._process.poll()
+        return _signalled(self._process.poll())
 
     def signal(self, number: signal.Signals) -> None:
         if number == signal.SIGTERM and self._process.stdin is not None:
@@ -152,7 +155,7 @@ class HostProcess:
             return path.read_bytes() if path.exists() else None
         try:
             words = ["sh", "-c", f"cat {quoted(path)}"]
-            done = subprocess.run(command(self._host, words), capture_output=True, timeout=10)
+            done = subprocess.run(command(self._host, words), capture_output=True, timeout=ANSWER_S)
         except subprocess.TimeoutExpired:
             return None
         return done.stdout if done.returncode == 0 else None
@@ -193,10 +196,14 @@ class Workers:
         self._lock = _locked(run)
         for stale in run.logs.glob("rank-*.problem.json"):
             stale.unlink()
+        if run.events.exists():
+            # Rank 0 cuts it off too, and writes its first event where it began.
+            cut_unfinished_line(run.events)
         self._events_from = run.events.stat().st_size if run.events.exists() else 0
         self._interrupted_at: float | None = None
         self._finished: Finished | None = None
         self._logs: list[IO[bytes]] = []
+        self._log_from: dict[Path, int] = {}
         self.processes: list[Process] = []
         #: Those that were ended from here, because others had failed or the user said so.
         self._culled: list[Process] = []
@@ -209,12 +216,27 @@ class Workers:
         try:
             if self._away is not None:
                 self._away.send()
+            self._clear()
             for process in self.start():
                 self.processes.append(process)
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
         return self
+
+    def _clear(self) -> None:
+        """Remove what workers of an earlier start said, on hosts with their own disk: this one's may say nothing."""
+        # Nodes of a Ray cluster that runs already may be entered by nobody: its actors clear there.
+        far = [host for host in self.hosts if host.folder is not None and not self.argument]
+        with ThreadPoolExecutor(max(1, len(far))) as pool:
+            list(pool.map(self._clear_on, far))
+
+    def _clear_on(self, host: Host) -> None:
+        logs = quoted(run_folder(host, self.plan, self.run).logs)
+        words = command(host, ["sh", "-c", f"rm -f {logs}/rank-*.problem.json"])
+        # Of a host that cannot be entered more is said when workers are started there.
+        with suppress(subprocess.TimeoutExpired, OSError):
+            subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=ANSWER_S)
 
     @property
     def keep_open(self) -> int:
@@ -223,9 +245,16 @@ class Workers:
 
     def log(self, name: str) -> IO[bytes]:
         """A log on this machine, to be closed with the others."""
-        log = open(self.run.logs / f"{name}.log", "ab")  # noqa: SIM115 - closed by __exit__
+        path = self.run.logs / f"{name}.log"
+        log = open(path, "ab")  # noqa: SIM115 - closed by __exit__
         self._logs.append(log)
+        self._log_from[path] = log.seek(0, os.SEEK_END)
         return log
+
+    def words(self, log: Path) -> str:
+        """What a log has taken since it was opened: it goes on from those of earlier starts."""
+        content = log.read_bytes() if log.exists() else b""
+        return content[self._log_from.get(log, 0) :].decode(errors="replace")
 
     def interrupt(self) -> None:
         """Ask the workers to save and end; a second call ends them at once."""
@@ -318,7 +347,7 @@ class Workers:
         name = next((name for name, number in EXIT_CODES.items() if number == code), "worker-lost")
         return Problem(
             code=name, what=f"rank {rank} on {process.host.name} was lost", where=str(log),
-            fact=f"{cause}; last words: {_last_line(log)}", remedy=farspan("resume", self.run.path),
+            fact=f"{cause}; last words: {_last_line(self.words(log))}", remedy=farspan("resume", self.run.path),
         )  # fmt: skip
 
     def _signal(self, number: signal.Signals, services: bool = False) -> None:
@@ -365,6 +394,16 @@ def _locked(run: RunFolder) -> IO[bytes]:
     return lock
 
 
+def _signalled(code: int | None) -> int | None:
+    """An exit code, negative for a signal also where `held`, a shell or a client such as docker says 128 + its number.
+
+    Farspan's own codes stay what they are (130 is `interrupted`), and so does 255, which is ssh's own.
+    """
+    if code is None or code in EXIT_CODES.values() or code - 128 not in set(signal.Signals):
+        return code
+    return 128 - code
+
+
 def _new_lines(path: Path, position: int) -> tuple[int, list[bytes]]:
     """Whole lines written after `position`, and where they end."""
     if not path.exists():
@@ -376,7 +415,6 @@ def _new_lines(path: Path, position: int) -> tuple[int, list[bytes]]:
     return position + len(whole), whole.splitlines()
 
 
-def _last_line(log: Path) -> str:
-    text = log.read_text(errors="replace") if log.exists() else ""
+def _last_line(text: str) -> str:
     lines = [line for line in text.splitlines() if any(map(str.isalpha, line))]
     return lines[-1][:200] if lines else "none"

@@ -61,7 +61,7 @@ class Learned(NamedTuple):
     ways: Mapping[str, float]
 
     def way(self, plan: Plan) -> float:
-        return math.prod(self.ways.get(way, 1.0) for way in ways_of(plan))
+        return math.prod(self.ways.get(way, 1.0) for way in sorted(ways_of(plan)))
 
 
 def ways_of(plan: Plan) -> frozenset[str]:

@@ -26,6 +26,8 @@ Objective = Literal["time", "cost", "loss_per_dollar", "fewest_devices"]
 OBJECTIVES: tuple[Objective, ...] = ("time", "cost", "loss_per_dollar", "fewest_devices")
 #: `fewest_devices` admits plans that take at most this much longer than the fastest.
 TOLERANCE = 0.1
+#: What stands before the dollars of a plan for which the law of losses knows no gain: more than any run costs.
+NO_GAIN = 1e12
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +55,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def unchosen(self) -> str | None:
         """Why a plan that fits is listed but not chosen."""
-        if self.barred or self.plan is None or self.time_s <= self.lease_s:
+        if self.barred or self.estimate is None or self.queue_s + self.estimate.run_s <= self.lease_s:
             return self.barred
         return f"a lease ends after {format_seconds(self.lease_s)}, before the run does"
 
@@ -178,5 +180,6 @@ def _loss_per_dollar(one: Candidate) -> float:
     """Dollars for each nat that the loss falls below a uniform guess (arXiv 2410.19456 with a scaling law's loss)."""
     if one.estimate is None or one.estimate.usd is None or one.estimate.loss is None or one.plan is None:
         return math.inf
-    gained = math.log(one.plan.model.vocab_size) - one.estimate.loss
-    return math.inf if gained <= 0 else (one.estimate.usd + 1e-9 * one.time_s) / gained
+    gained, spent = math.log(one.plan.model.vocab_size) - one.estimate.loss, one.estimate.usd + 1e-9 * one.time_s
+    # So few tokens that the law knows of no gain: by dollars, and after all that gain.
+    return spent / gained if gained > 0 else NO_GAIN + spent

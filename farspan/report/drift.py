@@ -156,8 +156,7 @@ def _sums(replica: Replica, index: int, traces: Traces, steps: dict[int, float],
     hosts = list(dict.fromkeys(costs.network.hosts[rank] for rank in stage.mesh.ranks))
     if len(hosts) < 2 or (last and costs.graph.tied and index in (0, last)):
         return  # Inside a host, or together with the table that a pipeline's ends share.
-    rows = [replica.micro_rows(index, c) for c in range(len(stage.rows))]
-    predicted = costs.time(stage, rows, replica.microbatches).exposed
+    predicted = costs.time(stage, stage.rows, replica.microbatches).exposed
     measured = median(
         scale * min(traces.parts(rank, step)["communication"] for rank in stage.mesh.ranks)
         for step, scale in steps.items()

@@ -14,7 +14,7 @@ _SMOOTHING = 1 / 100
 
 
 def figures(run: Run) -> list[Chart]:
-    """The six charts of a run; none before its first step."""
+    """The six charts of a run; none before its first step, and none of gradients while no norm was finite."""
     history = run.history
     if not history.steps:
         return []
@@ -31,15 +31,17 @@ def figures(run: Run) -> list[Chart]:
     whose = "rank 0" if run.others else "the largest worker"
     memory = Series(f"memory ({unit})", [step.memory_bytes / size for step in steps], "line", "memory")
     rate = Series("learning rate", [step.lr for step in steps], "line", "lr")
-    norm = _both("gradient norm", [step.grad_norm for step in steps], "norm")
-    return [
+    norms = [step.grad_norm for step in steps]
+    charts = [
         Chart("loss-tokens", "Loss against tokens", by_tokens, loss, levels=entropies),
         Chart("loss-time", "Loss against time", by_time, loss, levels=entropies),
         Chart("speed", "Tokens a second", by_time, speed, "zero"),
         Chart("memory", f"Memory of {whose}, {unit}", by_time, (memory,), "zero"),
         Chart("lr", "Learning rate", by_tokens, (rate,), "zero"),
-        Chart("grad-norm", "Gradient norm", by_tokens, norm, "log"),
     ]
+    if any(norm is not None for norm in norms):
+        charts.append(Chart("grad-norm", "Gradient norm", by_tokens, _both("gradient norm", norms, "norm"), "log"))
+    return charts
 
 
 def _axes(run: Run) -> tuple[Axis, Axis]:
@@ -57,9 +59,11 @@ def _axes(run: Run) -> tuple[Axis, Axis]:
     )  # fmt: skip
 
 
-def _both(name: str, values: Sequence[float], tint: str) -> tuple[Series, Series]:
-    """A noisy series as it is, faint, and smoothed."""
-    return Series(name, values, "faint", tint), Series(f"{name} smoothed", smooth(values), "line", tint)
+def _both(name: str, values: Sequence[float | None], tint: str) -> tuple[Series, Series]:
+    """A noisy series as it is, faint, and smoothed; both without a point where there is no value."""
+    means = iter(smooth([value for value in values if value is not None]))
+    smoothed = [None if value is None else next(means) for value in values]
+    return Series(name, values, "faint", tint), Series(f"{name} smoothed", smoothed, "line", tint)
 
 
 def smooth(values: Sequence[float]) -> list[float]:

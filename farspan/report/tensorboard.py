@@ -45,7 +45,8 @@ def _values(event: Step | Validated | Sampled) -> Iterator[bytes]:
         case Step():
             yield _scalar("train/loss", event.loss)
             yield _scalar("train/lr", event.lr)
-            yield _scalar("train/grad_norm", event.grad_norm)
+            if event.grad_norm is not None:
+                yield _scalar("train/grad_norm", event.grad_norm)
             yield _scalar("train/tokens_per_s", event.tokens / event.step_s)
             yield _scalar("memory/bytes", event.memory_bytes)
         case Validated():

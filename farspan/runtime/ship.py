@@ -53,7 +53,7 @@ def share(store: dist.Store, rank: int, world: int, run: RunFolder) -> None:
 
 
 def _give(store: dist.Store, world: int, run: RunFolder) -> None:
-    plan, corpus = load(run.plan, Plan), Path(load(run.record, RunRecord).corpus)
+    plan, corpus = load(run.plan, Plan), load(run.record, RunRecord).corpus_folder
     with _Server(run, corpus) as server:
         store.set("offer", msgspec.json.encode(Offer(
             plan=plan.hash, corpus=plan.inputs.corpus, address=os.environ["MASTER_ADDR"], port=server.port,
@@ -85,7 +85,7 @@ def _take(store: dist.Store, rank: int, run: RunFolder) -> None:
         if not _is_plan(run.plan, offer.plan):
             _fetch(offer, "run", run.path)
         record = load(run.record, RunRecord)
-        if not _is_corpus(Path(record.corpus), offer.corpus):
+        if not _is_corpus(record.corpus_folder, offer.corpus):
             folder = cache_folder() / "corpora" / f"sent-{offer.corpus}"
             if not _is_corpus(folder, offer.corpus):
                 _fetch(offer, "corpus", folder)

@@ -33,6 +33,8 @@ from farspan.runtime.stray import PATIENCE, Strays
 #: Loss scaling for fp16 as in arXiv 1710.03740, section 4.2: start high, halve on overflow, double after a quiet while.
 FIRST_LOSS_SCALE = 2.0**16
 QUIET_STEPS = 2000
+#: What mends a loss that is not finite.
+LOWER = "lower train.optimizer.lr in run.yaml, then: farspan train run.yaml --run FOLDER"
 #: Steps whose spans are recorded: the second and third of a start, and one of so many later.
 TRACED_FIRST, TRACED_EVERY = (1, 2), 200
 
@@ -239,7 +241,7 @@ class Trainer:
             where=f"rank {', '.join(map(str, outcome.faulty)) or 'any'}, among samples {samples[0]} to {samples[-1]}",
             fact=f"loss {loss}, gradient norm {norm}, learning rate so far up to {self.w.plan.train.optimizer.lr:g}; "
             f"{saved if self._saved_step >= 0 else 'there is no checkpoint'}",
-            remedy="lower train.optimizer.lr in run.yaml, then: farspan train run.yaml --run FOLDER",
+            remedy=LOWER,
         )
 
     def _refuse_stray(self, step: int, outcome: Outcome) -> None:
@@ -266,6 +268,12 @@ class Trainer:
 
     def _validate(self) -> None:
         loss, tokens, seconds = self.validation_loss()
+        if not math.isfinite(loss):
+            raise Refusal(
+                "non-finite", what=f"the validation loss is not finite after step {self.step}",
+                where="the validation split", remedy=LOWER,
+                fact=f"loss {loss}, with the weights that made finite losses in training",
+            )  # fmt: skip
         self._validated_step = self.step
         best = self.progress.best_loss is None or loss < self.progress.best_loss
         self.progress = replace(

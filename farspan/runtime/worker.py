@@ -58,7 +58,7 @@ def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
             fact=f"planned for {plan.inputs.corpus}, found {manifest.hash}", remedy="farspan train run.yaml",
         )  # fmt: skip
     record = load(run.record, RunRecord)
-    folder = Path(record.corpus)
+    folder = record.corpus_folder
     train, val = (
         Windows(TokenFile.open(folder, split, manifest).tokens, plan.train.seq_len) for split in ("train", "val")
     )
@@ -70,7 +70,7 @@ def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
     if record.initial is None:
         executor.load(drawn(plan.model, plan.train.seed))
     else:
-        weights = huggingface.read(Path(record.initial))[1] if group.rank == 0 else None
+        weights = huggingface.read(Path(record.initial).expanduser())[1] if group.rank == 0 else None
         Saves(executor, run.checkpoints, plan.train.keep).adopt(weights)
     if plan.train.compile:
         compile_blocks(executor.model, group.device)
@@ -168,7 +168,7 @@ def sample(worker: Worker, weights: dict[str, torch.Tensor], step: int) -> None:
     model.load_state_dict(weights)
     model.to(worker.group.device)
     tokenizer = tokenizers.load(worker.run.tokenizer)
-    folder = Path(load(worker.run.record, RunRecord).corpus)
+    folder = load(worker.run.record, RunRecord).corpus_folder
     val = TokenFile.open(folder, "val", worker.manifest)
     for document in (0, worker.manifest.val.documents // 2):
         prompt = tokenizer.decode(val.document(document)[:PROMPT_TOKENS].tolist())

@@ -44,6 +44,8 @@ class Task:
     only: tuple[int, ...] | None = None
     #: What searches found out about parts of this question, shared between the tasks of one ranking.
     memo: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)
+    #: Bytes a parameter that a plan must leave room for, as the replica that it is to become.
+    outer: int = 0
 
     @functools.cached_property
     def devices(self) -> tuple[PlannedDevice, ...]:
@@ -65,7 +67,7 @@ class Task:
 
     @functools.cached_property
     def costs(self) -> Costs:
-        return Costs(self.graph, self.train, Network(self.cluster, self.devices, self.engine))
+        return Costs(self.graph, self.train, Network(self.cluster, self.devices, self.engine), self.outer)
 
     @functools.cached_property
     def inputs(self) -> Inputs:
@@ -101,7 +103,8 @@ class Task:
         return max(1, min(MOST_STREAMS, math.ceil(wire.line / wire.rate)))
 
     def likeness(self, ranks: Sequence[int]) -> object:
-        """What makes two runs of devices take the same: figures, division into hosts, and the links between these."""
+        """What makes two runs of devices take the same: figures, division into hosts, and the links between these; how
+        the engine works on all of the question's kinds of devices; and what must be left free."""
         network = self.costs.network
         hosts = list(dict.fromkeys(network.hosts[rank] for rank in ranks))
         places = tuple(hosts.index(network.hosts[rank]) for rank in ranks)
@@ -111,7 +114,8 @@ class Task:
             for link in links
         )
         rates = tuple(network.local_rate[host] for host in hosts)
-        return tuple(self.costs.figures[rank] for rank in ranks), places, rates, figures
+        kinds = frozenset(device.backend for device in network.devices)
+        return tuple(self.costs.figures[rank] for rank in ranks), places, rates, figures, kinds, self.outer
 
     def fits(self, replica: Replica) -> bool:
         """Whether every device of the replica holds what it must."""

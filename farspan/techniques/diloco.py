@@ -1,7 +1,7 @@
 """DiLoCo: a replica a site, each trained by itself, whose changes meet every H steps (arXiv 2311.08105).
 
-Each replica is the best plan of its site, of a few kinds; it reads a share of every step's sequences that its speed earns. What fewer
-meetings cost in tokens is in `estimate.replicas`.
+Each replica is the best plan of its site, of a few kinds; it reads a share of every step's sequences that its speed
+earns. What fewer meetings cost in tokens is in `estimate.replicas`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import msgspec
 
 from farspan.domain.plan import Mesh, Plan, Replica, Stage, Sync
 from farspan.domain.problems import Problem
+from farspan.estimate.memory import MEETING
 from farspan.estimate.price import price
 from farspan.techniques import data, fsdp, pipeshard, zero2
 from farspan.techniques._search.single import rows_by_speed, too_few_rows
@@ -81,7 +82,7 @@ def _site_task(task: Task, ranks: Sequence[int], rows: int) -> Task:
     """The same question to one site alone, with its share of every step."""
     places = tuple(rank if task.only is None else task.only[rank] for rank in ranks)
     train = msgspec.structs.replace(task.train, batch=rows)
-    return Task(task.model, task.graph, task.cluster, train, task.engine, task.corpus, places, task.memo)
+    return Task(task.model, task.graph, task.cluster, train, task.engine, task.corpus, places, task.memo, MEETING)
 
 
 def _pace(task: Task, ranks: Sequence[int], rows: int) -> float:

@@ -86,10 +86,7 @@ def _best_even(task: Task, best: float) -> list[tuple[float, Replica]]:
     """The even split that beats `best` seconds and fits, if any: what the search's runs of hosts do not contain."""
     found: list[tuple[float, Replica]] = []
     for replica in even_splits(task, microbatch_counts(task)):
-        passes = (
-            task.costs.passes(stage, [replica.micro_rows(i, c) for c in range(len(stage.rows))])
-            for i, stage in enumerate(replica.stages)
-        )
+        passes = (task.costs.passes(stage, stage.rows, replica.microbatches) for stage in replica.stages)
         if max(replica.microbatches * (p.forward + p.backward) for p in passes) >= best or not task.fits(replica):
             continue
         if (seconds := step(replica, task.costs).seconds) < best:
@@ -137,11 +134,17 @@ def orders(task: Task) -> list[tuple[int, ...]]:
         ranks = tuple(rank for name in order for rank in by_site[name])
         ranks = ranks[turn:] + ranks[:turn]
         pairs = zip(ranks, (*ranks[1:], ranks[-1]), strict=True)
-        key = tuple((task.costs.alike[a], network.rtt_s(a, b)) for a, b in pairs)
+        key = tuple((task.costs.alike[a], _hop(task, a, b)) for a, b in pairs)
         if key not in seen:
             seen.add(key)
             found.append(ranks)
     return found
+
+
+def _hop(task: Task, a: int, b: int) -> tuple[object, ...]:
+    """What decides the time of messages from one rank to another."""
+    wire = task.costs.network.wire(a, b, collective=False, streams=task.streams(a, b))
+    return wire.delay_s, wire.rate, wire.line, wire.timed, wire.sites[0] == wire.sites[1]
 
 
 def _site_orders(task: Task, names: list[str], by_site: dict[str, list[int]]) -> Iterator[tuple[str, ...]]:

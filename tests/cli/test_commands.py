@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from farspan.cli import main, runs
+from farspan.cli import job, main, runs
 from farspan.domain.codec import load_yaml
 from farspan.domain.config import DataConfig, RunConfig
+from farspan.domain.problems import Refusal
 from tests.cli.conftest import Farspan
 
 
@@ -72,6 +73,28 @@ def test_overrides_of_parts_keep_the_rest(tmp_path: Path):
     config = runs.load_config(parser.parse_args([str(tmp_path / "run.yaml"), *words]))
     assert config.data == DataConfig(source="docs", val="2%", dedup=False) and config.size == "30M"
     assert (config.train.optimizer.lr, config.train.batch.global_) == (6e-4, 4)
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [("..", "papers"), ("../", "papers"), (".", "new"), ("../new/.", "new"), ("~", "papers"), ("~/notes.md", "notes"),
+     ("/", "run"), ("pydocs", "pydocs"), ("hf:someone/texts:en", "texts")],
+)  # fmt: skip
+def test_a_run_is_called_like_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, name: str):
+    here = tmp_path / "papers" / "new"
+    here.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(here.parent))
+    assert runs.default_name(RunConfig(data=source)) == name
+
+
+def test_a_run_is_not_made_over_the_folder_that_it_leads_back_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`runs/..` does not exist before `runs` does, and is full as soon as it does."""
+    (tmp_path / "run.yaml").write_text("data: docs\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Refusal) as refusal:
+        job.refuse_existing(Path("runs/.."), "another folder")
+    assert refusal.value.problem.code == "run-exists"
 
 
 def test_plan_prices_the_run_and_says_where_each_value_came_from(run: Path, farspan: Farspan, tmp_path: Path):

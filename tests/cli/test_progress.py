@@ -80,6 +80,26 @@ def test_one_slow_step_hardly_moves_speed_and_time_to_go():
     assert progress.eta_s() == pytest.approx((1000 - 100 - RECENT_STEPS) * 0.2)
 
 
+class Overtaken:
+    """A step while which is looked at the next one arrives, as it may while the display draws in its own thread."""
+
+    def __init__(self, step: Step, progress: Progress) -> None:
+        self._step, self._progress = step, progress
+
+    def __getattr__(self, name: str) -> object:
+        self._progress.show(one_step(START, 3))
+        return getattr(self._step, name)
+
+
+def test_steps_may_arrive_while_the_display_is_drawn():
+    progress = Progress(make_plan(100), piped(), Clock())
+    for look in (progress._facts, progress.eta_s):
+        progress._recent.clear()
+        progress.show(one_step(START, 1))
+        progress._recent.appendleft(Overtaken(one_step(START, 2), progress))
+        assert look()
+
+
 def test_a_resumed_run_says_from_where():
     plan, console = make_plan(1000), piped()
     with Progress(plan, console, Clock()) as progress:

@@ -45,6 +45,15 @@ def test_prices_of_a_device_a_site_and_the_file_go_before_the_catalogue_in_that_
     assert [device.usd_per_hour for device in cluster.devices] == [0.25, 0.1, 0.2, listed.usd_per_hour]
 
 
+def test_gpus_come_before_the_other_devices_of_their_host(tmp_path):
+    """Their places are what CUDA numbers them by."""
+    least, more = "{kind: cpu-avx2, memory: 1GB}", "{kind: cpu-avx2, memory: 2GB}"
+    cluster = read(tmp_path, f"sites: {{a: {{hosts: {{x: {{devices: [{least}, t4, {more}, a30]}}}}}}}}")
+    (host,) = cluster.hosts
+    assert [device.kind for device in host.devices] == ["t4", "a30", "cpu-avx2", "cpu-avx2"]
+    assert [device.memory for device in host.devices[2:]] == [10**9, 2 * 10**9]
+
+
 def test_quantities_are_read_in_their_units(tmp_path):
     cluster = read(
         tmp_path,
@@ -187,10 +196,23 @@ def test_a_derived_link_is_the_shortest_way(edges):
         elif frozenset((a, b)) in by_pair:
             assert (link.rtt_s, link.origin) == (by_pair[frozenset((a, b))][0], "given")
         else:
-            shortest = min(ways, key=lambda way: sum(rtt for rtt, _ in way))
-            assert link.rtt_s == pytest.approx(sum(rtt for rtt, _ in shortest))
-            assert link.bandwidth == min(rate for _, rate in shortest)
+            shortest = min(sum(rtt for rtt, _ in way) for way in ways)
+            assert link.rtt_s == pytest.approx(shortest)
+            as_short = [way for way in ways if sum(rtt for rtt, _ in way) == pytest.approx(shortest)]
+            assert link.bandwidth in [min(rate for _, rate in way) for way in as_short]
             assert link.origin == "derived"
+
+
+@pytest.mark.parametrize("names", list(itertools.permutations("abcd")))
+def test_of_ways_that_are_as_short_the_widest_is_taken_whatever_the_names(names):
+    start, narrow, wide, goal = names
+    sites = tuple(Site(name=name, hosts=(Host(name=f"h{name}", devices=()),)) for name in sorted(names))
+    links = tuple(
+        Link(a=a, b=b, rtt_s=0.02, bandwidth=rate)
+        for a, b, rate in ((start, narrow, 1e9), (start, wide, 1e9), (narrow, goal, 1e8), (wide, goal, 5e8))
+    )
+    for order in (links, links[::-1]):
+        assert Cluster(sites=sites, links=order).link(f"h{start}", f"h{goal}").bandwidth == 5e8
 
 
 def test_every_catalogue_figure_has_a_source_and_a_date():

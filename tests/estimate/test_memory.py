@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from farspan import models
+from farspan.domain.cluster import Link
 from farspan.domain.plan import GradSync, Sync
 from farspan.estimate.memory import activations_per_row, local_parameters, logits_bytes, replayed_per_row, state_bytes
 from farspan.estimate.price import estimate
@@ -144,6 +146,32 @@ def test_replicas_keep_what_they_last_agreed_on_and_the_outer_momentum():
     apart = estimate(plan(there, *replicas), graph, there, plain())
     for with_sync, without in zip(meeting.memory, apart.memory, strict=True):
         assert with_sync.optimizer - without.optimizer == 8 * graph.parameters()
+
+
+def test_what_replicas_keep_is_divided_where_zero_divides_the_state():
+    there = cluster([[device()] * 2], [[device()] * 2], links=(Link(a="A", b="B", rtt_s=0.1, bandwidth=1e6),))
+    graph, took = models.graph(TIED), []
+    for zero in (0, 1):
+        replicas = [pipeline([stage(mesh(a, a + 1), (2, 2), zero=zero)], 1, (1,)) for a in (0, 2)]
+        meeting = estimate(plan(there, *replicas, sync=Sync(every=30)), graph, there, plain())
+        apart = estimate(plan(there, *replicas), graph, there, plain())
+        added = meeting.memory[0].optimizer - apart.memory[0].optimizer
+        assert added == pytest.approx(8 * graph.parameters() / (1 + zero))
+        took.append(meeting.step_s - apart.step_s)
+    assert took[1] < took[0], "who holds half of the state makes half of the outer step"
+
+
+def test_the_heads_gradient_is_whole_where_rows_are_divided():
+    there = cluster([[device()] * 2])
+    using = costs(there, plain(logits_chunk=10**9))
+    wide = mesh(0, 1, data=1, tensor=2)
+    whole, rows, vocabulary = (
+        using.memory_of(stage(wide, (8,), splits=splits), 8, 1, 0, piped=False).logits
+        for splits in ({}, {"head": "b", "loss": "b"}, {"head": "v", "loss": "v"})
+    )
+    gradients = 8 * using.graph.size("vd")
+    assert rows - gradients == pytest.approx((whole - gradients) / 2)
+    assert vocabulary == pytest.approx(whole / 2)
 
 
 def test_coordinates_hold_their_own_rows():

@@ -13,6 +13,7 @@ from farspan.domain.cluster import Cluster, Link
 from farspan.domain.codec import convert
 from farspan.domain.model import train_flops_per_token
 from farspan.domain.plan import Edge, GradSync, Plan, Replica, Sync
+from farspan.estimate.devices import devices
 from farspan.estimate.loss import loss
 from farspan.estimate.price import RESERVE, edges, estimate, step
 from farspan.estimate.replicas import token_efficiency
@@ -81,6 +82,26 @@ def test_buckets_save_round_trips_and_bits_save_bytes():
     assert exposed(late, bits=8) == pytest.approx(2 * HOP - using.engine.message_s + gradients / 4e6)
 
 
+def test_rows_that_divide_unevenly_take_the_time_of_all_of_them():
+    """Ten sequences in four microbatches are two of three and two of two; whoever is half as fast reads five."""
+    there = cluster([[device(), device(flops={"fp32": 5e11}, bandwidth=5e10)]])
+    using = costs(there, plain(), UNTIED)
+    uneven = single(mesh(0, 1), (10, 5), 4)
+    one, other = (
+        [using.passes(stage(mesh(rank), (rows,)), [rows]) for rows in sizes]
+        for rank, sizes in ((0, (2, 3)), (1, (1, 2)))
+    )
+    fast = 2 * sum(found.forward + found.backward for found in one)
+    slow = sum(n * (found.forward + found.backward) for n, found in zip((3, 1), other, strict=True))
+    alone = devices(plan(there, uneven, spec=UNTIED), using)
+    update = using.time(stage(mesh(0, 1), (10, 5)), [10, 5], 4).update
+    assert alone[0].compute_s == pytest.approx(fast + update)
+    assert step(uneven, using).compute == pytest.approx(max(fast, slow) + update)
+    # A worker without a sequence in a microbatch reads one.
+    few = using.passes(stage(mesh(0), (2,)), [2], 4)
+    assert few == using.passes(stage(mesh(0), (1,)), [1])
+
+
 def test_overlap_hides_all_but_the_last_bucket():
     there = cluster([[device(flops={"fp32": 1e8})]], [[device(flops={"fp32": 1e8})]], links=(WIDE,))
     one = stage(mesh(0, 1), (4, 4), grad_sync=GradSync(bucket_bytes=100_000))
@@ -103,7 +124,7 @@ def test_zero_levels_exchange_when_and_what_they_must():
 
     def times(zero, microbatches):
         sync = GradSync(bucket_bytes=10**9)
-        found = using.time(stage(mesh(0, 1), (4, 4), zero=zero, grad_sync=sync), [2, 2], microbatches)
+        found = using.time(stage(mesh(0, 1), (4, 4), zero=zero, grad_sync=sync), [2 * microbatches] * 2, microbatches)
         extra = (found.passes.forward - usual.forward, found.passes.backward - usual.backward, found.exposed)
         return pytest.approx(extra), found.sent["A"]
 
@@ -211,7 +232,7 @@ def test_the_longest_round_of_waiting_decides_and_not_the_fill():
     """A last stage with a slow update begins its next step late, while the first one waits for nothing but it."""
     using = costs(cluster([[device(), device(bandwidth=1e6)]]), plain(), UNTIED)
     replica = pipeline([stage(mesh(0), (8,), (0, 5)), stage(mesh(1), (8,), (5, 6))], 4, (2, 1))
-    times = [using.time(one, [2], 4) for one in replica.stages]
+    times = [using.time(one, [8], 4) for one in replica.stages]
     own = 4 * (times[1].passes.forward + times[1].passes.backward) + times[1].update
     # Its update alone takes longer than the rest of the step, so it never waits for passes of the first stage; only
     # for the gradient norm, which that one knows after the last backward pass has come back.

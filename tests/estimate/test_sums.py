@@ -109,7 +109,7 @@ def test_what_crosses_a_pipeline_is_carried_by_both_ends_in_both_passes():
     replica = pipeline([stage(mesh(0), (8,), (0, 3)), stage(mesh(1), (8,), (3, 6))], 4, (2, 1))
     size = using.graph.size("bsd", b=2, s=using.train.seq_len) * 4
     for index in (0, 1):
-        alone = using.time(replica.stages[index], [2], 4).passes
+        alone = using.time(replica.stages[index], [8], 4).passes
         found = timed_stage(replica, index, using).passes
         carried = MOVE_COST * size * LINK.busy_s
         assert (found.forward - alone.forward, found.backward - alone.backward) == pytest.approx((carried, carried))

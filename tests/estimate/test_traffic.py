@@ -45,7 +45,7 @@ def test_exchanges_of_one_ring_take_what_the_stage_waits_for():
     found, costs = planned(one, "data")
     (replica,) = found.plan.replicas
     (stage,) = replica.stages
-    took = costs.time(stage, [replica.micro_rows(0, c) for c in range(4)], replica.microbatches)
+    took = costs.time(stage, stage.rows, replica.microbatches)
     (exchange,) = traffic(found.plan, costs)
     hidden = costs.engine.overlap * took.passes.backward
     assert took.exposed == pytest.approx(exchange.seconds - hidden, rel=0.01)

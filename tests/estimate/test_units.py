@@ -31,6 +31,8 @@ def test_a_unit_takes_what_it_was_timed_at_and_lies_on_a_line_between():
     assert block_s(*times, rows=3) == pytest.approx((0.2, 0.4))
     assert block_s(*times, rows=8) == pytest.approx((0.7, 1.4))
     assert block_s(times[0], rows=8) == pytest.approx((0.4, 0.8))
+    # Where small ones take their overheads alone, noise must not make large ones cheaper.
+    assert block_s(timed(4, 0.3, 0.6), timed(8, 0.29, 0.61), rows=256) == pytest.approx((0.29, 0.61 + 248 / 4 * 0.01))
     assert block_s(*times, rows=2, pace=1.5) == pytest.approx((0.15, 0.3))
 
 

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import time
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,9 +21,9 @@ from farspan.domain.cluster import Cluster, Device, Host, Site
 from farspan.domain.clusterfile import save_cluster
 from farspan.domain.problems import Refusal
 from farspan.lab import spec, state
-from farspan.launch import agent
+from farspan.launch import agent, meeting
 from farspan.launch.examine import Examination, HostFacts, Way, examine, rounds
-from farspan.launch.findings import findings
+from farspan.launch.findings import OLDEST_PYTHON, findings
 from farspan.launch.hosts import Agent, by_client, command
 from farspan.launch.probe import Probe
 
@@ -204,6 +205,39 @@ def test_other_findings_of_a_host():
     assert [(f.severity, f.what) for f in skew] == [("warned", "the clocks of a and b differ")]
     docker = pair(facts(), facts())
     assert docker == ()
+
+
+@pytest.mark.parametrize(("python", "old"), [("3.11.3", True), ("3.11.4", False), ("3.12.0", False)])
+def test_a_python_is_old_by_all_of_its_version(python, old):
+    found = pair(facts(python=python), facts(python=python))
+    assert [(f.severity, f.code) for f in found] == [("refused", "version-mismatch")] * 2 * old
+    assert all("farspan needs 3.11.4" in f.fact for f in found)
+
+
+def test_the_package_asks_for_the_python_that_doctor_asks_for():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["requires-python"].split(",")[0] == f">={'.'.join(map(str, OLDEST_PYTHON))}"
+
+
+@pytest.mark.parametrize(("given", "why"), [("en0", None), ("lo0", "interface lo0 is seen by that machine alone")])
+def test_an_interface_of_a_system_that_names_none_is_taken_as_given(given, why):
+    host = Host(name="a", devices=(CPU,), interface=given)
+    cluster = Cluster(sites=(Site(name="s", hosts=(host,)),))
+    found = findings(cluster, Examination(hosts={"a": facts(interfaces={})}, unreachable={}, ways=()))
+    assert [f.what for f in found] == ([why] if why else [])
+
+
+def test_an_interface_that_cannot_be_named_is_to_be_given():
+    a, b = (Host(name=name, devices=(CPU,), address=f"10.0.0.{name}") for name in "ab")
+    way = Way(a="a", b="b", rtt_s=0.01, interface=None)
+    with pytest.raises(Refusal) as refusal:
+        meeting.interface(a, b, way)
+    problem = refusal.value.problem
+    assert (problem.code, problem.where) == ("host-unreachable", "link a -> b")
+    assert "10.0.0.b" in problem.fact and problem.remedy == "set interface: of a in the cluster file"
+    assert meeting.interface(msgspec.structs.replace(a, interface="en0"), b, way) == "en0"
+    with pytest.raises(Refusal, match="lo, which only that machine sees"):
+        meeting.interface(a, b, msgspec.structs.replace(way, interface="lo"))
 
 
 @pytest.mark.parametrize("interface", ["lo", "docker0", "br-0123456789ab", "virbr0"])

@@ -224,6 +224,10 @@ def test_unlike_stages_are_refused(name: str) -> None:
     alike = REPLACE(second, mesh=Mesh(ranks=(2, 3), shape=(2,), axes=("data",)), rows=(128, 128), recompute=False)
     with pytest.raises(Refusal, match=r"1F1B"):
         export(stages(plan, first, alike, microbatches=8, in_flight=(5, 2)), name)
+    even = stages(plan, first, alike, microbatches=8, in_flight=(2, 1))
+    rounded = REPLACE(even.replicas[0], edges=(Edge(bits=8),))
+    with pytest.raises(Refusal, match="activations between stages are sent in 8 bits"):
+        export(REPLACE(even, replicas=(rounded,)), name)
 
 
 def test_each_refusal_of_one_system() -> None:

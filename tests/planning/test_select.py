@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from farspan import models
+from farspan.cli.job import first_device
 from farspan.cli.selecting import nothing_runs
 from farspan.domain.engine import engine
 from farspan.domain.model import parameters
@@ -21,6 +22,7 @@ from farspan.estimate.stage import Costs
 from farspan.planning import algorithm1
 from farspan.planning.learn import Part, Seen, learn, with_paces
 from farspan.planning.misfit import largest_tried
+from farspan.planning.pace import on_one_device
 from farspan.planning.select import Asked, select
 from tests.planning.worlds import FAST, SLOW, cluster
 
@@ -211,6 +213,45 @@ def test_a_lease_holds_at_the_measured_pace():
     found = next(one for one in tried if one.plan and plan_key(one.plan) == plan_key(best.plan))
     assert found.trial is not None and found.time_s > 1.2 * best.time_s
     assert not found.eligible and "a lease ends" in found.unchosen
+
+
+def test_a_run_that_its_deadline_ends_before_the_lease_does_is_chosen():
+    """All steps would take longer than the lease, but only so many are made as the deadline lets."""
+    here = cluster((FAST, FAST), rtt_s=1e-3)
+    whole = asked(allow=("data",))
+    best = whole.rank(here).candidates[0]
+    sites = tuple(msgspec.structs.replace(site, lease_s=best.time_s / 2) for site in here.sites)
+    leased = msgspec.structs.replace(here, sites=sites)
+    assert whole.rank(leased).chosen is None
+    train = msgspec.structs.replace(whole.train, deadline_s=best.time_s / 3)
+    assert msgspec.structs.replace(whole, train=train).rank(leased).chosen is not None
+
+
+def test_loss_for_a_dollar_chooses_the_cheapest_where_the_law_knows_of_no_gain():
+    """So few tokens that the predicted loss is above a uniform guess's."""
+    question = asked(allow=("data", "zero1"), objective="loss_per_dollar")
+    short = msgspec.structs.replace(question, train=msgspec.structs.replace(question.train, steps=1))
+    here = cluster((FAST, FAST), (SLOW,), rtt_s=1e-3)
+    found = short.rank(here)
+    assert all(one.estimate.loss > math.log(one.plan.model.vocab_size) for one in found.candidates if one.plan)
+    assert found.chosen is not None
+    chosen = found.candidates[found.chosen].estimate.usd
+    assert chosen == pytest.approx(min(one.estimate.usd for one in found.candidates if one.plan), rel=1e-6)
+
+
+def test_a_host_without_devices_is_nobody():
+    """A head node, listed first."""
+    here = cluster((FAST,), (SLOW,), rtt_s=1e-3)
+    head = msgspec.structs.replace(here.sites[0].hosts[0], name="login", devices=())
+    first = msgspec.structs.replace(here.sites[0], hosts=(head, *here.sites[0].hosts))
+    headed = msgspec.structs.replace(here, sites=(first, *here.sites[1:]))
+    question = asked(allow=SYNCHRONOUS)
+    with_head, without = (algorithm1.choose(one, question, World(one), 0.1) for one in (headed, here))
+    assert [one.tflops for one in with_head.candidates] == [one.tflops for one in without.candidates]
+    assert on_one_device(question.model, question.train, headed, question.engine) == on_one_device(
+        question.model, question.train, here, question.engine
+    )
+    assert first_device(headed) == first_device(here)
 
 
 def test_what_a_link_takes_in_trials_is_not_what_it_carries():

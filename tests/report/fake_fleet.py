@@ -112,7 +112,7 @@ def _lanes(
     (replica,) = made.replicas
     if len(replica.stages) == 1:
         return _whole(replica, costs, paces, sums)
-    times = [costs.time(stage, [4], 8) for stage in replica.stages]
+    times = [costs.time(stage, stage.rows, replica.microbatches) for stage in replica.stages]
     down, up = edges(replica, costs)
     found = simulate(
         [time.passes.forward * pace for time, pace in zip(times, paces, strict=True)],
@@ -138,7 +138,7 @@ def _whole(replica: Replica, costs: Costs, paces: Sequence[float], sums: float) 
     (only,) = replica.stages
     ends, lanes = [], []
     for rank, pace in enumerate(paces):
-        rows = [replica.micro_rows(0, c) if c == rank else 0 for c in range(3)]
+        rows = [count if c == rank else 0 for c, count in enumerate(only.rows)]
         passes, at, lane = costs.time(only, rows, replica.microbatches).passes, 0.0, list[Span]()
         for kind, i in order(replica.microbatches, 1):
             took = pace * (passes.forward if kind == "forward" else passes.backward)
@@ -146,7 +146,7 @@ def _whole(replica: Replica, costs: Costs, paces: Sequence[float], sums: float) 
             at += took
         lanes.append(lane)
         ends.append(at)
-    slowest = costs.time(only, [replica.micro_rows(0, c) for c in range(3)], replica.microbatches)
+    slowest = costs.time(only, only.rows, replica.microbatches)
     summed = max(ends) + sums * slowest.exposed
     lanes = [lane + _tail(end, summed - end, summed + TOLD_S, slowest.update * pace)
              for lane, end, pace in zip(lanes, ends, paces, strict=True)]  # fmt: skip

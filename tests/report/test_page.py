@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -18,11 +19,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farspan.domain.results import Warned
+from farspan.domain.results import Step, Warned
 from farspan.report.charts import GROUPS, HEIGHT, WIDTH, Axis, Chart, Scale, Series, label, thin, ticks, to_csv
-from farspan.report.figures import smooth
+from farspan.report.figures import figures, smooth
 from farspan.report.history import open_run
 from farspan.report.page import environment, page, write_page
+from farspan.runtime.events import EventLog
 from tests.report.fake_run import CORPUS, START, make_plan, one_step, resumed_run, started, train_events, write_run
 
 VOID = {"meta", "link", "br", "hr", "img", "input", "line", "circle", "polyline"}
@@ -118,6 +120,26 @@ def test_the_links_hold_each_figure_and_its_points(tmp_path):
         assert float(row["train loss"]) == pytest.approx(timed.step.loss, rel=1e-5)
     drawn = {float(row["tokens"]): float(row["validation loss"]) for row in rows if row["validation loss"]}
     assert drawn == pytest.approx({2048.0 * v.step: v.loss for v in run.history.validations}, rel=1e-5)
+
+
+@pytest.mark.parametrize("skipped", [3, 40])
+def test_steps_that_overflowed_have_no_gradient_norm(tmp_path, skipped):
+    """What the trainer says of an update that fp16 skipped, through the real log."""
+    plan = make_plan(40)
+    folder = write_run(tmp_path / "run", [], plan)
+    with EventLog(folder / "events.jsonl") as log:
+        for event in train_events(plan, first=0, last=40, at=START, reason="done"):
+            if isinstance(event, Step) and event.step <= skipped:
+                event = msgspec.structs.replace(event, grad_norm=math.inf if event.step % 2 else math.nan)
+            log.write(event)
+    run = open_run(folder)
+    unknown = [timed.step.grad_norm is None for timed in run.history.steps]
+    assert unknown == [step <= skipped for step in range(1, 41)]
+    drawn = {chart.name: chart for chart in figures(run)}
+    assert len(drawn) == (6 if skipped < 40 else 5)
+    assert ("Gradient norm" in Reader(page(run)).texts) == ("grad-norm" in drawn) == (skipped < 40)
+    for series in drawn["grad-norm"].series if skipped < 40 else ():
+        assert [value is None for value in series.values] == unknown
 
 
 def test_a_hundred_thousand_steps_make_a_small_page(tmp_path):

@@ -106,6 +106,15 @@ def test_a_kill_loses_nothing_shown(tmp_path):
     assert [scalar.value for scalar in read(tmp_path / "tb").Scalars("train/loss")] == losses
 
 
+def test_a_step_that_overflowed_has_no_gradient_norm(tmp_path):
+    events = train_events(make_plan(2), first=0, last=2, at=START, reason=None)
+    events[1] = msgspec.structs.replace(events[1], grad_norm=None)
+    show(events, tmp_path)
+    found = read(tmp_path)
+    assert [scalar.step for scalar in found.Scalars("train/loss")] == [1, 2]
+    assert [scalar.step for scalar in found.Scalars("train/grad_norm")] == [2]
+
+
 def test_numbers_too_large_for_float32_are_read_as_infinite(tmp_path):
     events = train_events(make_plan(2), first=0, last=1, at=START, reason=None)
     events[1] = msgspec.structs.replace(events[1], grad_norm=1e300)

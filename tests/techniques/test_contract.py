@@ -149,6 +149,30 @@ def test_replicas_of_unlike_shape_meet_unrounded():
     assert bits((("fast",),), (("fast", "fast"),)) == 32
 
 
+def test_replicas_leave_room_for_what_they_keep_between_meetings():
+    """A site's own plan would fill its device and leave none: then it is divided into more microbatches."""
+    model = random_model(random.Random(1), layers=6)
+    roomy = task(model, cluster((("fast",),), (("fast",),)), batch=64)
+    alone = techniques.plan("data", dataclasses.replace(roomy, only=(0,)))
+    assert isinstance(alone, Plan)
+    needed = price(alone, dataclasses.replace(roomy, only=(0,)).costs).memory[0].total
+    # Room for the plan of all sequences at once, but not for eight bytes a parameter more.
+    tight = msgspec.structs.replace(
+        KINDS["fast"], memory=int((needed + 4 * roomy.graph.parameters()) / roomy.engine.fill)
+    )
+    sites = tuple(
+        msgspec.structs.replace(site, hosts=tuple(msgspec.structs.replace(h, devices=(tight,)) for h in site.hosts))
+        for site in roomy.cluster.sites
+    )
+    train = msgspec.structs.replace(roomy.train, batch=2 * alone.replicas[0].batch)
+    asked = dataclasses.replace(
+        roomy, cluster=msgspec.structs.replace(roomy.cluster, sites=sites), train=train, memo={}
+    )
+    made = techniques.plan("diloco", asked)
+    assert isinstance(made, Plan), made
+    assert shortage(asked, made, price(made, asked.costs))[0] <= 0
+
+
 def test_replicas_meet_often_enough_to_hear_that_they_shall_stop():
     """They hear it, save and end where they meet, and a launcher that was interrupted kills after ten minutes."""
 

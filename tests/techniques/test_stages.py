@@ -6,16 +6,18 @@ import itertools
 import math
 import random
 
+import msgspec
 import pytest
 
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem
 from farspan.estimate.price import price
 from farspan.techniques import pipeshard
+from farspan.techniques._search.even import even_splits
 from farspan.techniques._search.slices import Tables, slices, stage_of
 from farspan.techniques._search.stages import StageSearch
 from farspan.techniques._task import shortage
-from tests.techniques.worlds import random_cluster, random_model, task
+from tests.techniques.worlds import cluster, random_cluster, random_model, task
 
 CASES = 24
 
@@ -82,6 +84,32 @@ def test_the_search_equals_enumeration_of_cuts_meshes_and_recompute(seed: int):
     print(f"seed {seed}: {total:,} pipelines over {len(pipeshard.orders(asked))} orders of {len(asked.ranks)} devices")
 
 
+def test_orders_of_sites_differ_by_all_that_their_lines_do():
+    """Round trips alone are alike: the pipeline must still go round the slow line."""
+    three = cluster((("fast",),), (("fast",),), (("fast",),), rtt_s=0.05, bandwidth=10e9 / 8)
+    slow = msgspec.structs.replace(three.links[0], bandwidth=1e8 / 8)
+    asked = task(
+        random_model(random.Random(1), layers=6), msgspec.structs.replace(three, links=(slow, *three.links[1:]))
+    )
+    found = pipeshard.orders(asked)
+    assert any(order in found for order in ((0, 2, 1), (1, 2, 0)))
+
+
+def test_a_tensor_axis_of_the_even_grid_stays_among_like_devices_of_one_host():
+    unlike = task(
+        random_model(random.Random(1), layers=4), cluster(tuple(("fast", "tiny") for _ in range(4))), batch=16
+    )
+    across = task(
+        random_model(random.Random(1), layers=4), cluster((("fast",) * 2, ("fast",) * 3, ("fast",) * 3)), batch=16
+    )
+    alike = task(random_model(random.Random(1), layers=4), cluster((("fast",) * 4, ("fast",) * 4)), batch=16)
+    widths = [
+        {stage.mesh.size("tensor") for replica in even_splits(one, (1, 2)) for stage in replica.stages}
+        for one in (unlike, across, alike)
+    ]
+    assert widths[0] == widths[1] == {1} and 2 in widths[2]
+
+
 @pytest.mark.parametrize("seed", range(100, 100 + CASES))
 def test_every_solution_of_the_search_is_a_plan_that_the_estimator_prices_as_its_tables_do(seed: int):
     asked, parts = case(seed, devices=6, layers=6)
@@ -90,7 +118,7 @@ def test_every_solution_of_the_search_is_a_plan_that_the_estimator_prices_as_its
     for solution in itertools.islice(search.solutions(), 3):
         for cut in solution.cuts:
             stage = stage_of(cut.ranks, cut.option, cut.units, parts)
-            time = asked.costs.time(stage, cut.option.rows, parts)
+            time = asked.costs.time(stage, stage.rows, parts)
             run = next(run for run in search.slices if [search.order[i] for i in range(*run)] == list(cut.ranks))
             seconds = time.passes.forward + time.passes.backward
             expected = seconds, (parts - 1) * seconds + time.exposed + time.update

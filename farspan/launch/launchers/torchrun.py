@@ -39,7 +39,7 @@ class Launch(Workers):
     def lost(self, process: Process) -> dict[int, Problem]:
         """All failures of which torchrun tells at its end. Of those that it sees at one glance it takes the lowest rank
         for the first, which may have failed because of another."""
-        log = (self.run.logs / f"rank-{process.ranks[0]}.log").read_text(errors="replace")
+        log = self.words(self.run.logs / f"rank-{process.ranks[0]}.log")
         told = FAILURE.findall(log.rpartition("\nFailures:\n")[2])
         return {int(rank): self.wordless(process, int(rank), int(code)) for rank, code in told} or super().lost(process)
 

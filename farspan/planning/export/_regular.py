@@ -40,7 +40,14 @@ def irregular(plan: Plan) -> list[str]:
         *_unlike_stages(replica.stages),
         *_unlike_rows(replica.stages),
         *_sums(replica.stages),
+        *_edges(plan),
     ]
+
+
+def _edges(plan: Plan) -> list[str]:
+    whole = 32 if plan.train.precision == "fp32" else 16
+    few = [edge.bits for replica in plan.replicas for edge in replica.edges if edge.bits < whole]
+    return [f"activations between stages are sent in {min(few)} bits"] if few else []
 
 
 def _unlike_stages(stages: tuple[Stage, ...]) -> list[str]:

@@ -23,6 +23,9 @@ def even_splits(task: Task, counts: Sequence[int]) -> Iterator[Replica]:
             continue
         if any(graph.sizes[dim] % tensor for dims in megatron.values() for dim in dims):
             continue
+        # Whoever shares operators shares memory and pace: that of the first is asked for all.
+        if any(len({(hosts[r], task.costs.alike[r]) for r in range(k, k + tensor)}) > 1 for k in range(0, n, tensor)):
+            continue
         data = n // (tensor * depth)
         for parts in (count for count in counts if task.train.batch % (count * data) == 0):
             for zero in (0, 1) if data > 1 else (0,):

@@ -179,7 +179,7 @@ class Tables:
         (less its capacity); bytes that a microbatch adds."""
         task, parts = self.task, self.microbatches
         stage = stage_of(ranks, option, units, parts)
-        time = task.costs.time(stage, option.rows, parts)
+        time = task.costs.time(stage, stage.rows, parts)
         seconds = time.passes.forward + time.passes.backward
         cycle = (parts - 1) * seconds + time.exposed + time.update
         worst = (-math.inf, 0.0)

@@ -1,0 +1,262 @@
+"""What a run is told of its workers' ends, and finds of earlier ones; rank 0 in the default folder of another host."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from farspan.domain.cluster import Cluster, Device, Host, Site
+from farspan.domain.clusterfile import FAR_FOLDER
+from farspan.domain.codec import load, save
+from farspan.domain.corpus import TOKEN_FILES
+from farspan.domain.problems import Problem, Refusal
+from farspan.domain.results import Finished
+from farspan.domain.run import RunRecord
+from farspan.launch.away import Away
+from farspan.launch.launchers import launch, torchrun
+from farspan.launch.trial import Deadline
+from farspan.launch.workers import HostProcess, Workers, run_folder
+from farspan.runtime import huggingface
+from farspan.runtime.events import EventLog
+from farspan.runtime.model import drawn
+from tests import tiny
+from tests.launch.test_launchers import TRAIN
+
+
+class Scripted(Workers):
+    """Shell scripts, one a rank, on the rank's host; `held`, as behind a client, if they are to be."""
+
+    scripts: tuple[str, ...] = ()
+    held = False
+
+    def start(self):
+        hosts = {host.name: host for host in self.hosts}
+        before = [sys.executable, "-m", "farspan.launch.held"] if self.held else []
+        for rank, script in enumerate(self.scripts):
+            yield HostProcess(
+                hosts[self.plan.devices[rank].host], (rank,), [*before, "sh", "-c", script],
+                log=self.log(f"rank-{rank}"), keep_open=self.keep_open, said=b"" if self.held else None,
+            )  # fmt: skip
+
+
+def scripted(run, *scripts, kind=Scripted, cluster=None):
+    plan = run.load_plan()
+    made = kind(plan, run, cluster or tiny.this_machine(plan))
+    made.scripts = scripts
+    return made
+
+
+def ended(workers):
+    """The problem that a run ends with."""
+    with pytest.raises(Refusal) as refusal, workers:
+        list(workers)
+    return refusal.value.problem
+
+
+@pytest.fixture
+def far(tmp_path):
+    """A host with a home of its own, and its runs in the default folder there."""
+    (tmp_path / "home").mkdir()
+    device = Device(kind="cpu-avx2", backend="cpu", memory=2**30)
+    return Host(
+        name="far", devices=(device,), address="127.0.0.1", enter=("env", f"HOME={tmp_path}/home"),
+        python=sys.executable, folder=FAR_FOLDER,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def far_run(tmp_path):
+    """A run of one worker, on that host."""
+    plan = tiny.plan(TRAIN, micro_rows=2)
+    return tiny.run_folder(tmp_path / "run", replace(plan, devices=(replace(plan.devices[0], host="far"),)))
+
+
+def on_disk(folder, tmp_path):
+    """Where a folder of the far host lies on this machine."""
+    return tmp_path / "home" / str(folder).removeprefix("~/")
+
+
+# -- rank 0 on another host --------------------------------------------------------------------------------------------
+
+
+def test_rank_0_in_the_default_folder_finds_its_corpus_and_first_weights(far, far_run, tmp_path):
+    plan, model, linked = far_run.load_plan(), tmp_path / "model", tmp_path / "linked"
+    huggingface.export(model, dict(drawn(plan.model, 5)), plan.model, tokenizer=far_run.tokenizer, end_of_text=0)
+    # As in the cache of Hugging Face.
+    linked.mkdir()
+    for path in model.iterdir():
+        (linked / path.name).symlink_to(path)
+    save(replace(load(far_run.record, RunRecord), initial=str(linked)), far_run.record)
+    there = run_folder(far, plan, far_run)
+    Away(far, plan, far_run, there).send()
+    # What a worker opens is there by now, and nowhere else.
+    shutil.rmtree(model)
+    shutil.rmtree(linked)
+    for name in TOKEN_FILES:
+        (tmp_path / "corpus" / name).unlink()
+    assert load(on_disk(there.record, tmp_path), RunRecord).initial == f"{there.path}/initial"
+    with launch("local", plan, far_run, Cluster(sites=(Site(name="far", hosts=(far,)),))) as workers:
+        events = list(workers)
+    assert isinstance(events[-1], Finished) and events[-1].reason == "done"
+
+
+def test_first_weights_that_are_gone_are_named(far, far_run, tmp_path):
+    save(replace(load(far_run.record, RunRecord), initial=str(tmp_path / "gone")), far_run.record)
+    plan = far_run.load_plan()
+    with pytest.raises(Refusal, match=r"error\[path-missing\]"):
+        Away(far, plan, far_run, run_folder(far, plan, far_run)).send()
+
+
+def test_what_an_earlier_start_said_on_another_host_is_not_the_cause(far, tmp_path):
+    plan = tiny.plan(TRAIN, rows=(4, 4), micro_rows=2)
+    plan = replace(plan, devices=(plan.devices[0], replace(plan.devices[1], host="far")))
+    run = tiny.run_folder(tmp_path / "run", plan)
+    logs = on_disk(run_folder(far, plan, run).logs, tmp_path)
+    logs.mkdir(parents=True)
+    old = Problem(code="non-finite", what="the loss is not finite", where="step 3", fact="nan", remedy="none")
+    save(old, logs / "rank-1.problem.json")
+    cluster = Cluster(sites=(Site(name="both", hosts=(*tiny.this_machine(plan).hosts, far)),))
+    problem = ended(scripted(run, "exit 0", "exit 28", cluster=cluster))
+    assert (problem.code, problem.what) == ("device-missing", "rank 1 on far was lost")
+
+
+# -- half of an event --------------------------------------------------------------------------------------------------
+
+#: As rank 0 begins: what is unfinished is cut off, and more is written.
+WRITES = """
+import sys
+from pathlib import Path
+from farspan.domain.results import Finished
+from farspan.runtime.events import EventLog
+with EventLog(Path(sys.argv[1])) as log:
+    log.write(Finished(at=2.0, step=6, reason="done", seconds=1.0))
+"""
+HALF = b'{"type":"step","at":1.5'
+
+
+def first_event(path):
+    with EventLog(path) as log:
+        log.write(Finished(at=1.0, step=3, reason="interrupted", seconds=1.0))
+    return path.read_bytes()
+
+
+def test_after_half_an_event_the_next_start_is_heard_from_its_first_on(tmp_path):
+    run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN))
+    first_event(run.events)
+    with open(run.events, "ab") as events:
+        events.write(HALF)
+    with scripted(run, shlex.join([sys.executable, "-c", WRITES, str(run.events)])) as workers:
+        assert list(workers) == [Finished(at=2.0, step=6, reason="done", seconds=1.0)]
+
+
+def test_half_an_event_stays_on_the_host_where_it_was_written(far, far_run, tmp_path):
+    plan = far_run.load_plan()
+    there = run_folder(far, plan, far_run)
+    away = Away(far, plan, far_run, there)
+    away.send()
+    events = on_disk(there.events, tmp_path)
+    whole = first_event(events)
+    events.write_bytes(whole + HALF)
+    away.pull()
+    assert far_run.events.read_bytes() == whole
+    # The next worker cuts it off.
+    events.write_bytes(whole * 2)
+    away.pull()
+    assert far_run.events.read_bytes() == whole * 2
+
+
+# -- how workers ended -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "found"), [(137, -9), (143, -15), (139, -11), (130, 130), (255, 255), (128, 128), (24, 24), (0, 0)]
+)
+def test_the_code_of_a_signal_is_told_from_others(tmp_path, code, found):
+    (host,) = tiny.this_machine(tiny.plan(TRAIN)).hosts
+    with open(tmp_path / "log", "wb") as log:
+        process = HostProcess(host, (0,), ["sh", "-c", f"exit {code}"], log=log, keep_open=log.fileno())
+        process.wait(timeout=10)
+    assert process.poll() == found
+
+
+class Held(Scripted):
+    held = True
+
+
+def test_a_worker_that_was_killed_behind_a_client_is_said_to_be(tmp_path):
+    run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN))
+    problem = ended(scripted(run, "kill -9 $$", kind=Held))
+    assert problem.code == "worker-lost"
+    assert "ended by SIGKILL, as the kernel does when memory runs out" in problem.fact
+
+
+class Served(Scripted):
+    """Beside a service, which says that it was asked to end."""
+
+    def start(self):
+        script = f"cd {self.run.path}; trap 'touch asked; exit 0' TERM; touch up; while :; do sleep 0.05; done"
+        yield HostProcess(self.hosts[0], (), ["sh", "-c", script], log=self.log("service"), keep_open=self.keep_open)
+        yield from super().start()
+
+
+def test_a_trial_ends_its_workers_and_asks_services_to_end(tmp_path):
+    run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN))
+    with scripted(run, "exec sleep 60", kind=Served) as workers, Deadline(workers, 60.0):
+        deadline = time.monotonic() + 10
+        while not (run.path / "up").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert workers.processes[1].poll() == -signal.SIGKILL
+    assert (run.path / "asked").exists()
+
+
+#: What torchrun says at its end, of the start before.
+EARLIER = """
+worker.py FAILED
+Failures:
+[1]:
+  time      : 2026-01-01_00:00:00
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: 4711)
+"""
+
+
+class Torchrun(torchrun.Launch):
+    """Says nothing, and ends as torchrun does where the host lacks a device."""
+
+    def start(self):
+        words = ["sh", "-c", "exit 28"]
+        yield HostProcess(self.hosts[0], (0, 1), words, log=self.log("rank-0"), keep_open=self.keep_open)
+
+
+def test_what_torchrun_said_of_an_earlier_start_is_not_the_cause(tmp_path):
+    run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN, rows=(4, 4), micro_rows=2))
+    (run.logs / "rank-0.log").write_text(EARLIER)
+    problem = ended(scripted(run, kind=Torchrun))
+    assert (problem.code, problem.what) == ("device-missing", "rank 0 on here was lost")
+    assert problem.fact.endswith("last words: none")
+
+
+@pytest.mark.parametrize("visible", ["", "1"])
+def test_gpus_that_ray_hides_from_an_actor_are_not_hidden_from_its_worker(tmp_path, monkeypatch, visible):
+    pytest.importorskip("ray", reason="waits for farspan[ray]")
+    from farspan.launch.ray_driver import RankActor
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    actor = RankActor()
+    actor.start(str(tmp_path), {"RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"})
+    try:
+        given = Path(f"/proc/{actor._process.pid}/environ").read_bytes().split(b"\0")
+    finally:
+        actor.signal(signal.SIGKILL)
+        actor._process.wait(timeout=10)
+    assert b"RANK=0" in given
+    found = [value for value in given if value.startswith(b"CUDA_VISIBLE_DEVICES=")]
+    assert found == ([f"CUDA_VISIBLE_DEVICES={visible}".encode()] if visible else [])
