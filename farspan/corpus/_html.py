@@ -43,7 +43,7 @@ class _Parser(HTMLParser):
             self.text.append("\n" if tag in _LINES else "\n\n")
 
     def handle_data(self, data: str) -> None:
-        if "title" in self._open:
+        if "title" in self._open and "svg" not in self._open:  # a drawing's title is not the page's
             self.title.append(data)
         elif not _SILENT & {*self._open}:
             if "h1" in self._open:

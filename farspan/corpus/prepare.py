@@ -28,7 +28,7 @@ from farspan.domain.problems import Refusal
 from farspan.domain.units import format_bytes, format_count, parse_fraction
 
 #: Part of every hash: raise it when the same input gives other files than before.
-_FORMAT = "2"
+_FORMAT = "3"
 #: Text a tokenizer is trained on; more changes merges little and costs memory.
 _SAMPLE_BYTES = 16 << 20
 #: Disk needed for each byte of text: shards 0.3, shingles 0.7, tokens twice 0.6 each, documents twice 0.3 each.
@@ -99,8 +99,10 @@ def _build(
     dtype = pack.token_dtype(words.vocab_size)
     train, val = (np.memmap(final / f"{split}.bin", dtype, "r") for split in ("train", "val"))
     unigram, bigram = entropies(train, val, vocab_size)
+    # The end of text is not in tokenizer.json: two tokenizers may differ in nothing else.
+    coded = (_file_digest(tokenizer_file), vocab_size, words.end_of_text)
     manifest = CorpusManifest(
-        hash=content_hash(_FORMAT, [s.digest for s in shards], fates, _file_digest(tokenizer_file), vocab_size),
+        hash=content_hash(_FORMAT, [s.digest for s in shards], fates, *coded),
         source=data.source, vocab_size=vocab_size, end_of_text=words.end_of_text,
         dtype="uint16" if dtype.itemsize == 2 else "uint32", train=splits["train"], val=splits["val"],
         unigram_nats=unigram, bigram_nats=bigram, exact_duplicates=exact, near_duplicates=near,
@@ -228,12 +230,18 @@ def _require_space(folder: Path, text_bytes: int) -> None:
 
 
 def _file_digest(path: str | Path | None) -> str:
-    """Content of a tokenizer file or of the JSON and text files in its folder; empty for a hub id."""
+    """Content of a tokenizer file and the config beside it, or of the JSON and text files in its folder.
+
+    Empty for a hub id.
+    """
     found = Path(path).expanduser() if path else None
     if found is None or not found.exists():
         return ""
-    files = [found] if found.is_file() else sorted(p for p in found.glob("*") if p.suffix in (".json", ".txt"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    # A tokenizer file's end of text is named by the config beside it, where there is one.
+    files = [found, found.with_name("tokenizer_config.json")]
+    if found.is_dir():
+        files = sorted(p for p in found.glob("*") if p.suffix in (".json", ".txt"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file())).hexdigest()
 
 
 def _shown(skipped: list[str]) -> tuple[str, ...]:

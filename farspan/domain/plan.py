@@ -120,6 +120,8 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ValueError("stages of one pipeline read unlike numbers of sequences")
         if len(self.stages) > 1 and any(rows % self.microbatches for stage in self.stages for rows in stage.rows):
             raise ValueError(f"{self.microbatches} microbatches divide the rows of a stage unevenly")
+        if len(self.stages) > 1 and any(rows < 1 for stage in self.stages for rows in stage.rows):
+            raise ValueError("a batch coordinate of a pipeline's stage reads no sequence")
         for stage in self.stages:
             quantum = row_quantum(stage.mesh, stage.splits)
             if quantum > 1 and (uneven := next((n for n in stage.rows if n % (self.microbatches * quantum)), 0)):

@@ -73,7 +73,7 @@ def asked_rows(value: Quantity, seq_len: int) -> int:
     """Sequences of a global batch: `256k tokens` (rounded to whole sequences), `32 sequences`, or bare `32`."""
     key, example = "train.batch.global", "8k tokens or 32 sequences"
     count = positive(parse_count, value, key, example)
-    if not str(value).strip().endswith("tokens"):
+    if not str(value).strip().lower().endswith("tokens"):
         return count
     if count < seq_len:
         raise out_of_range(key, value, f"one sequence has {seq_len} tokens", f"set {key}: {seq_len} tokens")

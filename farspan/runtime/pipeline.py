@@ -25,6 +25,10 @@ from farspan.runtime.wire import Wire
 Batch = tuple[Tensor, Tensor]
 
 
+#: Microbatches of a validation after which those before them must have left.
+EVALUATED = 8
+
+
 class Pipeline:
     """The passes of one stage. `train` makes those of one step, `evaluate` forward passes alone."""
 
@@ -33,7 +37,7 @@ class Pipeline:
         spans: Spans,
     ) -> None:  # fmt: skip
         self._place, self._model, self._reducer, self._spans = place, model, reducer, spans
-        self._gatherer = gatherer
+        self._gatherer, self._wire = gatherer, wire
         self._depths = effective_depths(place.replica)
         self._device = torch.device(place.device)
         self._edges = Edges(place, groups, wire, self._depths)
@@ -82,12 +86,14 @@ class Pipeline:
         """Summed loss of as many microbatches as there are, each of this worker's rows of a microbatch."""
         place, total = self._place, torch.zeros((), device=self._device)
         self._gatherer.begin()
-        for batch in batches:
+        for i, batch in enumerate(batches):
             x = batch[0] if place.first else self._edges.evaluated_before.take()
             y = self._model.advance(x)
             if place.last:
                 total += self._model.finish(y, batch[1])
             else:
                 self._edges.evaluated_next.send(y)
+            if (i + 1) % EVALUATED == 0:  # Else all that a whole validation sends would stay in memory.
+                self._wire.settle()
         self._gatherer.end()
         return total

@@ -62,15 +62,16 @@ class Saves:
     def find(self, adopt: Callable[[Progress], None], warn: Callable[[str], None]) -> Path | None:
         """On rank 0, the newest whole checkpoint, if any; corrupt ones are named, and the one before them is used."""
         corrupt: list[str] = []
+        newest = 0
         for path in checkpoint.newest_first(self._folder):
             try:
                 progress = checkpoint.verify(path)
             except checkpoint.Corrupt as error:
                 corrupt.append(f"{path}: {error}")
+                newest = max(newest, int(path.name.removeprefix("step-")))
                 continue
             adopt(progress)
             if corrupt:
-                newest = int(corrupt[0].split(":")[0].rsplit("step-", 1)[1])
                 message = f"corrupt checkpoint {'; '.join(corrupt)}. Going on from step {progress.step}"
                 warn(f"{message}: {newest - progress.step} steps lost.")
             return path

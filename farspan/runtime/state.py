@@ -188,10 +188,12 @@ class TrainState:
 
     def square_sum(self, counted: Callable[[Bucket], bool] | None = None) -> float:
         """Sum of the squares of the owned gradient, of all buckets or of those that count."""
-        parts = [
-            part for bucket, part in zip(self.buckets, self.grad, strict=True) if counted is None or counted(bucket)
-        ]
-        return float(sum(torch.linalg.vector_norm(part).double() ** 2 for part in parts))
+        norms = [
+            torch.linalg.vector_norm(part)
+            for bucket, part in zip(self.buckets, self.grad, strict=True) if counted is None or counted(bucket)
+        ]  # fmt: skip
+        # In double precision on the CPU: Apple's GPUs have none.
+        return sum((norm * norm for norm in torch.stack(norms).cpu().double().tolist()), 0.0) if norms else 0.0
 
     def clear(self) -> None:
         """Gradients begin anew: every parameter's must be given before the next update."""

@@ -82,6 +82,8 @@ class Trainer:
         self._started = self._saved_at = monotonic()
         self._first_step = 0
         self._saved_step = self._validated_step = -1
+        #: Steps in all as rank 0 said last, which it may hear a step later.
+        self._said: int | None = None
 
     @property
     def elapsed_s(self) -> float:
@@ -155,8 +157,10 @@ class Trainer:
         waiting for each other."""
         group, train, steps, save = self.w.group, self.w.plan.train, 0, False
         if group.rank == 0:
-            steps = self.budget.steps(self.step, self.elapsed_s, self.steps) if self.budget else self.steps
-            save = self.monotonic() - self._saved_at >= train.checkpoint_every_s
+            said = self.steps if self._said is None else self._said
+            steps = self._said = self.budget.steps(self.step, self.elapsed_s, said) if self.budget else self.steps
+            if save := self.monotonic() - self._saved_at >= train.checkpoint_every_s:
+                self._saved_at = self.monotonic()  # Said once: it is heard and done a step later.
         mine, exchange = (float(self.w.stop()), float(steps), float(save)), self.w.executor.decisions
         if len(self.w.plan.replicas) > 1:
             stop, new, due = group.sum(*mine)
@@ -221,7 +225,7 @@ class Trainer:
         """True to update. An fp16 overflow skips the update and halves the scale; anything else refuses to go on."""
         if math.isfinite(loss) and math.isfinite(norm):
             self.quiet += 1
-            if self.loss_scale > 1.0 and self.quiet % QUIET_STEPS == 0:
+            if self.w.plan.train.precision == "fp16" and self.quiet % QUIET_STEPS == 0:
                 self.loss_scale *= 2
             return True
         self.w.executor.skip()

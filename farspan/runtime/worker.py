@@ -166,7 +166,10 @@ def sample(worker: Worker, weights: dict[str, torch.Tensor], step: int) -> None:
     """Let the trained model go on after the first words of two validation documents, for the report."""
     model = Decoder(worker.plan.model)
     model.load_state_dict(weights)
-    model.to(worker.group.device)
+    try:
+        model.to(worker.group.device)
+    except torch.OutOfMemoryError:
+        model.to("cpu")  # A model that only many devices hold: a few words more must not end its run as failed.
     tokenizer = tokenizers.load(worker.run.tokenizer)
     folder = load(worker.run.record, RunRecord).corpus_folder
     val = TokenFile.open(folder, "val", worker.manifest)

@@ -299,6 +299,33 @@ def test_a_given_tokenizer_is_used_and_kept(texts: list[str], tmp_path: Path) ->
     assert not list((tmp_path / "refused").rglob("*.docs")), "refused before anything is read"
 
 
+@pytest.mark.parametrize("named", ["", "tokenizer.json"])
+def test_tokenizers_that_differ_in_the_end_of_text_alone_make_two_corpora(
+    named: str, texts: list[str], tmp_path: Path
+) -> None:
+    source, folder = write(tmp_path / "text", texts), tmp_path / "words"
+    folder.mkdir()
+    tokenizers.train(texts, 400).save(folder / "tokenizer.json")
+    config = TokenizerConfig(use=str(folder / named))
+    _, before = made(source, tmp_path / "root", tokenizer=config)
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "!"}')
+    _, after = made(source, tmp_path / "root", tokenizer=config)
+    assert after.end_of_text == tokenizers.load(folder).end_of_text != before.end_of_text
+    assert after.hash != before.hash
+
+
+def test_the_end_of_text_is_in_the_hash(texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write(tmp_path / "text", texts)
+    tokenizers.train(texts, 400).save(tmp_path / "tokenizer.json")
+    config = TokenizerConfig(use=str(tmp_path / "tokenizer.json"))
+    # What the files say of it does not count here, only the id itself.
+    monkeypatch.setattr(module, "_file_digest", lambda path: "the same")
+    _, before = made(source, tmp_path / "one", tokenizer=config)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "!"}')
+    _, after = made(source, tmp_path / "two", tokenizer=config)
+    assert after.hash != before.hash
+
+
 def test_large_vocabularies_are_stored_in_four_bytes(texts: list[str], tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 

@@ -260,3 +260,52 @@ def test_text_of_blank_space_alone_is_no_document(blank: str) -> None:
 
 def test_cleaning_leaves_text_that_can_be_written() -> None:
     assert clean("\ufeff a\r\nb\rc\0 \ud800 \U0001f600 \ud83d\ude00 ") == "a\nb\nc \ufffd 😀 😀"
+
+
+@pytest.mark.parametrize(
+    ("text", "title"),
+    [
+        ("---\ntitle: Foo\ndate: 2024\n---\n\n# Real", "Foo"),
+        ('---\ndate: 2024\ntitle: "Foo: a bar" \n---\n\n# Real', "Foo: a bar"),
+        ("---\r\n# made by hand\r\ndate: 2024\r\n---\r\n\r\n# Real", "Real"),
+        ("---\ntitle: >\n  folded\n---\n\nReal\n====", "Real"),
+        ("---\ntitle: ''\n---\n\nno heading", "a"),
+        ("---\n\nNo front matter\n---\n", "No front matter"),
+    ],
+)
+def test_front_matter_is_no_heading_but_may_name_the_title(text: str, title: str, tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_bytes(text.encode())
+    assert [(d.title, d.text) for d in read(tmp_path)] == [(title, text)]
+
+
+def test_headings_are_found_with_windows_line_ends_and_byte_order_marks(tmp_path: Path) -> None:
+    (tmp_path / "a.rst").write_bytes(b"Crossed\r\n=======\r\n\r\nbody")
+    (tmp_path / "b.md").write_bytes("\ufeff# Marked\n\nbody".encode())
+    (tmp_path / "c.md").write_bytes(b"# Windows\r\n\r\nbody")
+    assert [d.title for d in read(tmp_path)] == ["Crossed", "Marked", "Windows"]
+
+
+def test_the_title_of_a_drawing_is_not_that_of_the_page(tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text(
+        "<title>Page</title><p>One<svg><title>Icon</title><text>no</text></svg> two<svg><title>Logo</title></svg>"
+    )
+    (document,) = read(tmp_path)
+    assert document.title == "Page"
+    assert document.text.split() == ["One", "two"]
+
+
+def test_json_lines_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes('\ufeff{"text": "a"}\n{"text": "b"}\n'.encode())
+    (tmp_path / "b.jsonl").write_bytes('\ufeff\n{"text": "c"}\n'.encode())
+    assert [d.text for d in read(tmp_path)] == ["a", "b", "c"]
+
+
+def test_a_path_named_like_a_source_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert refused("folder").code == "path-missing"
+    (tmp_path / "aside.txt").write_text("not asked for")
+    for name in ("folder", "hf", "huggingface"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(f"text in {name}")
+        assert [d.text for d in read(name)] == [f"text in {name}"]
+        assert [d.text for d in read(f"folder:{name}")] == [f"text in {name}"]

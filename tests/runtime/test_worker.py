@@ -300,6 +300,46 @@ def test_a_gradient_that_others_are_part_of_blames_nobody_whose_loss_is_finite(b
     assert Outcome(sum(loss for loss, _ in by_rank.values()), NAN, by_rank).faulty == faulty
 
 
+@pytest.mark.parametrize("rows", [(6,), (3, 3)])
+def test_a_run_short_of_time_is_replanned_and_saved_now_and_then_on_any_number_of_workers(tmp_path, rows):
+    """Workers hear a decision a step after it was made; what rank 0 has said meanwhile it does not ask again."""
+    train = replace(TRAIN, steps=100_000, validate_every=100_000, deadline_s=5.0, checkpoint_every_s=1.0)
+    run = tiny.run_folder(tmp_path / "run", tiny.plan(train, rows=rows))
+    events = launch(run)
+    warned, saved = ([event for event in events if isinstance(event, kind)] for kind in (Warned, Saved))
+    assert events[-1].reason == "deadline" and len(steps_of(events)) > 50
+    assert 1 <= len(warned) <= 6
+    assert len(saved) <= 5 + len(warned) + 1
+
+
+def test_a_first_validation_that_is_not_finite_ends_the_run(tmp_path):
+    plan = tiny.plan(TRAIN, spec=replace(tiny.SPEC, tied=False))
+    run = tiny.run_folder(tmp_path / "run", plan)
+    tokens = np.fromfile(tmp_path / "corpus" / "val.bin", "<u2")
+    tokens[5] = 299
+    tokens.tofile(tmp_path / "corpus" / "val.bin")
+    train = np.fromfile(tmp_path / "corpus" / "train.bin", "<u2")
+    train[train == 299] = 298
+    train.tofile(tmp_path / "corpus" / "train.bin")
+    files = _files(plan.model)
+    files[checkpoint.MODEL]["tok.weight"][299] = float("nan")
+    checkpoint.write(run.checkpoints, files, checkpoint.Progress(step=1, plan=plan.hash, elapsed_s=0.0), keep=3)
+    with pytest.raises(Refusal, match="validation loss is not finite") as refusal:
+        launch(run)
+    assert refusal.value.problem.code == "non-finite"
+    assert list(read_events(run.events))[-1].reason == "failed"
+
+
+def test_a_checkpoint_in_a_folder_with_a_colon_that_is_damaged_is_passed_over(tmp_path):
+    run = tiny.run_folder(tmp_path / "12:30" / "run", tiny.plan(replace(TRAIN, checkpoint_every_s=0.001)))
+    launch(run)
+    newest = next(checkpoint.newest_first(run.checkpoints))
+    damage(newest / checkpoint.MODEL, "truncate")
+    events = launch(run)
+    warning = next(event for event in events if isinstance(event, Warned))
+    assert "steps lost" in warning.message and events[-1].reason == "done"
+
+
 def test_patience_stops_early(tmp_path):
     train = replace(TRAIN, steps=500, validate_every=2, patience=3, optimizer=Optimizer(lr=0.5))
     run = tiny.run_folder(tmp_path / "run", tiny.plan(train))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Protocol, cast
 
 from farspan.domain.corpus import Document
@@ -35,9 +36,14 @@ def available() -> list[str]:
 
 def open_source(spec: str) -> Source:
     """The source that `spec` names; refuses what does not exist."""
-    name, _, location = spec.partition(":")
+    name, colon, location = spec.partition(":")
     name = "huggingface" if name == "hf" else name
-    if name not in available():
+    if name not in available() or (not colon and _is_path(name, spec)):
         name, location = "folder", spec
     module = importlib.import_module(f"{__name__}.{name}")
     return cast(Source, module.open_source(location))
+
+
+def _is_path(name: str, spec: str) -> bool:
+    """Whether the bare name of a source that needs a location is meant as a path of that name."""
+    return name == "folder" or (name == "huggingface" and Path(spec).exists())

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from farspan.corpus.documents import PART_CHARS, numbered, open_zst, parts
+from farspan.corpus.documents import PART_CHARS, clean, numbered, open_zst, parts
 from farspan.domain.codec import missing_path
 from farspan.domain.corpus import Document
 from farspan.domain.problems import Refusal
@@ -26,6 +26,10 @@ _NEEDS = {".pdf": ("pypdf", "pdf"), ".parquet": ("pyarrow", "parquet")}
 _OPENERS: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".zst": open_zst}
 _UNPACK = {".gz": "gzip -d", ".zst": "zstd -d --rm"}
 _HEADING = re.compile(r"^#{1,6}[ \t]+(.+?)[ \t#]*$|^([^\s].*)\n[=\-~^\"'*+#]{3,}[ \t]*$", re.MULTILINE)
+#: YAML at the top of a Markdown file; it begins with a key, which text between two rules does not.
+_FRONT_MATTER = re.compile(r"\A---[ \t]*\n(?=(?:#.*\n)*[\w-]+[ \t]*:)((?s:.*?))^(?:---|\.\.\.)[ \t]*$", re.MULTILINE)
+#: A title on one line; `>` and `|` begin one of several lines.
+_FRONT_TITLE = re.compile(r"^title[ \t]*:[ \t]*([^\s>|].*?)[ \t]*$", re.MULTILINE)
 
 
 def open_source(location: str) -> Folder:
@@ -161,9 +165,24 @@ def _plain(file: Path) -> Iterator[Document]:
     """A text file, in parts if it is long, titled by its first heading (.md, .rst) or its name."""
     title = file.stem
     for number, text in enumerate(parts(_lines(file, PART_CHARS)), 1):
-        if number == 1 and file.suffix.lower() != ".txt" and (heading := _HEADING.search(text)):
-            title = heading[1] or heading[2]
+        if number == 1 and file.suffix.lower() != ".txt":
+            # Headings are looked for between Unix line ends, and not behind a byte-order mark.
+            title = _heading(clean(text), file.suffix.lower()) or title
         yield Document(title=numbered(title, number), text=text, origin=str(file))
+
+
+def _heading(text: str, suffix: str) -> str:
+    """The title in a Markdown file's front matter, else the first heading behind that; empty without either."""
+    front = _FRONT_MATTER.match(text) if suffix == ".md" else None
+    if front and (named := _FRONT_TITLE.search(front[1])) and (title := _unquoted(named[1])):
+        return title
+    heading = _HEADING.search(text, front.end() if front else 0)
+    return (heading[1] or heading[2]) if heading else ""
+
+
+def _unquoted(value: str) -> str:
+    quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
+    return value[1:-1] if quoted else value
 
 
 def _html(file: Path) -> Iterator[Document]:
@@ -176,6 +195,8 @@ def _html(file: Path) -> Iterator[Document]:
 def _jsonl(file: Path) -> Iterator[Document]:
     """An object a line; its text is in the field `text`, `content` or `body`."""
     for number, line in enumerate(_lines(file), 1):
+        if number == 1:
+            line = line.removeprefix("\ufeff")  # some editors begin a file with a byte-order mark; JSON has none
         if line.strip():
             try:
                 row = json.loads(line)
