@@ -17,6 +17,9 @@ _BYTES = {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2.0**10,
 _BITS_PER_S = {"bit/s": 1 / 8, "kbit/s": 1e3 / 8, "mbit/s": 1e6 / 8, "gbit/s": 1e9 / 8, "tbit/s": 1e12 / 8}
 _COUNT = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 
+#: From this share of the next prefix on three digits are rounded up to it.
+ROUNDS_UP = 0.9995
+
 
 def _split(text: str | int | float) -> tuple[float, str]:
     match = _NUMBER.fullmatch(str(text))
@@ -93,43 +96,42 @@ def format_seconds(seconds: float) -> str:
     return f"{whole / 86400:.1f} days"
 
 
+def _prefixed(value: float, prefixes: tuple[tuple[float, str], ...]) -> str | None:
+    """Three digits with the largest prefix that they reach, rounded: 999.6 k is 1 M. None below all prefixes."""
+    for scale, suffix in prefixes:
+        if abs(value) >= ROUNDS_UP * scale:
+            return f"{value / scale:.3g}{suffix}"
+    return None
+
+
 def format_count(number: float) -> str:
     """A count in three significant digits: `850`, `2.21 M`, `13.9 M`, `124 M`."""
-    for scale, suffix in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
-        if abs(number) >= scale:
-            return f"{number / scale:.3g}{suffix}"
-    return f"{number:.0f}"
+    return _prefixed(number, ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k"))) or f"{number:.0f}"
 
 
 def format_bytes(size: float) -> str:
     """Bytes in three significant digits, decimal prefixes: `7.6 MB`, `1.2 GB`."""
-    for scale, suffix in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if abs(size) >= scale:
-            return f"{size / scale:.3g} {suffix}"
-    return f"{size:.0f} B"
+    return _prefixed(size, ((1e12, " TB"), (1e9, " GB"), (1e6, " MB"), (1e3, " kB"))) or f"{size:.0f} B"
 
 
 def format_rate(bytes_per_s: float) -> str:
     """A network's rate as its people say it, in bits: `996 Mbit/s`, `10 Gbit/s`."""
-    for scale, suffix in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
-        if bytes_per_s * 8 >= scale:
-            return f"{bytes_per_s * 8 / scale:.3g} {suffix}"
-    return f"{bytes_per_s * 8:.0f} bit/s"
+    bits = bytes_per_s * 8
+    found = _prefixed(bits, ((1e12, " Tbit/s"), (1e9, " Gbit/s"), (1e6, " Mbit/s"), (1e3, " kbit/s")))
+    return found or f"{bits:.0f} bit/s"
 
 
 def format_flops(flops_per_s: float) -> str:
     """A rate of arithmetic: `128 GFLOP/s`, `2.25 PFLOP/s`."""
-    for scale, suffix in ((1e15, "P"), (1e12, "T"), (1e9, "G")):
-        if flops_per_s >= scale:
-            return f"{flops_per_s / scale:.3g} {suffix}FLOP/s"
-    return f"{flops_per_s / 1e6:.3g} MFLOP/s"
+    found = _prefixed(flops_per_s, ((1e15, " PFLOP/s"), (1e12, " TFLOP/s"), (1e9, " GFLOP/s")))
+    return found or f"{flops_per_s / 1e6:.3g} MFLOP/s"
 
 
 def short_time(seconds: float) -> str:
     """Three digits for what is compared closely: `88.1 ms`, `117 ms`, `1.36 s`."""
     if seconds >= 100:
         return format_seconds(seconds)
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds < ROUNDS_UP else f"{seconds:.3g} s"
 
 
 def format_usd(usd: float) -> str:

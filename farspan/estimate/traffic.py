@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -165,10 +166,12 @@ def _sum_bytes(ledger: _Ledger, network: Network, group: Sequence[int], size: fl
 
 def _tensor_axis(replica: Replica, index: int, costs: Costs, ledger: _Ledger) -> None:
     """The collectives between operators that the tensor axis divides, of every microbatch."""
-    stage, parts = replica.stages[index], replica.microbatches
+    stage = replica.stages[index]
     for coordinate, group in enumerate(stage.mesh.batch):
-        rows = replica.micro_rows(index, coordinate)
-        for unit, count in costs.graph.kinds(*stage.units):
+        if not stage.rows[coordinate]:
+            continue
+        sizes = Counter(max(1, replica.part(index, coordinate, i)) for i in range(replica.microbatches))
+        for (unit, count), (rows, parts) in itertools.product(costs.graph.kinds(*stage.units), sizes.items()):
             times = count * parts
             for name, size in _layout_changes(costs, unit, stage.splits, rows):
                 share = {"all_reduce": 2.0, "all_to_all": 1 / len(group)}.get(name, 1.0)

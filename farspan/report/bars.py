@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from farspan.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TINTS, TOP, WIDTH, Scale, label
+from farspan.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TINTS, TOP, WIDTH, Scale, cell, label
 
 #: Share of a group's width that its bars leave free.
 GAP = 0.22
@@ -123,18 +123,14 @@ def bars_csv(chart: Bars) -> str:
         for name, bars in chart.series:
             bar = bars[place]
             value = "" if bar.value is None else f"{bar.value:.6g}"
-            rows.append(",".join((_cell(group), _cell(name), value, _cell(bar.note))))
+            rows.append(",".join((cell(group), cell(name), value, cell(bar.note))))
     return "\n".join(rows) + "\n"
 
 
 def dots_csv(chart: Dots) -> str:
-    rows = [",".join(map(_cell, ("series", chart.x_name, chart.y_name, "what")))]
-    rows += [f"{_cell(chart.series[dot.series])},{dot.x:.6g},{dot.y:.6g},{_cell(dot.what)}" for dot in chart.dots]
+    rows = [",".join(map(cell, ("series", chart.x_name, chart.y_name, "what")))]
+    rows += [f"{cell(chart.series[dot.series])},{dot.x:.6g},{dot.y:.6g},{cell(dot.what)}" for dot in chart.dots]
     return "\n".join(rows) + "\n"
-
-
-def _cell(text: str) -> str:
-    return '"' + text.replace('"', '""') + '"' if any(mark in text for mark in ',"\n') else text
 
 
 def spread(values: Sequence[float]) -> Literal["zero", "log"]:

@@ -172,9 +172,14 @@ def thin(chart: Chart) -> Chart:
     )  # fmt: skip
 
 
+def cell(text: str) -> str:
+    """A text as a cell of a CSV file."""
+    return '"' + text.replace('"', '""') + '"' if any(mark in text for mark in ',"\n') else text
+
+
 def to_csv(chart: Chart) -> str:
     """A heading, then one line a point; an empty cell where a series has no value."""
-    heading = ",".join([chart.x.name, *(series.name for series in chart.series)])
+    heading = ",".join(map(cell, [chart.x.name, *(series.name for series in chart.series)]))
     columns = [chart.x.values, *(series.values for series in chart.series)]
     rows = (",".join("" if value is None else f"{value:.6g}" for value in row) for row in zip(*columns, strict=True))
     return "\n".join([heading, *rows]) + "\n"

@@ -331,7 +331,7 @@ def tables(found: Sequence[Point]) -> list[Table]:
 
 def _cell(top: Point | None, mine: Sequence[Point]) -> str:
     if top is not None and top.minutes is not None:
-        return f"{top.minutes:.3g}" if top.minutes < 1000 else f"{top.minutes:,.0f}"
+        return f"{top.minutes:.3g}" if top.minutes < 999.5 else f"{top.minutes:,.0f}"
     if not mine:
         return ""
     return {"oom": "x", "no-plan": "-"}.get(mine[0].row.status, mine[0].row.status)

@@ -6,7 +6,8 @@ It reads what the plan says, never which technique made it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -142,8 +143,10 @@ class Executor:
         self.wire.settle()
 
     def skip(self) -> None:
-        """Drop the gradients of this step."""
+        """Drop the gradients of this step, which overflowed, and what rounding left of them: the next have another
+        scale."""
         self.state.clear()
+        self.reducer.forget()
         self.wire.settle()
 
     def _say(self, loss: float, squares: float) -> None:
@@ -175,6 +178,19 @@ class Executor:
         self.model.train()
         self.wire.settle()
         return loss if self.place.last and self.place.tensor == 0 else 0.0
+
+    @contextmanager
+    def met(self) -> Iterator[None]:
+        """Meanwhile the model is the one that a checkpoint would call the run's: that of all replicas' last meeting."""
+        outer = self.outer
+        if outer is None or not outer.under_way:
+            yield
+            return
+        outer.show_met()
+        self.publish()
+        yield
+        outer.show_own()
+        self.publish()
 
     def load(self, values: Iterable[tuple[str, Tensor]]) -> None:
         """Take the whole values of all parameters of the model: of each, what is held here."""

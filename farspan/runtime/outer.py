@@ -82,6 +82,20 @@ class Outer:
         """Whether an exchange goes on while steps are made."""
         return self._left is not None
 
+    def show_met(self) -> None:
+        """The masters become those of the last meeting, the same in all replicas, until `show_own`; directly after a
+        meeting that an exchange goes on from."""
+        self._become(self.anchor)
+
+    def show_own(self) -> None:
+        """The masters are again this replica's own."""
+        assert self._left is not None
+        self._become(self._left)
+
+    def _become(self, values: Sequence[Tensor]) -> None:
+        for master, value in zip(self._state.master, values, strict=True):
+            master.copy_(value)
+
     def finish(self) -> None:
         """No meeting comes any more: take the exchange under way."""
         self._take()

@@ -71,12 +71,19 @@ class Reducer:
             return groups.of(ranks, purpose) if needed else None
 
         self._tensor = group(any(bucket.partial for bucket in buckets), place.group("tensor"), "partial")
-        self._scatter = group(place.zero > 0 and place.backend(self._data) == NCCL, self._data, "scatter")
+        # Made on all ranks of the stage or on none, as all who share a group must have made as many before it.
+        nccl = any(place.backend(ranks) == NCCL for ranks in place.mesh.groups("data"))
+        scatter = group(place.zero > 0 and nccl, self._data, "scatter")
+        self._scatter = scatter if place.backend(self._data) == NCCL else None
         self._all = group(whole and not self._by_site and self._sync.bits == 32, self._batch, "sum")
         self._inside = group(whole and self._by_site, self._home, "inside")
         self._back = group(whole and self._by_site, self._home, "back")
         if self._sync.wan_rate is not None and len(self._sites) > 1:
             pacing.limit(self._sync.wan_rate)
+
+    def forget(self) -> None:
+        """Drop what rounding left of gradients: it is not to be added to the next ones."""
+        self._feedback.residuals.clear()
 
     def arm(self, last: bool) -> None:
         """The next backward pass is coming; the step's last one if `last`."""

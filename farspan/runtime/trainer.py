@@ -261,7 +261,6 @@ class Trainer:
             self.w.emit(Warned(at=self.w.clock(), message=message))
         if found.steps < PATIENCE:
             return
-        self.w.executor.skip()
         raise Refusal(
             "loss-spike", what=f"the loss of one worker is far above the others' for {PATIENCE} steps on end",
             where=where, remedy=command("resume", self.w.run.path),
@@ -273,10 +272,11 @@ class Trainer:
     def _validate(self) -> None:
         loss, tokens, seconds = self.validation_loss()
         if not math.isfinite(loss):
+            self.save()
             raise Refusal(
                 "non-finite", what=f"the validation loss is not finite after step {self.step}",
                 where="the validation split", remedy=LOWER,
-                fact=f"loss {loss}, with the weights that made finite losses in training",
+                fact=f"loss {loss}; these weights are kept, though their losses in training were finite",
             )  # fmt: skip
         self._validated_step = self.step
         best = self.progress.best_loss is None or loss < self.progress.best_loss
@@ -301,7 +301,8 @@ class Trainer:
         train, val, began = self.w.plan.train, self.w.val, time.perf_counter()
         limit = val.count if not train.validate_tokens else min(val.count, -(-train.validate_tokens // train.seq_len))
         windows = list(self._validation_windows(limit))
-        loss = self.w.executor.evaluate(self._to_device(val.read(window)) for window in windows)
+        with self.w.executor.met():
+            loss = self.w.executor.evaluate(self._to_device(val.read(window)) for window in windows)
         tokens = int(sum(val.valid(np.arange(limit, dtype=np.uint64))))
         (total,) = self.w.group.sum(loss)
         return total / max(1, tokens), tokens, time.perf_counter() - began

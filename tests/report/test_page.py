@@ -225,6 +225,8 @@ def test_short_charts_are_drawn_whole():
     whole = chart([1.0, None, 3.0])
     assert thin(whole) == whole
     assert to_csv(whole) == "x,a,b\n0,1,\n1,,\n2,3,\n"
+    named = msgspec.structs.replace(whole.series[0], name='7B, "wide"')
+    assert to_csv(msgspec.structs.replace(whole, series=(named,))).startswith('x,"7B, ""wide"""\n0,1\n')
 
 
 def test_smoothing_by_hand():

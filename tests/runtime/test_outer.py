@@ -13,9 +13,11 @@ from msgspec.structs import replace
 
 from farspan.domain.layout import Send
 from farspan.domain.plan import Sync
+from farspan.domain.run import RunFolder
 from farspan.domain.train import Schedule
+from farspan.runtime import checkpoint
 from farspan.runtime.outer import _ahead
-from tests.runtime import jobs
+from tests.runtime import jobs, reference
 from tests.runtime.fleet import Fleet
 from tests.runtime.plans import HAND_PICKED, plan, replica, stage
 from tests.runtime.test_resume import state
@@ -68,3 +70,20 @@ def test_a_run_that_stops_early_takes_the_exchange_under_way_as_one_that_ends_th
     ours, theirs = state(early.path), state(whole.path)
     assert ours.keys() == theirs.keys()
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+
+
+def test_the_best_weights_of_overlapping_replicas_are_those_that_were_validated(fleet: Fleet, folder: Path):
+    """While an exchange goes on each replica has another model; what is validated and written is the one of all."""
+    base = HAND_PICKED["replicas unlike, overlapped"]
+    train = replace(
+        base.train, steps=12, validate_every=2, schedule=Schedule(kind="constant"),
+        optimizer=replace(base.train.optimizer, lr=0.1),
+    )  # fmt: skip
+    case = Case(folder, replace(base, train=train))
+    fleet.run(jobs.train, case.world, case.plan, case.path)
+    best = RunFolder(case.path).best
+    progress = checkpoint.verify(best, (checkpoint.MODEL,))
+    assert progress.step < train.steps, "the last model is one of all replicas anyhow"
+    inputs, targets = map(torch.from_numpy, case.data.val.read(np.arange(case.data.val.count, dtype=np.uint64)))
+    loss = reference.mean_loss(checkpoint.read(best, checkpoint.MODEL), case.plan.model, inputs, targets)
+    assert float(loss) == pytest.approx(progress.best_loss, rel=1e-5)

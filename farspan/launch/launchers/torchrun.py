@@ -40,7 +40,7 @@ class Launch(Workers):
         """All failures of which torchrun tells at its end. Of those that it sees at one glance it takes the lowest rank
         for the first, which may have failed because of another."""
         log = self.words(self.run.logs / f"rank-{process.ranks[0]}.log")
-        told = FAILURE.findall(log.rpartition("\nFailures:\n")[2])
+        told = reversed(FAILURE.findall(log.rpartition("\nFailures:\n")[2]))  # What it takes for the first is its last.
         return {int(rank): self.wordless(process, int(rank), int(code)) for rank, code in told} or super().lost(process)
 
 
