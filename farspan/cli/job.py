@@ -235,7 +235,7 @@ def require_torch() -> None:
 
 
 def first_device(cluster: Cluster) -> PlannedDevice:
-    host, device = next(host for host in cluster.hosts if host.devices), cluster.devices[0]
+    host, device = cluster.machines[0], cluster.devices[0]
     return PlannedDevice(host=host.name, backend=device.backend, index=0, threads=device.threads)
 
 

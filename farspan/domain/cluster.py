@@ -159,6 +159,11 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def hosts(self) -> tuple[Host, ...]:
         return tuple(host for site in self.sites for host in site.hosts)
 
+    @property
+    def machines(self) -> tuple[Host, ...]:
+        """The hosts that have devices: a head node has none."""
+        return tuple(host for host in self.hosts if host.devices)
+
     def site_of(self, host: str) -> Site:
         return next(site for site in self.sites if any(other.name == host for other in site.hosts))
 

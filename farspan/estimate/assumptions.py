@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from farspan.domain.cluster import Link
 from farspan.domain.plan import Plan
 from farspan.domain.units import format_bytes, format_rate
 from farspan.estimate.compute import UNKNOWN_FLOPS
-from farspan.estimate.network import Network, assumed_bandwidth
+from farspan.estimate.network import assumed_bandwidth
 from farspan.estimate.stage import Costs
 
 
@@ -39,22 +38,14 @@ def _rates(costs: Costs) -> list[str]:
     return found
 
 
-def _known(network: Network, a: str, b: str) -> Link | None:
-    """The link of two hosts; None where nothing leads from one to the other, and the plan sends nothing."""
-    try:
-        return network.link(a, b)
-    except KeyError:
-        return None
-
-
 def _links(plan: Plan, costs: Costs) -> list[str]:
     used = list(dict.fromkeys(device.host for device in plan.devices))
     network, found, seen = costs.network, [], set()
     for i, a in enumerate(used):
         for b in used[i + 1 :]:
             pair = " - ".join(dict.fromkeys(network.site(host) for host in (a, b)))
-            if pair in seen or (link := _known(network, a, b)) is None:
-                continue
+            if pair in seen or (link := network.cluster.link(a, b)) is None:
+                continue  # Told already; or nothing leads from one to the other, and the plan sends nothing.
             seen.add(pair)
             if link.bandwidth is None:
                 rate = costs.engine.host_rate or assumed_bandwidth(link, (network.site(a), network.site(b)))

@@ -299,7 +299,7 @@ def _met(plan: Plan, costs: Costs) -> float:
     """Seconds of the slowest device to make its changes, and the outer step on all of them."""
     moved = 4 * costs.engine.meeting_passes
     return max(
-        costs.stream_s(rank, costs.parameters(stage) / (stage.mesh.size("data") if stage.zero else 1) * moved)
+        costs.stream_s(rank, costs.owned(stage) * moved)
         for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks
     )  # fmt: skip
 

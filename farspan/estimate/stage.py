@@ -253,6 +253,10 @@ class Costs:
             self._sizes[key] = local_parameters(self.graph, stage.units, stage.splits, ways)
         return self._sizes[key]
 
+    def owned(self, stage: Stage) -> float:
+        """Parameters of which each device of a stage has the optimizer state, and that it updates."""
+        return self.parameters(stage) / (stage.mesh.size("data") if stage.zero else 1)
+
     def kept(self, stage: Stage, backend: str) -> tuple[float, float]:
         """Bytes of one sequence that a device of a stage keeps, and those of the block that it computes again."""
         ways = stage.mesh.size("tensor")
@@ -269,7 +273,7 @@ class Costs:
 
     def _states(self, stage: Stage) -> list[tuple[int, float]]:
         """A rank of each kind in the stage, with the parameters that it updates."""
-        own = self.parameters(stage) / (stage.mesh.size("data") if stage.zero else 1)
+        own = self.owned(stage)
         return [(rank, own) for rank in {self.alike[rank]: rank for rank in stage.mesh.ranks}.values()]
 
     def _update(self, state: tuple[int, float]) -> float:
@@ -300,7 +304,7 @@ class Costs:
                 part + engine.undivided * max(0.0, full - part)
                 for part, full in zip((weights, gradients, optimizer), whole, strict=True)
             )
-        optimizer += max(outer, self._outer) * parameters / (stage.mesh.size("data") if stage.zero else 1)
+        optimizer += max(outer, self._outer) * self.owned(stage)
         each, again = self.kept(stage, device.backend)
         kept = rows * (depth * each + again)
         head = stage.units[1] == self.graph.units and stage.units[0] < stage.units[1]

@@ -18,7 +18,7 @@ from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.problems import command as farspan
 from farspan.domain.run import RunFolder, RunRecord
-from farspan.launch.hosts import command, quoted
+from farspan.launch.hosts import ask, command, quoted
 
 #: Events are asked for this often; a question takes a process, and over ssh a connection.
 PULL_S = 1.0
@@ -96,14 +96,7 @@ class Away:
                 ) from None  # fmt: skip
 
     def _ask(self, text: str) -> bytes | None:
-        """What a command there prints; None where it fails, or does not answer."""
-        try:
-            done = subprocess.run(
-                command(self._host, ["sh", "-c", text]), stdin=subprocess.DEVNULL, capture_output=True, timeout=ANSWER_S
-            )
-        except subprocess.TimeoutExpired:
-            return None
-        return done.stdout if done.returncode == 0 else None
+        return ask(self._host, text, ANSWER_S)
 
     def _put(self, files: Iterable[tuple[Path, str]], folder: Path, made: dict[str, bytes] | None = None) -> None:
         where = quoted(folder)

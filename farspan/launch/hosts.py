@@ -24,6 +24,8 @@ from farspan.domain.problems import Refusal
 CLIENTS = frozenset({"ssh", "docker", "podman", "kubectl"})
 #: A host that has not answered the first question by then is not reachable (ssh itself gives up after CONNECT_S).
 START_S, CONNECT_S = 12.0, 8
+#: A host answers a question about its files within this.
+ANSWER_S = 10.0
 #: Reads its program from standard input first: command lines have a limit, and ssh needs no quoting for it.
 BOOTSTRAP = "import sys; exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())).decode())"
 
@@ -61,6 +63,16 @@ def quoted(path: Path) -> str:
     """A path for a shell on a host; one that begins with ~ lies in the home folder there."""
     text = str(path)
     return f'"$HOME"/{shlex.quote(text[2:])}' if text.startswith("~/") else shlex.quote(text)
+
+
+def ask(host: Host, text: str, seconds: float = ANSWER_S) -> bytes | None:
+    """What a shell command on a host prints; None where it fails, or has not ended by then."""
+    words = command(host, ["sh", "-c", text])
+    try:
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return None
+    return done.stdout if done.returncode == 0 else None
 
 
 def interpreter(host: Host) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import signal
 import statistics
@@ -29,7 +28,7 @@ from farspan.domain.results import COMPUTE, IN_STEP, Environment, Event, Started
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.trial import Trial, plan_key
 from farspan.estimate.price import estimate
-from farspan.launch.hosts import command, quoted
+from farspan.launch.hosts import ask, quoted
 from farspan.launch.launchers import launch
 from farspan.launch.workers import Workers, run_folder
 
@@ -247,9 +246,7 @@ def _forget(plan: Plan, run: RunFolder, cluster: Cluster) -> None:
     used = {device.host for device in plan.devices}
     for host in cluster.hosts:
         if host.name in used and host.folder is not None:
-            where = quoted(run_folder(host, plan, run).path)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                subprocess.run(command(host, ["sh", "-c", f"rm -rf {where}"]), capture_output=True, timeout=20)
+            ask(host, f"rm -rf {quoted(run_folder(host, plan, run).path)}")
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):

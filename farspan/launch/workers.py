@@ -25,7 +25,7 @@ from farspan.domain.problems import command as farspan
 from farspan.domain.results import Event, Finished
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.launch.away import Away
-from farspan.launch.hosts import by_client, command, interpreter, quoted
+from farspan.launch.hosts import ask, by_client, command, interpreter, quoted
 from farspan.launch.meeting import Meeting
 
 #: How often the event file and the processes are looked at.
@@ -37,8 +37,6 @@ GRACE_S = 12.0
 SAVE_S = 600.0
 #: A service, such as a Ray node, ends within this.
 SERVICE_S = 30.0
-#: A host answers a question about its files within this.
-ANSWER_S = 10.0
 
 
 class Process(Protocol):
@@ -153,12 +151,7 @@ class HostProcess:
     def read(self, path: Path) -> bytes | None:
         if self._host.folder is None:
             return path.read_bytes() if path.exists() else None
-        try:
-            words = ["sh", "-c", f"cat {quoted(path)}"]
-            done = subprocess.run(command(self._host, words), capture_output=True, timeout=ANSWER_S)
-        except subprocess.TimeoutExpired:
-            return None
-        return done.stdout if done.returncode == 0 else None
+        return ask(self._host, f"cat {quoted(path)}")
 
 
 class Workers:
@@ -232,11 +225,9 @@ class Workers:
             list(pool.map(self._clear_on, far))
 
     def _clear_on(self, host: Host) -> None:
-        logs = quoted(run_folder(host, self.plan, self.run).logs)
-        words = command(host, ["sh", "-c", f"rm -f {logs}/rank-*.problem.json"])
         # Of a host that cannot be entered more is said when workers are started there.
-        with suppress(subprocess.TimeoutExpired, OSError):
-            subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=ANSWER_S)
+        with suppress(OSError):
+            ask(host, f"rm -f {quoted(run_folder(host, self.plan, self.run).logs)}/rank-*.problem.json")
 
     @property
     def keep_open(self) -> int:

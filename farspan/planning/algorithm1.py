@@ -110,11 +110,10 @@ def choose(
 
     Raises Refusal (cannot-plan) for any other number of machines: the algorithm knows two.
     """
-    machines = [host for host in cluster.hosts if host.devices]
-    if len(machines) != 2:
+    if len(cluster.machines) != 2:
         raise Refusal(
             "cannot-plan", what="the paper's algorithm chooses between one machine and two", where="--algorithm paper",
-            fact=f"the cluster has {len(machines)}", remedy="--algorithm farspan, which takes any number",
+            fact=f"the cluster has {len(cluster.machines)}", remedy="--algorithm farspan, which takes any number",
         )  # fmt: skip
     found: list[Candidate] = []
 
@@ -137,7 +136,7 @@ def _candidate(
     cluster: Cluster, asked: Asked, measure: Callable[[Plan, float], Trial], name: str, technique: str,
     machine: Literal[0, 1, 2],
 ) -> Candidate:  # fmt: skip
-    first = next(len(host.devices) for host in cluster.hosts if host.devices)
+    first = len(cluster.machines[0].devices)
     places = {0: range(len(cluster.devices)), 1: range(first), 2: range(first, len(cluster.devices))}[machine]
     task = Task(
         asked.model, models.graph(asked.model), cluster, asked.train, asked.engine, asked.corpus,

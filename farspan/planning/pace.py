@@ -40,7 +40,7 @@ def hourly_price(cluster: Cluster) -> float | None:
 
 def on_one_device(model: ModelSpec, train: TrainSpec, cluster: Cluster, engine: Engine) -> Estimate:
     """What one worker on the cluster's first device would take for `train.batch` sequences at a time."""
-    host, device = next(host for host in cluster.hosts if host.devices), cluster.devices[0]
+    host, device = cluster.machines[0], cluster.devices[0]
     graph = models.graph(model)
     stage = Stage(
         units=(0, graph.units), mesh=Mesh(ranks=(0,), shape=(1,), axes=("data",)), rows=(train.batch,),

@@ -72,8 +72,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         )  # fmt: skip
         if not self.here:
             return found
-        first = next(host.name for host in cluster.hosts if host.devices)
-        told = f"{first}, which holds the run's folder, takes no part"
+        told = f"{cluster.machines[0].name}, which holds the run's folder, takes no part"
         candidates, chosen = ordered(
             [
                 msgspec.structs.replace(one, barred=told) if one.eligible and 0 not in one.places else one
