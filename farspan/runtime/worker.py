@@ -259,7 +259,8 @@ def main() -> int:
         leave_word(problem, run, rank)
         sys.stdout.flush()
         sys.stderr.flush()
-        # Not by returning: the interpreter would first wait for threads that may wait for a lost worker.
+        # Not by returning: the interpreter would first wait for threads that may wait for a lost worker, and it aborts
+        # where one of gloo's still holds the tensors of an exchange that failed.
         os._exit(problem.exit_code)
 
 
