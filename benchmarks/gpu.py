@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from wan import said_of_here
 
 from farspan import models
 from farspan.domain import catalog
@@ -79,7 +80,7 @@ def report(given: argparse.Namespace, spec: ModelSpec, seconds: dict[str, list[f
     ratio = statistics.median(b / a for a, b in zip(seconds["farspan"], seconds["pytorch"], strict=True))
     print(f"farspan / pytorch: {ratio:.2f} (asked {TARGETS['ratio']}; MFU asked {TARGETS['mfu']:.0%})")
     RESULTS.write_text(json.dumps({
-        "device": name, "peak_flops": peak, "torch": torch.__version__, "python": platform.python_version(),
+        "device": name, "peak_flops": peak, "at": datetime.now(UTC).isoformat(timespec="seconds"), **said_of_here(),
         "preset": given.preset, "rows": given.rows, "context": spec.context, "ratio": ratio, "contestants": rows,
         "memory_bytes": torch.cuda.max_memory_allocated(),
     }, indent=1))  # fmt: skip

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import platform
+import re
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,14 +29,14 @@ from farspan.domain.engine import engine
 from farspan.domain.model import parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem, Refusal, command
-from farspan.domain.run import cache_folder
+from farspan.domain.run import cache_folder, commit
 from farspan.domain.units import format_seconds, parse_count, parse_seconds, short_time
 from farspan.launch.trial import WARMUP, Limits, Question, apart, predicted_s
 from farspan.planning.cases import Case, case, check_techniques, key_of, spec_of
 from farspan.planning.published import alpa_tflops
 from farspan.planning.quantities import positive
 
-#: A matrix of more cells, or of more seconds, asks first.
+#: A matrix of more cells, or of more seconds, asks first; of thousands so many, evenly chosen, say what all would take.
 MANY, LONG_S = 200, 3600.0
 #: The cluster that is this machine.
 HERE = "here"
@@ -42,6 +45,8 @@ TOKENS = 2_000_000
 #: Steps that are predicted to take longer than this together are made fewer times: one that warms up, and one that is
 #: timed, at least.
 LONGEST_S = 20.0
+#: A lab of a matrix, by its process: several are up at once, and one of the file's own name may be the user's.
+LAB = "bench-{}-{}"
 #: Seconds of a cell beside its steps, for the time that is said before a matrix is begun.
 CELL_S = 15.0
 
@@ -100,7 +105,7 @@ class Results:
 
 
 class Todo(NamedTuple):
-    """A cell that lacks a row, and what it means."""
+    """A cell and what it means."""
 
     key: str
     case: Case
@@ -120,6 +125,7 @@ class Todo(NamedTuple):
 def measure(matrix: Matrix, results: Results, console: Console, *, agreed: bool, retry: bool = False) -> list[Row]:
     """Measure what is missing, cluster by cluster, and return all rows. Without `agreed`, refuses a long matrix."""
     check_techniques(matrix)
+    positive(parse_seconds, matrix.deadline, "deadline", "5m")
     rows, wanted = results.read(), cells(matrix)
     if others := sorted({row.farspan for row in rows} - {farspan.__version__}):
         raise Refusal(
@@ -127,38 +133,41 @@ def measure(matrix: Matrix, results: Results, console: Console, *, agreed: bool,
             fact=f"with {', '.join(others)}; this is {farspan.__version__}",
             remedy=f"measure into another folder: {command('bench', matrix.name, '-o', f'{results.folder}-2')}",
         )  # fmt: skip
-    console.say(f"{len(wanted)} cells: pricing")
+    known = {row.key for row in rows if not (retry and row.status == "failed")}
+    every = 1 if agreed or len(known) >= len(wanted) else max(1, len(wanted) // MANY)
+    console.say(f"{len(wanted):,} cells: pricing {'them' if every == 1 else 'some of them'}")
     with contextlib.ExitStack() as stack:
-        todo: list[Todo] = []
+        remove_orphans(matrix)
+        found: list[Todo] = []
         for label in matrix.clusters:
-            cluster = stack.enter_context(cluster_of(matrix, label))
-            there = [cell for cell in wanted if cell.cluster == label]
-            todo += missing(matrix, there, cluster, rows, retry=retry)
-        seconds = sum(one.seconds(matrix) for one in todo)
+            if there := [cell for cell in wanted[::every] if cell.cluster == label]:
+                found += meant(matrix, there, stack.enter_context(cluster_of(matrix, label)), rows)
+        refuse_impossible(found)
+        todo = [one for one in found if one.key not in known]
+        seconds = every * sum(one.seconds(matrix) for one in todo)
+        if not agreed and (every * len(todo) > MANY or seconds > LONG_S):
+            raise Refusal(
+                "usage", what=f"the matrix has {every * len(todo):,} cells to measure", where=f"matrix {matrix.name}",
+                fact=f"they are predicted to take {format_seconds(seconds)}",
+                remedy="add --yes, or make the lists shorter",
+            )  # fmt: skip
         console.say(
             f"{len(wanted)} cells, {len(wanted) - len(todo)} of them measured already, {len(todo)} to measure: about "
             f"{format_seconds(seconds)}"
         )
-        if not agreed and (len(todo) > MANY or seconds > LONG_S):
-            raise Refusal(
-                "usage", what=f"the matrix has {len(todo):,} cells to measure", where=f"matrix {matrix.name}",
-                fact=f"they are predicted to take {format_seconds(seconds)}",
-                remedy="add --yes, or make the lists shorter",
-            )  # fmt: skip
-        for number, one in enumerate(todo):
-            row, plan = measured(matrix, one)
-            results.add(row, plan, one.case.cluster)
-            console.say(f"{number + 1}/{len(todo)} {line(row)}")
-    results.write_table()
+        try:
+            for number, one in enumerate(todo):
+                row, plan = measured(matrix, one)
+                results.add(row, plan, one.case.cluster)
+                console.say(f"{number + 1}/{len(todo)} {line(row)}")
+        finally:
+            results.write_table()
     return results.read()
 
 
-def missing(
-    matrix: Matrix, wanted: Sequence[Cell], cluster: Cluster, rows: Sequence[Row], *, retry: bool
-) -> list[Todo]:
-    """The cells of a cluster that have no row. Refuses rows that were measured on it when it was another."""
+def meant(matrix: Matrix, wanted: Sequence[Cell], cluster: Cluster, rows: Sequence[Row]) -> list[Todo]:
+    """The cells of a cluster as plans. Refuses rows that were measured on it when it was another."""
     here, found = figures_hash(cluster), []
-    known = {row.key for row in rows if not (retry and row.status == "failed")}
     for row in rows:
         if row.cell.cluster == wanted[0].cluster and row.cluster_hash != here:
             raise Refusal(
@@ -171,9 +180,22 @@ def missing(
     for cell in wanted:
         folder, manifest = corpus(spec_of(matrix.models[cell.model]).vocab_size, matrix.seed)
         one = case(cell, matrix, cluster, engine("farspan"), manifest.hash)
-        if (key := key_of(matrix, one, here)) not in known:
-            found.append(Todo(key, one, folder, launcher))
+        found.append(Todo(key_of(matrix, one, here), one, folder, launcher))
     return found
+
+
+def refuse_impossible(found: Sequence[Todo]) -> None:
+    """A number of devices that no cluster has, or a length that no model allows, is a mistake; what some lack is a row
+    without a plan."""
+    for code, of in (("device-missing", "devices"), ("out-of-range", "seq_len")):
+        problems: dict[object, list[Problem | None]] = {}
+        for one in found:
+            made = one.case.made
+            lacks = made if isinstance(made, Problem) and made.code == code else None
+            problems.setdefault(getattr(one.case.cell, of), []).append(lacks)
+        for each in problems.values():
+            if each[0] is not None and None not in each:
+                raise Refusal.of(each[0])
 
 
 def corpus(vocab: int, seed: int) -> tuple[Path, CorpusManifest]:
@@ -201,10 +223,12 @@ def measured(matrix: Matrix, todo: Todo) -> tuple[Row, Plan | None]:
     row = row_of(matrix, todo, at, status=made.status, cause="" if made.problem is None else told(made.problem))
     here = made.environment
     row = msgspec.structs.replace(
-        row, took_s=made.took_s, memory_bytes=max(made.memory_bytes.values(), default=None),
-        commit=here and here.commit, torch=here.torch if here else "", python=here.python if here else "",
-        machine=here.device if here else "",
+        row, took_s=made.took_s, memory_bytes=max(made.memory_bytes.values(), default=None)
     )  # fmt: skip
+    if here is not None:
+        row = msgspec.structs.replace(
+            row, commit=here.commit, torch=here.torch, python=here.python, machine=here.device
+        )  # fmt: skip
     if made.step_s is not None:
         found = msgspec.structs.asdict(figures(row, made.step_s))
         row = msgspec.structs.replace(row, step_s=made.step_s, steps_s=made.steps, **found)
@@ -238,7 +262,7 @@ def row_of(matrix: Matrix, todo: Todo, at: str, *, status: Status, cause: str) -
         predicted_memory_bytes=None if found is None else found.memory_bytes,
         usd_per_hour=None if None in prices else sum(price or 0.0 for price in prices),
         rtt_s=max((link.rtt_s for link in links if link is not None), default=None), at=at, seed=matrix.seed,
-        farspan=farspan.__version__,
+        farspan=farspan.__version__, commit=commit(), torch=version("torch"), python=platform.python_version(),
     )  # fmt: skip
 
 
@@ -279,14 +303,25 @@ def cluster_of(matrix: Matrix, label: str) -> Iterator[Cluster]:
         return
     from farspan.lab import spec, state
 
-    # Several are up at once, and one of the file's own name may be the user's.
-    name = f"bench-{os.getpid()}-{list(matrix.clusters).index(label)}"
+    name = LAB.format(os.getpid(), list(matrix.clusters).index(label))
     made = spec.changed(spec.load_lab(asked.lab), asked.window, asked.bandwidth, asked.memory)
     status = state.up(msgspec.structs.replace(made, name=name))
     try:
         yield priced(clusters.of_lab(status), matrix)
     finally:
         state.down(name)
+
+
+def remove_orphans(matrix: Matrix) -> None:
+    """Remove the labs of matrices whose process was killed before it could."""
+    if all(isinstance(asked, str) for asked in matrix.clusters.values()):
+        return
+    from farspan.lab import state
+
+    for name in state.names():
+        owner = re.fullmatch(LAB.format(r"(\d+)", r"\d+"), name)
+        if owner and not Path("/proc", owner[1]).exists():
+            state.down(name)
 
 
 def priced(cluster: Cluster, matrix: Matrix) -> Cluster:

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,7 +31,6 @@ from farspan.domain.train import TrainSpec
 from farspan.domain.units import format_bytes
 
 if TYPE_CHECKING:
-    from farspan.domain.trial import Trial
     from farspan.launch.probe import Probe
     from farspan.planning.rank import Candidate
 
@@ -163,16 +162,12 @@ def plan(resolved: Resolved, asked: ParallelConfig, console: Console, *, table: 
     With `table` says how they compare. Raises Refusal where none fits.
     """
     from farspan.cli import selecting
-    from farspan.planning.compare import called
+    from farspan.cli.planning import paragraph
 
     named, several = asked.technique != "auto", len(resolved.cluster.devices) > 1
     question = selecting.question_of(resolved, asked)
-    tried: Sequence[tuple[Candidate, Trial]] = ()
-    if several and not named:
-        selection = selecting.choose(resolved, asked, console, paying=True)
-        ranking, tried = selection.ranking, selection.tried
-    else:
-        ranking = question.rank(resolved.cluster)
+    selection = selecting.choose(resolved, asked, console, paying=True) if several and not named else None
+    ranking = question.rank(resolved.cluster) if selection is None else selection.ranking
     if table:
         from farspan.cli.planning import say_ranking
 
@@ -182,11 +177,11 @@ def plan(resolved: Resolved, asked: ParallelConfig, console: Console, *, table: 
     # What is named is run, also where something speaks against it.
     here += [one for one in ranking.candidates if named and one.plan is not None]
     if not here:
-        raise selecting.nothing_runs(ranking, tried, question)
+        raise selecting.nothing_runs(ranking, () if selection is None else selection.tried, question)
     best = here[0]
     assert best.plan is not None and best.estimate is not None
-    if several and not named:
-        console.say(f"of {len(ranking.candidates)} plans the best: {called(best)}")
+    if selection is not None:
+        console.say(paragraph(selecting.why(selection)))
     learned = msgspec.structs.replace(resolved, cluster=ranking.cluster)
     return Planned(plan=best.plan, estimate=best.estimate, resolved=learned)
 

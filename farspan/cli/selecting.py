@@ -27,6 +27,10 @@ from farspan.planning.compare import called
 from farspan.planning.rank import Candidate, Ranking
 from farspan.planning.select import Asked, Selection, select
 
+#: Where machines are chosen by trials, up to so many devices plans for all parts of the cluster are priced: those of 64
+#: take 7 s (docs/benchmarks.md), less than one trial.
+PARTS = 64
+
 
 class Trials:
     """Runs plans of one run for a few steps. What was measured of a plan on a cluster once is kept, and found again."""
@@ -57,16 +61,16 @@ class Trials:
 
 def question(
     model: ModelSpec, train: TrainSpec, cluster: Cluster, corpus: str, asked: ParallelConfig,
-    tolerance: float | None = None,
+    tolerance: float | None = None, few: int = job.FEW,
 ) -> Asked:  # fmt: skip
-    """What is chosen for a run: all parts of a cluster of a few devices, or of one named technique the whole."""
+    """What is chosen for a run: all parts of a cluster of few devices, or of one named technique the whole."""
     from farspan.domain.engine import engine
     from farspan.planning.rank import TOLERANCE
 
     named = asked.technique != "auto"
     return Asked(
         model=model, train=train, engine=engine("farspan"), objective=asked.objective, allow=job.allowed(asked),
-        corpus=corpus, here=launcher(asked) != "local", parts=not named and len(cluster.devices) <= job.FEW,
+        corpus=corpus, here=launcher(asked) != "local", parts=not named and len(cluster.devices) <= few,
         tolerance=TOLERANCE if tolerance is None else tolerance,
     )  # fmt: skip
 
@@ -76,9 +80,11 @@ def launcher(asked: ParallelConfig) -> str:
     return reached_by(asked.cluster or "") or asked.launcher
 
 
-def question_of(resolved: job.Resolved, asked: ParallelConfig, tolerance: float | None = None) -> Asked:
+def question_of(
+    resolved: job.Resolved, asked: ParallelConfig, tolerance: float | None = None, few: int = job.FEW
+) -> Asked:
     """`question` for a run.yaml made concrete."""
-    return question(resolved.model, resolved.train, resolved.cluster, resolved.corpus.hash, asked, tolerance)
+    return question(resolved.model, resolved.train, resolved.cluster, resolved.corpus.hash, asked, tolerance, few)
 
 
 def choose(
@@ -87,8 +93,9 @@ def choose(
 ) -> Selection:  # fmt: skip
     """The selection, each trial said as it ends."""
     job.require_torch()
+    few = job.FEW if paying else PARTS
     return select(
-        resolved.cluster, question_of(resolved, asked, tolerance), Trials(resolved, launcher(asked), again=again),
+        resolved.cluster, question_of(resolved, asked, tolerance, few), Trials(resolved, launcher(asked), again=again),
         budget_s=budget_s, paying=paying, say=lambda one, made: console.say(trial_line(one, made)),
     )  # fmt: skip
 
@@ -138,8 +145,12 @@ def nothing_runs(ranking: Ranking, tried: Sequence[tuple[Candidate, Trial]], ask
         one, made = failed[0]
         what = f"all {len(failed)} plans that were tried"
         fact = made.problem.fact if made.problem else "it made no step"
-        if all(made.status == "oom" for _, made in failed):
-            return _short(f"{what} ran out of memory", called(one), fact, tried, asked, ranking)
+        if any(made.status == "oom" for _, made in failed):
+            one, made = next((one, made) for one, made in failed if made.status == "oom")
+            every = all(made.status == "oom" for _, made in failed)
+            fact = made.problem.fact if made.problem else "it made no step"
+            how = "ran out of memory" if every else "ran out of memory or failed"
+            return _short(f"{what} {how}", called(one), fact, tried, asked, ranking)
         return Refusal(
             "cannot-plan", what=f"{what} failed", where=called(one), fact=fact,
             remedy="farspan doctor --cluster, with the same cluster",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +12,9 @@ import numpy.typing as npt
 
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.problems import Refusal
+
+#: What tells one split's bytes from another's: so many blocks of so many bytes, a quarter of a second to read.
+BLOCKS, BLOCK = 256, 2**20
 
 
 class TokenFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +33,15 @@ class TokenFile(msgspec.Struct, frozen=True, kw_only=True):
     def document(self, index: int) -> npt.NDArray[Any]:
         """Tokens of one document, its end-of-text token included."""
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+
+
+def fingerprint(tokens: npt.NDArray[Any]) -> int:
+    """48 bits of a split's bytes: of all where there are few, else of evenly spaced blocks."""
+    data = tokens.view(np.uint8)
+    digest, apart = hashlib.blake2b(digest_size=6), max(BLOCK, len(data) // BLOCKS)
+    for start in range(0, len(data), apart):
+        digest.update(data[start : start + BLOCK].data)
+    return int.from_bytes(digest.digest(), "big")
 
 
 def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:

@@ -206,6 +206,8 @@ def unsound(plan: Plan) -> str:
         return f"its stages run on ranks {', '.join(map(str, ranks))}, not once on each of {len(plan.devices)} devices"
     if (batch := sum(replica.batch for replica in plan.replicas)) != plan.train.batch:
         return f"its replicas read {batch} sequences a step, the training has {plan.train.batch}"
+    if len(plan.replicas) > 1 and plan.sync is None:
+        return f"its {len(plan.replicas)} replicas never meet: it has no sync"
     for replica in plan.replicas:
         bounds = [bound for stage in replica.stages for bound in stage.units]
         joined = all(a < b for a, b in zip(bounds[::2], bounds[1::2], strict=True)) and bounds[1:-1:2] == bounds[2::2]

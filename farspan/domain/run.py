@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
+import farspan
 from farspan.domain.codec import load
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, nearest
@@ -19,6 +22,17 @@ def cache_folder() -> Path:
         return Path(given).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "farspan"
+
+
+def commit() -> str | None:
+    """The commit of a source checkout; None for an installed package, or where git is not."""
+    root = Path(farspan.__file__).parent.parent
+    if not (root / ".git").exists():
+        return None
+    with suppress(OSError, subprocess.TimeoutExpired):
+        asked = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
+        return subprocess.run(asked, capture_output=True, text=True, timeout=5).stdout.strip() or None
+    return None
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

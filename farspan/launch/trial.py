@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import statistics
 import subprocess
@@ -109,7 +110,7 @@ def trial(plan: Plan, corpus: Path, cluster: Cluster, launcher: str, within: Lim
             memory = refusal.problem.code == "out-of-memory" or "SIGKILL" in refusal.problem.fact
             return Trial(
                 plan=key, status="oom" if memory else "failed", problem=refusal.problem,
-                took_s=time.monotonic() - began,
+                environment=_environment(_records(run, len(plan.devices))), took_s=time.monotonic() - began,
             )  # fmt: skip
         finally:
             _forget(short, run, cluster)
@@ -286,9 +287,19 @@ def apart(question: Question) -> Trial:
     return Trial(plan=plan_key(question.plan), status="failed", problem=problem, took_s=time.monotonic() - began)
 
 
+def follow(parent: int) -> None:
+    """Interrupt this process when the one that asked is gone: nobody waits for the answer, and nobody else would end
+    the workers."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def main() -> None:
+    parent = os.getppid()
     asked = msgspec.json.decode(sys.stdin.buffer.read(), type=Question)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    threading.Thread(target=follow, args=(parent,), daemon=True).start()
     made = trial(asked.plan, Path(asked.corpus), asked.cluster, asked.launcher, asked.within)
     sys.stdout.buffer.write(msgspec.json.encode(made))
 

@@ -22,8 +22,9 @@ from farspan.domain.codec import content_hash, cut_unfinished_line, load, parse_
 from farspan.domain.plan import Plan
 from farspan.domain.problems import EXIT_CODES, Problem, Refusal
 from farspan.domain.problems import command as farspan
-from farspan.domain.results import Event, Finished
+from farspan.domain.results import Estimate, Event, Finished, Step
 from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.units import format_bytes
 from farspan.launch.away import Away
 from farspan.launch.hosts import ask, by_client, command, interpreter, quoted
 from farspan.launch.meeting import Meeting
@@ -319,27 +320,41 @@ class Workers:
         rank = process.ranks[0]
         return {rank: self.wordless(process, rank, process.poll() or 0)}
 
-    def _problems(self, process: Process) -> Iterator[tuple[bool, Problem]]:
-        """What ended each worker of a process, and whether the worker said so itself."""
+    def _problems(self, process: Process) -> Iterator[tuple[int, Problem]]:
+        """What ended each worker of a process, and how near its cause that is: 0 where it could say nothing, 1 what it
+        said of itself, 2 of another."""
         logs, said = run_folder(process.host, self.plan, self.run).logs, set()
         for rank in process.ranks:
             where = logs / f"rank-{rank}.problem.json"
             if content := process.read(where):
                 said.add(rank)
-                yield True, parse_json(content, Problem, where)
-        yield from ((False, problem) for rank, problem in self.lost(process).items() if rank not in said)
+                problem = parse_json(content, Problem, where)
+                # What failed in an exchange failed for another's sake.
+                own = problem.what.startswith(f"rank {rank} ") and "gloo" not in problem.fact
+                yield 1 if own else 2, problem
+        yield from ((0, problem) for rank, problem in self.lost(process).items() if rank not in said)
 
     def wordless(self, process: Process, rank: int, code: int) -> Problem:
         """What an exit code (negative: a signal) says of a worker that said nothing."""
         log = self.run.logs / f"rank-{process.ranks[0]}.log"
         cause = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         if code == -signal.SIGKILL:
-            cause += ", as the kernel does when memory runs out"
+            cause += f", as the kernel does when memory runs out{self._memory(process, rank)}"
         name = next((name for name, number in EXIT_CODES.items() if number == code), "worker-lost")
         return Problem(
             code=name, what=f"rank {rank} on {process.host.name} was lost", where=str(log),
             fact=f"{cause}; last words: {_last_line(self.words(log))}", remedy=farspan("resume", self.run.path),
         )  # fmt: skip
+
+    def _memory(self, process: Process, rank: int) -> str:
+        """What a worker was predicted to need, and what it held when it was last heard."""
+        told, folder = "", run_folder(process.host, self.plan, self.run)
+        if self.run.estimate.exists() and rank < len(memory := load(self.run.estimate, Estimate).memory):
+            told += f"; it was predicted to need {format_bytes(memory[rank].total)}"
+        log = folder.events if rank == 0 else folder.logs / f"rank-{rank}.events.jsonl"
+        lines = (process.read(log) or b"").split(b"\n")
+        steps = [one for one in map(msgspec.json.Decoder(Event).decode, lines[:-1]) if isinstance(one, Step)]
+        return told + (f"; held {format_bytes(steps[-1].memory_bytes)}" if steps else "")
 
     def _signal(self, number: signal.Signals, services: bool = False) -> None:
         for process in self.processes:

@@ -13,7 +13,7 @@ from farspan.domain.cluster import Cluster
 from farspan.domain.codec import content_hash, load
 from farspan.domain.engine import Engine
 from farspan.domain.model import ModelSpec
-from farspan.domain.plan import Plan, unsound
+from farspan.domain.plan import Plan, Replica, unsound
 from farspan.domain.problems import Problem, Refusal, nearest
 from farspan.domain.results import Estimate
 from farspan.domain.train import Schedule, TrainSpec
@@ -57,8 +57,8 @@ def spec_of(asked: str | Shape) -> ModelSpec:
         ) from None  # fmt: skip
 
 
-def places_of(cluster: Cluster, devices: str) -> tuple[int, ...]:
-    """The devices that a cell means, by place. Raises Refusal (device-missing)."""
+def places_of(cluster: Cluster, devices: str) -> tuple[int, ...] | Problem:
+    """The devices that a cell means, by place; the Problem device-missing where the cluster has them not."""
     everything = [site.name for site in cluster.sites for host in site.hosts for _ in host.devices]
     if devices == "all":
         return tuple(range(len(everything)))
@@ -67,8 +67,8 @@ def places_of(cluster: Cluster, devices: str) -> tuple[int, ...]:
     if devices.isdigit() and 1 <= int(devices) <= len(everything):
         return tuple(range(int(devices)))
     sites = ", ".join(dict.fromkeys(everything))
-    raise Refusal(
-        "device-missing", what=f"the cluster has no devices {devices!r}", where="key devices",
+    return Problem(
+        code="device-missing", what=f"the cluster has no devices {devices!r}", where="key devices",
         fact=f"it has {len(everything)} devices at {sites}",
         remedy=f"use all, 1 to {len(everything)}, or one of {sites}",
     )  # fmt: skip
@@ -88,20 +88,25 @@ def check_techniques(matrix: Matrix) -> None:
 
 def case(cell: Cell, matrix: Matrix, cluster: Cluster, engine: Engine, corpus: str = "") -> Case:
     """The plan of a cell, priced on its cluster. Raises Refusal for what the matrix says that cannot be."""
-    model, places = spec_of(matrix.models[cell.model]), places_of(cluster, cell.devices)
+    model, there = spec_of(matrix.models[cell.model]), places_of(cluster, cell.devices)
+    places = () if isinstance(there, Problem) else there
     seq_len = cell.seq_len or model.context
-    if seq_len > model.context:
-        raise Refusal(
-            "out-of-range", what=f"{cell.model} has {model.context} positions", where="key seq_len",
-            fact=f"{seq_len} are asked for", remedy=f"set seq_len: [{model.context}]",
-        )  # fmt: skip
-    batch = cell.batch * len(places)
+    batch = cell.batch * max(1, len(places))
     train = TrainSpec(
         steps=max(1, round(positive(parse_count, matrix.tokens, "tokens", "10M") / (batch * seq_len))), batch=batch,
         seq_len=seq_len, precision=cell.precision, attention=cell.attention, seed=matrix.seed,
         schedule=Schedule(kind="constant"),
     )  # fmt: skip
-    made = _plan(cell, model, cluster, train, places, engine, corpus)
+    made: Plan | Problem
+    if isinstance(there, Problem):
+        made = there
+    elif seq_len > model.context:
+        made = Problem(
+            code="out-of-range", what=f"{cell.model} has {model.context} positions", where="key seq_len",
+            fact=f"{seq_len} are asked for", remedy=f"set seq_len: [{model.context}]",
+        )  # fmt: skip
+    else:
+        made = _plan(cell, model, cluster, train, places, engine, corpus)
     found = None
     if isinstance(made, Plan):
         try:
@@ -141,7 +146,22 @@ def _plan(
             code="cannot-plan", what=f"the published plan {name} cannot be made here", where=str(cell), fact=str(error),
             remedy="choose heads that the devices divide, and a batch that 4 microbatches do",
         )  # fmt: skip
-    return msgspec.structs.replace(plan, train=train, devices=task.devices, inputs=task.inputs, engine=engine.name)
+    return msgspec.structs.replace(
+        plan, train=train, devices=task.devices, inputs=task.inputs, engine=engine.name,
+        replicas=tuple(_gathered_singly(replica) for replica in plan.replicas),
+    )  # fmt: skip
+
+
+def _gathered_singly(replica: Replica) -> Replica:
+    """ZeRO as it was published gathers weights tensor by tensor; our runtime gathers them in the buckets in which their
+    gradients are summed."""
+    single = tuple(
+        stage if stage.zero == 0 else msgspec.structs.replace(
+            stage, grad_sync=msgspec.structs.replace(stage.grad_sync, bucket_bytes=None)
+        )
+        for stage in replica.stages
+    )  # fmt: skip
+    return msgspec.structs.replace(replica, stages=single)
 
 
 def _of_file(plan: Plan, task: Task, cell: Cell) -> Plan | Problem:

@@ -117,13 +117,13 @@ def short(value: float) -> str:
 
 
 def bars_csv(chart: Bars) -> str:
-    """A line a group and series; the note where there is no value."""
-    rows = [f'group,series,"{chart.unit}",note']
+    """A line a group and series, with where repeats or a prediction lie; the note where there is no value."""
+    rows = [",".join(map(cell, ("group", "series", chart.unit, "low", "high", "note")))]
     for place, group in enumerate(chart.groups):
         for name, bars in chart.series:
             bar = bars[place]
-            value = "" if bar.value is None else f"{bar.value:.6g}"
-            rows.append(",".join((cell(group), cell(name), value, cell(bar.note))))
+            figures = ("" if one is None else f"{one:.6g}" for one in (bar.value, *(bar.span or (None, None))))
+            rows.append(",".join((cell(group), cell(name), *figures, cell(bar.note))))
     return "\n".join(rows) + "\n"
 
 

@@ -12,7 +12,7 @@ from statistics import median
 import msgspec
 
 from farspan.domain.bench import Row, figures
-from farspan.domain.units import format_usd, short_time
+from farspan.domain.units import format_count, format_usd, short_time
 from farspan.estimate.loss import loss
 from farspan.report.bars import Bar, Bars, Dot, Dots, spread
 from farspan.report.charts import TINTS, Axis, Chart, Series
@@ -285,7 +285,11 @@ def _model(row: Row) -> str:
 
 
 def _devices(row: Row) -> str:
-    return f"{row.used} devices" if row.used > 1 else "1 device"
+    return _devices_of(row.used)
+
+
+def _devices_of(used: int) -> str:
+    return f"{used} devices" if used > 1 else "1 device"
 
 
 def _place(row: Row) -> str:
@@ -296,7 +300,7 @@ def _place(row: Row) -> str:
 
 
 class Table(msgspec.Struct, frozen=True):
-    """Text in columns; `best` marks the least of a line."""
+    """Text in columns; `best` marks a cell of each line."""
 
     title: str
     heads: tuple[str, ...]
@@ -305,6 +309,11 @@ class Table(msgspec.Struct, frozen=True):
 
 
 def tables(found: Sequence[Point]) -> list[Table]:
+    """What a paper would print of a bench."""
+    return [*lasting(found), *bought(found)]
+
+
+def lasting(found: Sequence[Point]) -> list[Table]:
     """Minutes of every technique, a line a cluster, a table for every model on so many devices: the FABRIC paper's
     tables I and II. `x` is out of memory."""
     made = []
@@ -324,9 +333,36 @@ def tables(found: Sequence[Point]) -> list[Table]:
             known = [value for value in values if value is not None]
             marks.append(2 + values.index(min(known)) if known else None)
             lines.append((cluster, "" if not trips else f"{1e3 * trips[0]:.4g}", *cells))
-        devices = f"{used} device{'s' * (used > 1)}"
-        made.append(Table(f"{model} on {devices}, minutes", ("", "RTT ms", *techniques), tuple(lines), tuple(marks)))
+        title, heads = f"{model} on {_devices_of(used)}, minutes", ("", "RTT ms", *techniques)
+        made.append(Table(title, heads, tuple(lines), tuple(marks)))
     return made
+
+
+def bought(found: Sequence[Point]) -> list[Table]:
+    """Tokens for a dollar of every technique, a line a setting, a table for every model on so many devices: the cost
+    study's figures 1 to 4 as numbers."""
+    made = []
+    techniques = distinct(found, lambda row: row.cell.technique)
+    for model, used in dict.fromkeys((_model(one.row), one.row.used) for one in found):
+        here = [one for one in found if (_model(one.row), one.row.used) == (model, used)]
+        lines, marks = [], []
+        for setting in dict.fromkeys(_setting(one.row) for one in here):
+            tops = [
+                best([one for one in here if (_setting(one.row), one.row.cell.technique) == (setting, technique)],
+                     lambda one: one.tokens_per_usd, most=True)
+                for technique in techniques
+            ]  # fmt: skip
+            values = [0.0 if top is None else top.tokens_per_usd or 0.0 for top in tops]
+            marks.append(len(setting) + values.index(max(values)) if any(values) else None)
+            lines.append((*setting, *(format_count(value) if value else "" for value in values)))
+        title = f"{model} on {_devices_of(used)}, tokens for a dollar"
+        if any(mark is not None for mark in marks):
+            made.append(Table(title, ("", "a device", "attention", *techniques), tuple(lines), tuple(marks)))
+    return made
+
+
+def _setting(row: Row) -> tuple[str, str, str]:
+    return row.cell.cluster, str(row.cell.batch), row.cell.attention
 
 
 def _cell(top: Point | None, mine: Sequence[Point]) -> str:

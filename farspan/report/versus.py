@@ -108,9 +108,11 @@ def text(run: Run) -> tuple[object, ...]:
 
 def _results(runs: Sequence[Run]) -> tuple[tuple[Line, ...], tuple[str, ...]]:
     measured, notes = [measure(run) for run in runs], []
-    same_text = len({text(run) for run in runs}) == 1
+    # The same corpus, whatever it was called where it was prepared.
+    same_text = len({run.corpus.hash for run in runs}) == 1 or len({text(run) for run in runs}) == 1
     same_tokens = same_text and len({tokenizer(run) for run in runs}) == 1
-    same_steps = len({one.steps for one in measured if one}) == 1
+    # As many steps of as many tokens: only then less time, or money, is better.
+    read = {(one.steps, run.plan.train.tokens_per_step) for one, run in zip(measured, runs, strict=True) if one}
     if not same_text:
         notes.append("Losses are of unlike texts: none is called better.")
     elif not same_tokens:
@@ -123,10 +125,10 @@ def _results(runs: Sequence[Run]) -> tuple[tuple[Line, ...], tuple[str, ...]]:
         _line("tokens/s", measured, lambda m: m.tokens_per_s, "{:,.0f}".format, most=True, ranked=False),
         _line("TFLOP/s a device", measured, lambda m: m.tflops_per_device, "{:.3g}".format, most=True, ranked=False),
         _line("MFU", measured, lambda m: m.mfu, "{:.1%}".format, most=True, ranked=False),
-        _line("run", measured, lambda m: m.run_s, format_seconds, ranked=same_steps),
+        _line("run", measured, lambda m: m.run_s, format_seconds, ranked=len(read) == 1),
         _line("steps", measured, lambda m: float(m.steps), "{:,.0f}".format, ranked=False),
         _line("peak memory", measured, lambda m: float(m.memory_bytes), format_bytes),
-        _line("money", measured, lambda m: m.usd, format_usd, ranked=same_steps),
+        _line("money", measured, lambda m: m.usd, format_usd, ranked=len(read) == 1),
         _line("validation loss, nats a token", measured, lambda m: m.val_loss, "{:.4f}".format, ranked=same_tokens),
         _line("validation loss, bits a byte", measured, lambda m: m.bits_per_byte, "{:.4f}".format, ranked=same_text),
     ]

@@ -12,6 +12,9 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
+from farspan.domain.problems import Refusal
+from farspan.runtime import connections
+
 #: Workers may come so far apart: some import torch from a slow disk, or were started by hand.
 START_S = 300.0
 #: A worker that says nothing for this long is lost; each says every BEAT_S that it is there.
@@ -19,10 +22,12 @@ SILENCE_S, BEAT_S = 20.0, 2.0
 #: An exchange waits this long for a worker that is alive but busy with a long step or with writing a checkpoint: 24 GB
 #: (2 B parameters) at 5 MB/s take 80 minutes. Beyond that the workers wait for each other.
 BUSY_S = 2 * 3600.0
+#: Between two looks at whether the others have come.
+POLL_S = 0.02
 #: What carries the messages of a group: gloo, or NCCL what GPUs hold, where each worker of the group has one: what some
 #: send by NCCL the others cannot receive by gloo.
 GLOO, NCCL = "gloo", "cpu:gloo,cuda:nccl"
-#: One more than the rank that rank 0 has lost, in the store.
+#: The rank that was lost, as the first worker that noticed has written in the store.
 LOST = "farspan/lost"
 
 
@@ -33,13 +38,23 @@ def backend(kinds: Iterable[str]) -> str:
 
 def meet(rank: int, world: int) -> dist.Store | None:
     """The store at MASTER_ADDR and MASTER_PORT that all workers share: rank 0's, or that of the torchrun that started
-    them; None for a worker alone. Raises torch.distributed.DistError where they do not all come within START_S."""
+    them; None for a worker alone. Raises Refusal where they do not all come within START_S, and
+    torch.distributed.DistError where rank 0 does not."""
     if world == 1:
         return None
     start = timedelta(seconds=START_S)
     store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=start))
     store.add(_beats(rank), 1)
-    store.wait([_beats(peer) for peer in range(world)], start)
+    beats = {_beats(peer): peer for peer in range(world)}
+    try:
+        store.wait(list(beats), start)
+    except dist.DistError:
+        missing = [str(peer) for beat, peer in beats.items() if not store.check([beat])]
+        raise Refusal(
+            "worker-lost", what="not all workers have come", where=f"rank {rank}",
+            fact=f"of {world} workers there are none of rank {', '.join(missing)} after {START_S:.0f} s",
+            remedy="start every rank of the plan, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE",
+        ) from None  # fmt: skip
     return store
 
 
@@ -51,6 +66,7 @@ class Group:
         #: Held while files are written: a worker whose peers are lost ends when the files are whole, not before.
         self.writing = threading.Lock()
         self._heartbeat = Heartbeat(store, rank, world) if store is not None else None
+        self._store, self._ranks = store, dict[str, int]()
         if store is not None:
             dist.init_process_group(
                 backend(_kinds(store, rank, world, device)), store=store, rank=rank, world_size=world,
@@ -67,6 +83,24 @@ class Group:
 
         if self._heartbeat is not None:
             self._heartbeat.watch(when_written)
+
+    def introduce(self) -> None:
+        """Once every connection is made: let none be waited for that is cut, and know whose each is."""
+        if self._store is None:
+            return
+        connections.expire(SILENCE_S)
+        self._store.set(_doors(self.rank), " ".join(connections.doors()))
+        keys = [_doors(peer) for peer in range(self.world)]
+        while not self._store.check(keys):  # Others may read their checkpoint for longer than a store waits.
+            time.sleep(POLL_S)
+        said = self._store.multi_get(keys)
+        self._ranks = {door: peer for peer, doors in enumerate(said) for door in doors.decode().split()}
+
+    def lost_by(self, error: BaseException) -> int | None:
+        """The worker without which an exchange failed, where gloo's message says at whose address it did: of several
+        that go one after another the first that any worker noticed."""
+        peers = [self._ranks[door] for door in connections.named_in(str(error)) if door in self._ranks]
+        return self._heartbeat.tell(peers[0]) if peers and self._heartbeat is not None else None
 
     def sum(self, *values: float) -> list[float]:
         """Each value summed over all workers, in double precision."""
@@ -118,8 +152,8 @@ class Group:
 class Heartbeat:
     """Says in `store` that this worker is alive, and hears the others: rank 0 all of them, each of them rank 0.
 
-    Where one is lost rank 0 tells the others and ends, and they with it. Collectives cannot tell: a lost machine closes
-    no connection, and a peer that is busy is as silent in them as one that is gone.
+    Where one is lost, who notices tells the others and ends, and they with it. Collectives cannot tell: a lost machine
+    closes no connection, and a peer that is busy is as silent in them as one that is gone.
     """
 
     def __init__(self, store: dist.Store, rank: int, world: int) -> None:
@@ -143,7 +177,7 @@ class Heartbeat:
         self._talker.join(BEAT_S)
 
     def _talk(self) -> None:
-        """Count up one's own key, see whether the others' moved, and whom rank 0 has lost. Waits for ever where the
+        """Count up one's own key, see whether the others' moved, and whom another has lost. Waits for ever where the
         store is lost."""
         heard: dict[int, int] = {}
         with suppress(dist.DistError):  # The store is gone, and rank 0 with it: silence from now on.
@@ -153,8 +187,8 @@ class Heartbeat:
                     beats = self._store.add(_beats(peer), 0)
                     if beats != heard.get(peer, 0):
                         heard[peer], self._silent_s[peer] = beats, 0.0
-                if self._rank != 0 and (told := self._store.add(LOST, 0)):
-                    self._gone.append(told - 1)
+                if self._store.check([LOST]):
+                    self._gone.append(int(self._store.get(LOST)))
                 if self._ended.wait(BEAT_S):
                     return
 
@@ -166,16 +200,26 @@ class Heartbeat:
                 if self._silent_s[peer] > SILENCE_S:
                     self._gone.append(peer)
         if self._gone:
-            self._tell()
-            lost(self._gone[0])
+            lost(self.tell(self._gone[0]))
 
-    def _tell(self) -> None:
-        """The others hear from rank 0 who is lost, before it goes and their store with it: at their next beat, after
-        which they count for a second; one more is to spare."""
-        if self._rank == 0:
+    def tell(self, peer: int) -> int:
+        """Say in the store who is lost, unless another was named there before; returns who is.
+
+        The others hear it at their next beat, after which they count for a second. Rank 0 stays for as long and one
+        more, as their store goes with it; to whom the store is cut, rank 0 is lost as well.
+        """
+        named = [peer]
+
+        def write() -> None:
             with suppress(dist.DistError):
-                self._store.add(LOST, self._gone[0] + 1)
+                named[:] = [int(self._store.compare_set(LOST, "", str(peer)))]
+
+        writer = threading.Thread(target=write, daemon=True)
+        writer.start()
+        writer.join(BEAT_S)
+        if self._rank == 0:
             time.sleep(BEAT_S + 2.0)
+        return named[0]
 
 
 def _kinds(store: dist.Store, rank: int, world: int, device: torch.device) -> list[str]:
@@ -186,6 +230,10 @@ def _kinds(store: dist.Store, rank: int, world: int, device: torch.device) -> li
 
 def _beats(rank: int) -> str:
     return f"farspan/beats/{rank}"
+
+
+def _doors(rank: int) -> str:
+    return f"farspan/doors/{rank}"
 
 
 def _kind(rank: int) -> str:

@@ -7,7 +7,6 @@ import ctypes
 import os
 import platform
 import resource
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from farspan.domain.cluster import READY, Cluster, Device, DType, Host, Site
 from farspan.domain.plan import PlannedDevice
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Environment
+from farspan.domain.run import commit
 
 #: glibc's malloc.h.
 _M_MMAP_THRESHOLD = -3
@@ -166,18 +166,8 @@ def environment(device: torch.device) -> Environment:
         cpus=os.cpu_count() or 1,
         threads=torch.get_num_threads(),
         memory_bytes=psutil.virtual_memory().total,
-        commit=_commit(),
+        commit=commit(),
     )
-
-
-def _commit() -> str | None:
-    """The commit of a source checkout; None for an installed package."""
-    root = Path(farspan.__file__).parent.parent
-    if not (root / ".git").exists():
-        return None
-    command = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=5)
-    return done.stdout.strip() or None
 
 
 def peak_memory(device: torch.device) -> int:

@@ -143,7 +143,9 @@ def _loss_and_gradient_(logits_NV: Tensor, targets_N: Tensor, shard: Shard | Non
         loss -= (log_p.gather(1, index).squeeze(1) * valid).sum()
         p = log_p.exp_()
         p.scatter_add_(1, index, torch.full_like(index, -1, dtype=p.dtype))
-        part.copy_(p if bool(valid.all()) else p * valid.unsqueeze(1))
+        if part.device.type != "cpu" or not bool(valid.all()):  # Asking a GPU would wait for it.
+            p.mul_(valid.unsqueeze(1))
+        part.copy_(p)
     return loss
 
 

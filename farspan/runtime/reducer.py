@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from farspan.runtime import pacing
+from farspan.runtime import connections
 from farspan.runtime.collective import NCCL
 from farspan.runtime.compress import Codec, ErrorFeedback
 from farspan.runtime.place import Groups, Place
@@ -27,7 +27,8 @@ from farspan.runtime.wire import Posted, Sent, Wire, tag
 SCATTER, ACROSS = 1, 2
 #: Between two looks at what has arrived: longer while nothing comes, as looking takes from what others compute with.
 SHORTEST_S, LONGEST_S = 5e-5, 1e-3
-#: Bytes of whole gradients under way where each worker keeps only its part of them: beyond that backward passes wait.
+#: Bytes of whole gradients under way where each worker keeps only its part of them, beside the newest: beyond that
+#: backward passes wait.
 UNDER_WAY = 64 * 2**20
 Waits = Sequence["dist.Work | Future[Tensor] | Future[None]"]
 Phases = Generator[Waits]
@@ -79,7 +80,7 @@ class Reducer:
         self._inside = group(whole and self._by_site, self._home, "inside")
         self._back = group(whole and self._by_site, self._home, "back")
         if self._sync.wan_rate is not None and len(self._sites) > 1:
-            pacing.limit(self._sync.wan_rate)
+            connections.pace(self._sync.wan_rate)
 
     def forget(self) -> None:
         """Drop what rounding left of gradients: it is not to be added to the next ones."""
@@ -126,7 +127,7 @@ class Reducer:
                 self._active.append(_Running(bucket, self._phases(bucket, self._last, self._round)))
         self.progress()
         if self._state.division.zero >= 2:
-            self._wait(lambda: 4 * sum(self._state.buckets[one.bucket].size for one in self._active) > UNDER_WAY)
+            self._wait(lambda: 4 * sum(self._state.buckets[one.bucket].size for one in self._active[:-1]) > UNDER_WAY)
 
     def progress(self) -> bool:
         """Let every bucket go as far as what it waits for has come; whether any went on."""

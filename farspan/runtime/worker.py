@@ -23,11 +23,11 @@ import torch.distributed as dist
 
 import farspan
 from farspan.corpus import tokenizer as tokenizers
-from farspan.corpus.tokens import TokenFile
+from farspan.corpus.tokens import TokenFile, fingerprint
 from farspan.domain import catalog
 from farspan.domain.codec import load, save
 from farspan.domain.corpus import CorpusManifest
-from farspan.domain.plan import Plan
+from farspan.domain.plan import Plan, unsound
 from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.results import Estimate, Event, Finished, Sampled, Started
 from farspan.domain.run import RunFolder, RunRecord
@@ -63,6 +63,7 @@ def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
         Windows(TokenFile.open(folder, split, manifest).tokens, plan.train.seq_len) for split in ("train", "val")
     )
     executor = Executor(Place(plan, group.rank), group.device)
+    check_tokens(group, train, val)
     worker = Worker(
         plan=plan, run=run, group=group, executor=executor, manifest=manifest, train=train, val=val, emit=emit,
         clock=time.time,
@@ -75,6 +76,19 @@ def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
     if plan.train.compile:
         compile_blocks(executor.model, group.device)
     return worker
+
+
+def check_tokens(group: Group, *files: Windows) -> None:
+    """Refuse workers whose hosts have other tokens under the corpus's name."""
+    if group.world == 1:
+        return
+    found = group.gather(sum(fingerprint(windows.tokens) for windows in files))
+    if others := [rank for rank, one in enumerate(found) if one != found[0]]:
+        raise Refusal(
+            "plan-mismatch", what="the workers have unlike tokens", where=f"rank {others[0]}",
+            fact="its corpus has the same manifest as rank 0's, and other bytes",
+            remedy="remove that host's copy of the corpus; it is sent again",
+        )  # fmt: skip
 
 
 def compile_blocks(model: Decoder, device: torch.device) -> None:
@@ -92,11 +106,6 @@ def train(plan: Plan, run: RunFolder, rank: int, world: int, store: dist.Store |
     """Train from the newest checkpoint to the end. How it ends is the last event."""
     began = time.monotonic()
     device = open_device(plan.devices[rank])
-    if world != len(plan.devices):
-        raise Refusal(
-            "plan-mismatch", what=f"the plan has {len(plan.devices)} workers", where=f"rank {rank}",
-            fact=f"{world} were started", remedy=command("resume", run.path),
-        )  # fmt: skip
     events = run.events if rank == 0 else run.logs / f"rank-{rank}.events.jsonl"
     trainer: Trainer | None = None
     with EventLog(events) as log, Group(rank, world, device, store) as group:
@@ -106,8 +115,8 @@ def train(plan: Plan, run: RunFolder, rank: int, world: int, store: dist.Store |
                 seconds = time.monotonic() - began
                 log.write(Finished(at=time.time(), step=trainer.step, reason=reason, seconds=seconds, problem=problem))
 
-        def lost(peer: int) -> None:
-            problem = silent(peer, plan, run)
+        def lost(peer: int, error: BaseException | None = None) -> None:
+            problem = silent(peer, plan, run, error)
             with suppress(OSError):
                 finish("failed", problem)
             leave_word(problem, run, rank)
@@ -124,6 +133,8 @@ def train(plan: Plan, run: RunFolder, rank: int, world: int, store: dist.Store |
                 if rank == 0:
                     sample(trainer.w, weights, trainer.step)
         except BaseException as error:
+            if (peer := group.lost_by(error)) is not None:
+                lost(peer, error)
             group.leave()
             finish("failed", problem := as_problem(error, plan, run, rank))
             raise Refusal.of(problem) from error
@@ -138,6 +149,7 @@ def start(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
     worker.stop = stop_requests(parent)
     trainer = Trainer(worker)
     trainer.restore()
+    group.introduce()
     emit(started(trainer, group.world))
     hold()
     return trainer
@@ -214,14 +226,28 @@ def _predicted_bytes(plan: Plan, run: RunFolder, rank: int) -> int | None:
     return load(run.estimate, Estimate).memory[used.index(rank)].total if run.estimate.exists() else None
 
 
-def silent(peer: int, plan: Plan, run: RunFolder) -> Problem:
-    """What it means to the user that another worker is not heard any more."""
+def silent(peer: int, plan: Plan, run: RunFolder, error: BaseException | None) -> Problem:
+    """What it means to the user that another worker is not heard any more, or that an exchange with it failed."""
+    fact = f"it has said nothing for {SILENCE_S:.0f} s: the machine, the network or the process stands still"
     return Problem(
         code="worker-lost", what=f"rank {peer} on {plan.devices[peer].host} was lost",
-        where=f"{run.logs}/rank-{peer}.log",
-        fact=f"it has said nothing for {SILENCE_S:.0f} s: the machine, the network or the process stands still",
-        remedy=command("resume", run.path),
+        where=f"{run.logs}/rank-{peer}.log", remedy=command("resume", run.path),
+        fact=fact if error is None else f"a connection to it broke: {' '.join(str(error).split())[:200]}",
     )  # fmt: skip
+
+
+def check_plan(plan: Plan, run: RunFolder, rank: int, world: int) -> None:
+    """Refuse a plan that is of another number of workers, or that cannot be: its file may have been edited."""
+    if world != len(plan.devices):
+        raise Refusal(
+            "plan-mismatch", what=f"the plan has {len(plan.devices)} workers", where=f"rank {rank}",
+            fact=f"{world} were started", remedy=command("resume", run.path),
+        )  # fmt: skip
+    if wrong := unsound(plan):
+        raise Refusal(
+            "plan-mismatch", what="the plan does not hold together", where=run.plan, fact=wrong,
+            remedy="train anew: farspan train run.yaml",
+        )  # fmt: skip
 
 
 def check_version(store: dist.Store, rank: int) -> None:
@@ -250,7 +276,9 @@ def main() -> int:
         if store is not None:
             check_version(store, rank)
             share(store, rank, world, run)
-        plan = load(Path(sys.argv[1]).expanduser(), Plan)
+        read = load(Path(sys.argv[1]).expanduser(), Plan)
+        check_plan(read, run, rank, world)
+        plan = read
         train(plan, run, rank, world, store, parent)
         return 0
     except Exception as error:

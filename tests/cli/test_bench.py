@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +24,9 @@ from farspan.domain.engine import engine
 from farspan.domain.model import parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem
+from farspan.lab import state
 from farspan.planning.cases import case, check_techniques, spec_of
+from tests.launch.conftest import up
 
 DEVICE = "{kind: cpu-avx2, memory: 4GB}"
 CLUSTER = f"sites: {{here: {{hosts: {{me: {{enter: [], devices: [{DEVICE}, {DEVICE}]}}}}}}}}\n"
@@ -69,7 +74,11 @@ def test_every_cell_has_a_row_and_none_is_measured_twice(farspan, folder):
         assert row.predicted_low_s < row.predicted_s < row.predicted_high_s
         assert row.memory_bytes > 10**8 and row.torch and row.machine and row.plan_hash
         assert (folder / "bench/small/plans" / f"{row.plan_hash}.json").exists()
-    assert rows["diloco", "all"].status == "no-plan" and "several sites" in rows["diloco", "all"].cause
+    lacking = rows["diloco", "all"]
+    assert lacking.status == "no-plan" and "several sites" in lacking.cause
+    assert (
+        lacking.torch == rows["data", "all"].torch and lacking.python and lacking.commit == rows["data", "all"].commit
+    )
     table = pq.read_table(folder / "bench/small/results.parquet")
     assert table.num_rows == 6 and {"cell_technique", "step_s", "predicted_s"} <= set(table.column_names)
 
@@ -92,11 +101,70 @@ def test_what_was_interrupted_goes_on(farspan, folder, environment):
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
     first = path.read_bytes()
+    assert (folder / "bench/small/results.parquet").exists()
     path.write_bytes(first + b'{"half a li')
     done = farspan("bench", "matrix.yaml", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert path.read_bytes().startswith(first) and len(rows_of(folder)) == 6
     assert not subprocess.run(["pgrep", "-f", str(folder)], capture_output=True, text=True).stdout
+
+
+LAB = """\
+name: two
+sites: {a: {devices: 1}, b: {devices: 1}}
+links: [{between: [a, b], rtt: 20ms}]
+"""
+
+
+def test_what_was_killed_leaves_a_lab_that_the_next_bench_removes(farspan, folder, environment):
+    """Killed, a bench can end nothing itself: its trial ends when it misses it, its lab when another bench begins."""
+    up(LAB.replace("two", name := f"bench-{os.getpid()}-any"))  # Or skips.
+    state.down(name)
+    (folder / "lab.yaml").write_text(LAB)
+    matrix = MATRIX.replace("here.yaml", "{lab: lab.yaml}").replace("[data, 'published:Pipeshard', diloco]", "[data]")
+    (folder / "matrix.yaml").write_text(matrix.replace("steps: 3", "steps: 100000\ndeadline: 10m"))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "farspan", "bench", "matrix.yaml", "--yes"], cwd=folder, env=environment,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    mine, until = f"bench-{process.pid}-0", time.monotonic() + 60
+    while not workers_of(mine) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert len(workers_of(mine)) > 0
+    process.kill()
+    process.communicate(timeout=60)
+    until = time.monotonic() + 30
+    while workers_of(mine) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not workers_of(mine) and mine in state.names()
+    (folder / "matrix.yaml").write_text(matrix)
+    done = farspan("bench", "matrix.yaml", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert mine not in state.names()
+    assert [row.status for row in rows_of(folder)] == ["ok", "ok"]
+
+
+def workers_of(lab: str) -> list[int]:
+    """The workers that run in a lab."""
+    if lab not in state.names():
+        return []
+    found = []
+    for pid in state._processes(state.home(lab)):
+        with contextlib.suppress(OSError):
+            if b"farspan.runtime.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
+
+
+def test_what_only_some_clusters_have_is_a_row_without_a_plan_for_the_others(farspan, folder):
+    (folder / "large.yaml").write_text(CLUSTER.replace(DEVICE, f"{DEVICE}, {DEVICE}"))
+    matrix = MATRIX.replace("here: here.yaml", "here: here.yaml, large: large.yaml").replace("[all, 1]", "[4]")
+    (folder / "matrix.yaml").write_text(matrix.replace("[data, 'published:Pipeshard', diloco]", "[diloco]"))
+    done = farspan("bench", "matrix.yaml", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    causes = {row.cell.cluster: (row.status, row.cause) for row in rows_of(folder)}
+    assert causes["here"][0] == "no-plan" and "no devices '4'" in causes["here"][1]
+    assert causes["large"][0] == "no-plan" and "several sites" in causes["large"][1]
 
 
 def test_a_cluster_that_changed_is_refused(farspan, folder):
@@ -168,6 +236,7 @@ def test_rows_that_cannot_be_read_are_refused(farspan, folder):
         (("here.yaml}", "there.yaml}"), "path-missing", "there.yaml"),
         (("{layers: 2,", "{layers: 0,"), "out-of-range", "layers"),
         (("name: small", "name: small\ntokens: -4"), "out-of-range", "tokens"),
+        (("name: small", "name: small\ndeadline: soon"), "out-of-range", "deadline"),
     ],
 )  # fmt: skip
 def test_what_a_matrix_may_not_say(farspan, folder, change, code, word):
@@ -185,6 +254,16 @@ def test_thousands_of_cells_are_told_and_not_begun(farspan, folder):
     done = farspan("bench", "matrix.yaml", "--json", cwd=folder)
     told = problem(done)
     assert told["code"] == "usage" and "240 cells" in told["what"] and "predicted to take" in told["fact"]
+
+
+def test_of_many_thousands_some_say_what_all_would_take(farspan, folder):
+    many = MATRIX.replace("batch: [4]", f"batch: {list(range(1, 31))}\nseq_len: {list(range(1, 33))}\nrepeats: 10")
+    (folder / "matrix.yaml").write_text(many.replace("[data, 'published:Pipeshard', diloco]", "[data]"))
+    began = time.monotonic()
+    done = farspan("bench", "matrix.yaml", "--json", cwd=folder)
+    told = problem(done)
+    assert told["code"] == "usage" and re.search(r"19,\d\d\d cells", told["what"]), told
+    assert time.monotonic() - began < 60
 
 
 def test_a_matrix_is_the_product_of_its_lists_each_once():
@@ -205,7 +284,7 @@ def test_an_unknown_matrix_names_the_nearest(farspan, folder):
     assert told["code"] == "path-missing" and "fabric" in told["remedy"]
 
 
-@pytest.mark.parametrize("name", ["fabric", "slm-cost"])
+@pytest.mark.parametrize("name", ["fabric", "fabric-memory", "slm-cost"])
 def test_the_matrices_that_ship_can_be_read(name):
     matrix = load_yaml(path_of(name), Matrix)
     check_techniques(matrix)

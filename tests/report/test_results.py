@@ -72,7 +72,7 @@ def test_a_value_is_the_median_of_its_repeats():
 
 
 def test_the_table_is_the_papers_with_the_fastest_marked():
-    four, two = results.tables(results.points(study()))
+    four, two, *_ = results.tables(results.points(study()))
     assert four.title == "gpt2m on 4 devices, minutes" and two.title == "gpt2m on 2 devices, minutes"
     assert four.heads == ("", "RTT ms", "data", "shard", "pipeshard", "zero2")
     assert [line[:2] for line in four.rows] == [("near", "0.1"), ("mid", "20"), ("far", "100")]
@@ -80,6 +80,27 @@ def test_the_table_is_the_papers_with_the_fastest_marked():
     # Near, data's best batch is the fastest; far away the pipeline is.
     assert four.best == (2, 4, 4)
     assert results.markdown(four).splitlines()[-1] == "| far | 100 | 300 | 2,000 | **40** |  |"
+
+
+def test_what_a_dollar_buys_is_a_table_of_every_setting():
+    _, _, four, two = results.tables(results.points(study()))
+    assert four.title == "gpt2m on 4 devices, tokens for a dollar"
+    assert four.heads == ("", "a device", "attention", "data", "shard", "pipeshard", "zero2")
+    lines = {line[:2]: line[3:] for line in four.rows}
+    assert lines["near", "16"] == ("12.3 M", "", "", "")  # 2,048 tokens in 0.15 s of four devices at a dollar an hour.
+    assert lines["mid", "8"] == ("2.3 M", "461 k", "6.14 M", "") and four.best[list(lines).index(("mid", "8"))] == 5
+    assert len(two.rows) == 3
+    unpriced = [msgspec.structs.replace(one, tokens_per_usd=None) for one in study()]
+    assert len(results.tables(results.points(unpriced))) == 2
+
+
+def test_the_data_of_bars_has_where_repeats_lie():
+    minutes = results.studies([one for one in results.points(study()) if one.row.cell.cluster == "near"])[0]
+    lines = list(csv.reader(bars_csv(minutes).splitlines()))
+    assert lines[0] == ["group", "series", "minutes", "low", "high", "note"]
+    assert ["4 devices", "pipeshard", "25", "", "", ""] in lines
+    spans = [line[2:5] for line in lines if line[1] == "data" and line[3]]
+    assert all(float(low) <= float(value) <= float(high) for value, low, high in spans)
 
 
 def test_bars_show_the_best_over_what_they_leave_out_and_a_cross_where_nothing_ran():
@@ -91,12 +112,12 @@ def test_bars_show_the_best_over_what_they_leave_out_and_a_cross_where_nothing_r
     assert [bar.value for bar in dict(tflops.series)["shard"]] == [pytest.approx(0.025), None]
     assert "mid" not in bars_csv(
         minutes
-    ) and '4 devices,zero2,,"out of memory. rank 3: ""killed"", <by> & the kernel"' in bars_csv(minutes)
+    ) and '4 devices,zero2,,,,"out of memory. rank 3: ""killed"", <by> & the kernel"' in bars_csv(minutes)
 
 
 def test_what_was_foretold_is_drawn_alike():
     foretold = results.points(study(), predicted=True)
-    four, _ = results.tables(foretold)
+    four, *_ = results.tables(foretold)
     assert four.rows[1][2:] == ("96", "480", "36", "120")  # 1.2 times what was measured, and what ran out of memory.
     assert not any(one.measured for one in foretold)
 

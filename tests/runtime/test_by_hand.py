@@ -111,9 +111,9 @@ worker.build = build
         assert list(read_events(run.events)) == []  # What has not started has no end.
 
 
-def named(run: RunFolder) -> str:
-    """Whom rank 0 has lost."""
-    problem = json.loads((run.logs / "rank-0.problem.json").read_text())
+def named(run: RunFolder, rank: int = 0) -> str:
+    """Whom a worker has lost."""
+    problem = json.loads((run.logs / f"rank-{rank}.problem.json").read_text())
     assert problem["code"] == "worker-lost"
     return problem["what"]
 
@@ -130,4 +130,6 @@ def test_when_one_dies_the_others_end_whatever_their_threads_wait_for(tmp_path):
     with by_hand(run, 3) as workers:
         wait_for(run, Step)
         workers[1].kill()
-        assert 0 not in [workers[rank].wait(30) for rank in (0, 2)]
+        assert [workers[rank].wait(30) for rank in (0, 2)] == [LOST, LOST]
+    for rank in (0, 2):
+        assert named(run, rank) == "rank 1 on here was lost"

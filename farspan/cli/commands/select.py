@@ -19,7 +19,7 @@ from farspan.cli.planning import paragraph, say_ranking
 from farspan.cli.runs import load_config, takes_config, words_again
 from farspan.domain.config import ParallelConfig
 from farspan.domain.plan import Plan
-from farspan.domain.problems import Refusal, command
+from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.units import parse_seconds, short_time
 from farspan.planning.quantities import positive
 from farspan.planning.rank import OBJECTIVES, TOLERANCE
@@ -85,7 +85,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     found = selecting.as_json(selection)
     plan = None if ranking.chosen is None else ranking.candidates[ranking.chosen].plan
     if plan is None:
-        question = selecting.question_of(resolved, asked, given.tolerance)
+        question = selecting.question_of(resolved, asked, given.tolerance, selecting.PARTS)
         raise selecting.nothing_runs(ranking, selection.tried, question)
     console.answer({**found, **_write(plan, resolved, given, out, console)})
 
@@ -106,9 +106,13 @@ def epsilon(text: str) -> Callable[[job.Resolved], int]:
         raise _refused("--epsilon", text, "it is a number of steps or epochs above 0", f"--epsilon {EPSILON!r}")
 
     def steps(resolved: job.Resolved) -> int:
-        if match[2].startswith("step"):
-            return max(1, round(number))
-        return max(1, round(number * resolved.corpus.train.tokens / resolved.train.tokens_per_step))
+        of_one = 1.0
+        if match[2].startswith("epoch"):
+            of_one = resolved.corpus.train.tokens / resolved.train.tokens_per_step
+        count = max(1, round(number * of_one))
+        if count > MOST_STEPS:
+            raise _refused("--epsilon", text, f"that is {count:,} steps of each plan", f"--epsilon {EPSILON!r}")
+        return count
 
     return steps
 
@@ -134,11 +138,22 @@ def _by_paper(
     console.say(paragraph(sentence(found, given.delta)))
     answer = {"algorithm": "paper", **msgspec.to_builtins(found)}
     if found.plan is None:
+        problems, what = failures(found), "Algorithm 1 chooses nothing"
+        short = any(problem.code == "out-of-memory" for problem in problems)
+        told = f" The first: {problems[0].what} ({problems[0].fact})." if problems else ""
         raise Refusal(
-            "out-of-memory", what="Algorithm 1 chooses nothing: more GPU memory is needed", where="--algorithm paper",
-            fact=sentence(found, given.delta), remedy=command("select", *words_again(given), "--algorithm", "farspan"),
+            "out-of-memory" if short else "cannot-plan",
+            what=f"{what}: more GPU memory is needed" if short else f"{what}: all of its plans failed",
+            where="--algorithm paper", fact=f"{sentence(found, given.delta)}{told}",
+            remedy=command("select", *words_again(given), "--algorithm", "farspan"),
         )  # fmt: skip
     console.answer({**answer, **_write(found.plan, resolved, given, out, console)})
+
+
+def failures(found: Found) -> list[Problem]:
+    """Why plans did not run, or could not be made."""
+    tried = [one.problem or (None if one.trial is None else one.trial.problem) for one in found.candidates]
+    return [problem for problem in tried if problem is not None]
 
 
 def said(one: Candidate) -> str:

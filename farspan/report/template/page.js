@@ -1,7 +1,8 @@
 // Values under the pointer, read from the points that each figure offers as CSV. Arrow keys move from point to point.
 for (const figure of document.querySelectorAll("figure:not(.chartless)")) {
   const csv = figure.querySelector("a[download$='.csv']").getAttribute("href");
-  const [names, ...rows] = decodeURIComponent(csv.slice(csv.indexOf(",") + 1)).trim().split("\n").map((l) => l.split(","));
+  const cells = (line) => [...line.matchAll(/(?:^|,)("(?:[^"]|"")*"|[^,]*)/g)].map((m) => m[1].replace(/^"|"$/g, "").replaceAll('""', '"'));
+  const [names, ...rows] = decodeURIComponent(csv.slice(csv.indexOf(",") + 1)).trim().split("\n").map(cells);
   const svg = figure.querySelector("svg"), tip = figure.querySelector(".tip"), cursor = svg.querySelector(".cursor");
   const { low, high, left, right, log } = Object.fromEntries(Object.entries(svg.dataset).map(([k, v]) => [k, Number(v)]));
   const flat = (value) => log ? Math.log(value) : value;

@@ -1,0 +1,88 @@
+"""The TCP connections of this process: how fast they may send, when one is lost, and where others reach it.
+
+They are gloo's, which has no setting for any of it, so they are found among what the process has open (Linux; elsewhere
+nothing is set, and a line that is cut without a word is noticed by heartbeats alone).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+#: asm-generic/socket.h.
+SO_MAX_PACING_RATE = 47
+#: `tcpi_rtt` in struct tcp_info (linux/tcp.h), microseconds: after 8 single bytes and 15 words.
+_INFO = struct.Struct("8x60xI")
+#: Connections with a shorter round trip stay inside a site.
+SITE_S = 1e-3
+
+
+def pace(rate: int) -> None:
+    """Let every connection that this process has open now, and that leaves its site, send so many bytes a second: what
+    all workers of a site send at once must not overflow the queue of the line that they share, as every packet lost
+    there costs round trips."""
+    for one in _connections():
+        if _rtt_s(one) > SITE_S:
+            one.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, rate)
+
+
+def expire(seconds: float) -> None:
+    """Let every connection that this process has open now fail once the other side's machine has not answered for so
+    long, idle or not: by itself the kernel tries for a quarter of an hour, and for ever where nothing is to be sent."""
+    for one in _connections():
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, round(seconds / 3)))
+        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, round(seconds / 3)))
+        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1e3 * seconds))
+
+
+def doors() -> list[str]:
+    """Where this process waits for connections, as gloo's messages name an address, `[10.0.0.5]:41235`: the bytes of
+    its port as they go over the line, which most machines read the other way round."""
+    found = [one.getsockname()[:2] for one in _sockets() if _listens(one)]
+    return [f"[{host}]:{socket.htons(port)}" for host, port in found]
+
+
+def named_in(text: str) -> list[str]:
+    """The addresses that one of gloo's messages names."""
+    return re.findall(r"\[[0-9a-fA-F.:%\w]+\]:\d+", text)
+
+
+def _connections() -> Iterator[socket.socket]:
+    """The TCP connections that this process has open."""
+    for one in _sockets():
+        try:
+            one.getpeername()
+        except OSError:
+            continue
+        yield one
+
+
+def _listens(one: socket.socket) -> bool:
+    return bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _sockets() -> Iterator[socket.socket]:
+    """The TCP sockets that this process has open."""
+    for path in list(Path("/proc/self/fd").iterdir()) if sys.platform == "linux" else ():
+        try:
+            own = os.dup(int(path.name))
+        except OSError:  # The one that the folder was read by.
+            continue
+        try:
+            one = socket.socket(fileno=own)
+        except OSError:
+            os.close(own)
+            continue
+        with one:
+            if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
+                yield one
+
+
+def _rtt_s(one: socket.socket) -> float:
+    return float(_INFO.unpack(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))[0]) / 1e6
