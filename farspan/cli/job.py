@@ -33,6 +33,7 @@ from farspan.domain.units import format_bytes
 if TYPE_CHECKING:
     from farspan.launch.probe import Probe
     from farspan.planning.rank import Candidate
+    from farspan.report.compared import Compared
 
 #: Seconds of trial steps in each precision.
 PROBE_S = 3.0
@@ -323,7 +324,7 @@ def train(run: RunFolder, console: Console) -> Measurement | None:
     asked = config.parallel.cluster or ""
     # A lab that was made anew has other processes to enter; all else is as it was planned.
     cluster = clusters.find(asked) if asked.startswith("lab:") else load(run.cluster, Cluster)
-    board, ended = TensorBoard(run.tensorboard), None
+    board, ended, reported = TensorBoard(run.tensorboard), None, None
     if record.launcher != "local" or len(cluster.hosts) > 1:
         hosts = ", ".join(dict.fromkeys(device.host for device in plan.devices))
         console.say(f"starting {len(plan.devices)} workers on {hosts} through {record.launcher}")
@@ -339,13 +340,13 @@ def train(run: RunFolder, console: Console) -> Measurement | None:
                 ended = event if isinstance(event, Finished) else ended
     finally:
         if run.events.exists():
-            write_report(run.path)
+            reported = write_report(run.path)
     if ended is not None and ended.reason == "interrupted":
         raise Refusal(
             "interrupted", what=f"stopped as asked; step {ended.step:,} of {plan.train.steps:,} is saved",
             where=run.path, fact="nothing of it is lost", remedy=command("resume", run.path),
         )  # fmt: skip
-    return say_result(run, console)
+    return say_result(run, console, None if reported is None else reported[1])
 
 
 @contextmanager
@@ -364,14 +365,14 @@ def passing_signals(interrupt: Callable[[], None], console: Console) -> Iterator
             signal.signal(number, handler)
 
 
-def say_result(run: RunFolder, console: Console) -> Measurement | None:
-    """The summary of a run, and where to look next."""
+def say_result(run: RunFolder, console: Console, found: Compared | None = None) -> Measurement | None:
+    """The summary of a run with what was `found` of its devices, and where to look next."""
     from farspan.report.compared import compare
     from farspan.report.history import open_run
     from farspan.report.measure import measure
     from farspan.report.text import summary
 
     done = open_run(run.path)
-    console.say(summary(done, compare(done)))
+    console.say(summary(done, found or compare(done)))
     console.say(f"report: {run.report}")
     return measure(done)

@@ -37,13 +37,14 @@ def write_report(path: Path) -> tuple[Run, Compared | None, Path]:
     found = compare(run)
     if found is not None:
         paces = {rank: pace for drift in found.drifts for rank, pace in drift.paces.items()}
-        found = msgspec.structs.replace(found, again=planned_again(run, paces) if paces else "")
+        links = {drift.ends: drift.factor for drift in found.drifts if drift.ends is not None}
+        found = msgspec.structs.replace(found, again=planned_again(run, paces, links) if paces or links else "")
     return run, found, write_page(run, found)
 
 
-def planned_again(run: Run, paces: dict[int, float]) -> str:
-    """What the planner would choose if it knew these ranks' paces, measured over assumed compute time; "" where it
-    cannot be asked."""
+def planned_again(run: Run, paces: dict[int, float], links: dict[tuple[str, str], float]) -> str:
+    """What the planner would choose if it knew these ranks' paces, measured over assumed compute time, and those of the
+    links between two hosts; "" where it cannot be asked."""
     from farspan import models
     from farspan.cli import selecting
     from farspan.domain.engine import engine
@@ -55,7 +56,7 @@ def planned_again(run: Run, paces: dict[int, float]) -> str:
         asked = load_yaml(folder.config, RunConfig).parallel
         cluster = paced(load(folder.cluster, Cluster), {
             (plan.devices[rank].host, plan.devices[rank].index): pace for rank, pace in paces.items()
-        })  # fmt: skip
+        }, links)  # fmt: skip
         ranking = selecting.question(plan.model, plan.train, cluster, plan.inputs.corpus, asked).rank(cluster)
     except Refusal:
         return ""
@@ -71,14 +72,24 @@ def planned_again(run: Run, paces: dict[int, float]) -> str:
     return f"planned again with this pace, {called(best)} would be chosen: {speed / old:.2g}x as many tokens a second"
 
 
-def paced(cluster: Cluster, paces: dict[tuple[str, int], float]) -> Cluster:
-    """The cluster whose devices, by host and place in it, take so many times as long to compute."""
+def paced(
+    cluster: Cluster, paces: dict[tuple[str, int], float], links: dict[tuple[str, str], float] | None = None
+) -> Cluster:
+    """The cluster whose devices, by host and place in it, take so many times as long to compute, and whose links, by
+    two hosts at their ends, to carry messages."""
 
     def device_of(host: Host, index: int) -> Device:
         device = host.devices[index]
         return msgspec.structs.replace(device, pace=device.pace * paces.get((host.name, index), 1.0))
 
-    return cluster.with_devices(device_of)
+    slower = []
+    for (a, b), pace in (links or {}).items():
+        here, there = cluster.site_of(a), cluster.site_of(b)
+        pairs = [(a, b)] if here.name == there.name else [(x.name, y.name) for x in here.hosts for y in there.hosts]
+        found = [link for pair in pairs if (link := cluster.link(*pair)) is not None]
+        slower += [msgspec.structs.replace(link, pace=link.pace * pace) for link in found]
+    # Of two links between the same hosts the first counts.
+    return msgspec.structs.replace(cluster.with_devices(device_of), links=(*slower, *cluster.links))
 
 
 def drawn_slices(*, predicted: bool) -> list[Drawn]:

@@ -44,6 +44,8 @@ class Drift(msgspec.Struct, frozen=True, kw_only=True):
     predicted_s: float
     times: int = 1
     paces: dict[int, float] = {}
+    #: The hosts that messages go between.
+    ends: tuple[str, str] | None = None
 
     @property
     def factor(self) -> float:
@@ -140,6 +142,7 @@ def _messages(
         yield Drift(
             what="messages", who=joined([*a, *b]), measured_s=median(found),
             predicted_s=sum(hop.busy + hop.delay for hop in hops), times=replica.microbatches,
+            ends=(next(iter(a)), next(iter(b))),
         )  # fmt: skip
 
 

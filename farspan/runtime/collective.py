@@ -38,21 +38,22 @@ def backend(kinds: Iterable[str]) -> str:
 
 def meet(rank: int, world: int) -> dist.Store | None:
     """The store at MASTER_ADDR and MASTER_PORT that all workers share: rank 0's, or that of the torchrun that started
-    them; None for a worker alone. Raises Refusal where they do not all come within START_S, and
-    torch.distributed.DistError where rank 0 does not."""
+    them; None for a worker alone. Raises Refusal where they do not all come within START_S."""
     if world == 1:
         return None
-    start = timedelta(seconds=START_S)
-    store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=start))
-    store.add(_beats(rank), 1)
-    beats = {_beats(peer): peer for peer in range(world)}
+    start, beats = timedelta(seconds=START_S), {_beats(peer): peer for peer in range(world)}
+    store: dist.Store | None = None
     try:
+        store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=start))
+        store.add(_beats(rank), 1)
         store.wait(list(beats), start)
-    except dist.DistError:
-        missing = [str(peer) for beat, peer in beats.items() if not store.check([beat])]
+    except dist.DistError as error:
+        fact = " ".join(str(error).split())[:300]
+        if store is not None:
+            missing = [str(peer) for beat, peer in beats.items() if not store.check([beat])]
+            fact = f"after {START_S:.0f} s nothing has come of rank {', '.join(missing)}"
         raise Refusal(
-            "worker-lost", what="not all workers have come", where=f"rank {rank}",
-            fact=f"of {world} workers there are none of rank {', '.join(missing)} after {START_S:.0f} s",
+            "worker-lost", what=f"the {world} workers did not meet", where=f"rank {rank}", fact=fact,
             remedy="start every rank of the plan, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE",
         ) from None  # fmt: skip
     return store
@@ -89,17 +90,17 @@ class Group:
         if self._store is None:
             return
         connections.expire(SILENCE_S)
-        self._store.set(_doors(self.rank), " ".join(connections.doors()))
-        keys = [_doors(peer) for peer in range(self.world)]
+        self._store.set(_ends(self.rank), " ".join(connections.own()))
+        keys = [_ends(peer) for peer in range(self.world)]
         while not self._store.check(keys):  # Others may read their checkpoint for longer than a store waits.
             time.sleep(POLL_S)
         said = self._store.multi_get(keys)
-        self._ranks = {door: peer for peer, doors in enumerate(said) for door in doors.decode().split()}
+        self._ranks = {end: peer for peer, ends in enumerate(said) for end in ends.decode().split()}
 
     def lost_by(self, error: BaseException) -> int | None:
         """The worker without which an exchange failed, where gloo's message says at whose address it did: of several
         that go one after another the first that any worker noticed."""
-        peers = [self._ranks[door] for door in connections.named_in(str(error)) if door in self._ranks]
+        peers = [self._ranks[end] for end in connections.named_in(str(error)) if end in self._ranks]
         return self._heartbeat.tell(peers[0]) if peers and self._heartbeat is not None else None
 
     def sum(self, *values: float) -> list[float]:
@@ -232,8 +233,8 @@ def _beats(rank: int) -> str:
     return f"farspan/beats/{rank}"
 
 
-def _doors(rank: int) -> str:
-    return f"farspan/doors/{rank}"
+def _ends(rank: int) -> str:
+    return f"farspan/ends/{rank}"
 
 
 def _kind(rank: int) -> str:

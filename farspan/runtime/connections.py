@@ -41,10 +41,10 @@ def expire(seconds: float) -> None:
         one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1e3 * seconds))
 
 
-def doors() -> list[str]:
-    """Where this process waits for connections, as gloo's messages name an address, `[10.0.0.5]:41235`: the bytes of
-    its port as they go over the line, which most machines read the other way round."""
-    found = [one.getsockname()[:2] for one in _sockets() if _listens(one)]
+def own() -> list[str]:
+    """The addresses of this process's ends, as gloo's messages on the other side name them, `[10.0.0.5]:41235`: the
+    bytes of a port as they go over the line, which most machines read the other way round."""
+    found = dict.fromkeys(one.getsockname()[:2] for one in _sockets())
     return [f"[{host}]:{socket.htons(port)}" for host, port in found]
 
 
@@ -61,10 +61,6 @@ def _connections() -> Iterator[socket.socket]:
         except OSError:
             continue
         yield one
-
-
-def _listens(one: socket.socket) -> bool:
-    return bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def _sockets() -> Iterator[socket.socket]:

@@ -240,7 +240,7 @@ def check_plan(plan: Plan, run: RunFolder, rank: int, world: int) -> None:
     """Refuse a plan that is of another number of workers, or that cannot be: its file may have been edited."""
     if world != len(plan.devices):
         raise Refusal(
-            "plan-mismatch", what=f"the plan has {len(plan.devices)} workers", where=f"rank {rank}",
+            "plan-mismatch", what=f"the plan is for {len(plan.devices)} workers, not {world}", where=f"rank {rank}",
             fact=f"{world} were started", remedy=command("resume", run.path),
         )  # fmt: skip
     if wrong := unsound(plan):

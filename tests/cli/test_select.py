@@ -126,6 +126,20 @@ def test_epsilon_reads_steps_and_epochs(text):
     assert epsilon(text)(Resolved) == {"1": 1, "20": 20, "3": 300, "0.5": 50}[text.split()[0]]
 
 
+def test_an_epsilon_of_too_many_epochs_is_refused():
+    class Resolved:
+        class corpus:  # noqa: N801
+            class train:  # noqa: N801
+                tokens = 10**9
+
+        class train:  # noqa: N801
+            tokens_per_step = 10
+
+    with pytest.raises(Refusal) as refusal:
+        epsilon("900000 epochs")(Resolved)
+    assert "steps of each plan" in refusal.value.problem.fact
+
+
 def test_an_epsilon_of_nothing_is_refused():
     with pytest.raises(Refusal):
         epsilon("steps")

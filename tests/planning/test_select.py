@@ -8,7 +8,8 @@ import pytest
 
 from farspan import models
 from farspan.cli.job import first_device
-from farspan.cli.selecting import nothing_runs
+from farspan.cli.selecting import PARTS, nothing_runs, question
+from farspan.domain.config import ParallelConfig
 from farspan.domain.engine import engine
 from farspan.domain.model import parameters
 from farspan.domain.plan import Plan
@@ -181,6 +182,28 @@ def test_where_all_run_out_of_memory_the_largest_model_goes_by_what_they_needed(
     refusal = nothing_runs(found.ranking, found.tried, question).problem
     assert refusal.code == "out-of-memory" and f"params: {limit.typed}" in refusal.remedy
     assert "ran out of memory" in refusal.what and "parameters fit" in refusal.fact
+
+
+def test_where_some_run_out_of_memory_and_others_fail_what_is_short_is_still_told():
+    here = cluster((FAST, FAST), (SLOW, SLOW), rtt_s=0.01)
+    crashed = Problem(code="worker-lost", what="rank 0 was lost", where="rank 0", fact="a crash", remedy="none")
+    found = select(
+        here, asked("gpt2-medium", allow=("data", "zero2")), World(here, dies=lambda plan: True), budget_s=1e6
+    )
+    (first, made), *others = found.tried
+    tried = [(first, msgspec.structs.replace(made, status="failed", problem=crashed)), *others]
+    refusal = nothing_runs(found.ranking, tried, asked("gpt2-medium", allow=("data", "zero2"))).problem
+    assert refusal.code == "out-of-memory" and "ran out of memory or failed" in refusal.what and "fit" in refusal.fact
+    refusal = nothing_runs(found.ranking, tried[:1], asked("gpt2-medium")).problem
+    assert refusal.code == "cannot-plan" and refusal.fact == "a crash"
+
+
+def test_machines_are_chosen_among_twenty_devices():
+    here = cluster((FAST,) * 12, (SLOW,) * 8, rtt_s=0.3)
+    auto, of = ParallelConfig(allow=("data",)), asked(allow=("data",), batch=96)
+    assert not question(of.model, of.train, here, "", auto).parts
+    found = select(here, question(of.model, of.train, here, "", auto, few=PARTS), World(here), budget_s=1e6)
+    assert chosen(found).places == tuple(range(12))
 
 
 def test_what_was_measured_stands_in_the_ranking():

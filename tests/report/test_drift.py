@@ -106,6 +106,21 @@ def test_planning_again_ranks_with_the_measured_pace(tmp_path: Path):
     assert speed > 1.01 and found.again[1:] in written.read_text()
 
 
+def test_so_it_does_with_a_slow_link(tmp_path: Path):
+    folder = fleet_run(tmp_path / "run", links=(8, 1))
+    (folder / "run.yaml").write_text("data: docs\nparallel: {allow: [data, pipeshard]}\n")
+    run, found, _ = write_report(folder)
+    assert found is not None
+    (drift,) = found.drifts
+    assert drift.ends == ("gat", "amst")
+    there = load(RunFolder(folder).cluster, Cluster)
+    cluster = paced(there, {}, {drift.ends: drift.factor})
+    assert cluster.link("amst", "gat").pace == pytest.approx(8 * there.link("amst", "gat").pace, rel=0.1)
+    assert cluster.link("amst", "star") == there.link("amst", "star")
+    assert price(run.plan, costs_of(run.plan, cluster)).step_s > price(run.plan, costs_of(run.plan, there)).step_s
+    assert found.again.startswith("planned again with this pace, ")
+
+
 def test_where_no_plan_is_faster_that_is_said(tmp_path: Path):
     slow = {"paces": (1, 1, 2.5), "steps": 30, "traced": (3,)}
     run = open_run(fleet_run(tmp_path / "first", make=side_by_side, **slow))  # type: ignore[arg-type]

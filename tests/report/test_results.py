@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import itertools
 import json
 import re
@@ -213,6 +214,46 @@ def test_bars_lie_beside_each_other_inside_the_picture():
 )
 def test_numbers_on_bars_have_three_digits(value, said):
     assert short(value) == said
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium: apt-get install chromium")
+@pytest.mark.parametrize(("theme", "dark"), [("preferredColorScheme=0", True), ("preferredColorScheme=1", False)])
+def test_every_file_of_a_page_is_whole_and_names_with_commas_stay_together(tmp_path, theme, dark):
+    """In both themes; the values of a line's point are read from its CSV."""
+    named = [row(cluster, 'data, "twice"', step_s=0.5) for cluster in RTTS]
+    page, _ = write_results([*study(), *named], tmp_path, "study", drawn=[two_sites()])
+    probe = """<script>
+      const light = (color) => color.match(/\\d+/g).slice(0, 3).reduce((sum, part) => sum + Number(part), 0) / 3;
+      const style = getComputedStyle(document.body), files = [], tips = [];
+      const shades = [light(style.backgroundColor), light(style.color)];
+      for (const link of document.querySelectorAll("a[download]")) {
+        const file = decodeURIComponent(link.href.slice(link.href.indexOf(",") + 1));
+        const parsed = link.download.endsWith(".svg") && new DOMParser().parseFromString(file, "image/svg+xml");
+        files.push([link.download, parsed ? parsed.querySelector("parsererror") === null : file]);
+      }
+      for (const figure of document.querySelectorAll("figure:not(.chartless)")) {
+        const svg = figure.querySelector("svg"), box = svg.getBoundingClientRect();
+        svg.dispatchEvent(new PointerEvent("pointermove", { clientX: box.right - 1, clientY: box.top + 9 }));
+        tips.push(figure.querySelector(".tip").textContent);
+      }
+      document.body.innerHTML = "<pre id=read></pre>";
+      document.getElementById("read").textContent = JSON.stringify([shades, files, tips]);
+    </script></body>"""
+    probed = tmp_path / "probed.html"
+    probed.write_text(page.read_text().replace("</body>", probe))
+    done = browse(probed, tmp_path / "profile", f"--blink-settings={theme}", "--dump-dom")
+    assert "CONSOLE" not in done.stderr, done.stderr
+    said = html.unescape(re.search(r'<pre id="read">(.*?)</pre>', done.stdout, re.DOTALL)[1])
+    (paper, ink), files, tips = json.loads(said)
+    assert (paper < 60 and ink > 180) if dark else (paper > 230 and ink < 80)
+    assert len(files) == 2 * len({name.rpartition(".")[0] for name, _ in files}) >= 26
+    for name, content in files:
+        if name.endswith(".svg"):
+            assert content is True, name
+        else:
+            lines = list(csv.reader(content.splitlines()))
+            assert len(lines) > 1 and len({len(line) for line in lines}) == 1, name
+    assert any('data, "twice"  0.5' in tip for tip in tips), tips
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium: apt-get install chromium")

@@ -80,6 +80,14 @@ def test_losses_on_unlike_texts_are_not_put_in_order(pair):
     assert any("unlike texts" in note for note in found.notes)
 
 
+def test_one_corpus_is_one_text_wherever_it_lay(pair):
+    run = RunFolder(pair[1])
+    save(msgspec.structs.replace(load(run.corpus, CorpusManifest), source="/elsewhere"), run.corpus)
+    rewrite(run, "validated", lambda event: event | {"bits_per_byte": event["bits_per_byte"] / 2})
+    found = versus([open_run(folder) for folder in pair])
+    assert lines(found)["validation loss, bits a byte"].best == 1 and found.notes == ()
+
+
 def test_a_step_is_best_only_beyond_its_spread(pair):
     def scaled(factor):
         rewrite(RunFolder(pair[1]), "step", lambda event: event | {"step_s": factor * event["step_s"]})
@@ -95,7 +103,8 @@ def test_steps_of_unlike_tokens_are_not_put_in_order(pair):
     plan = load(run.plan, Plan)
     save(msgspec.structs.replace(plan, train=msgspec.structs.replace(plan.train, batch=2 * plan.train.batch)), run.plan)
     rewrite(run, "step", lambda event: event | {"step_s": 3 * event["step_s"]})
-    assert lines(versus([open_run(folder) for folder in pair]))["step, middle half"].best is None
+    found = lines(versus([open_run(folder) for folder in pair]))
+    assert found["step, middle half"].best is None and found["run"].best is None
 
 
 def test_runs_of_one_name_are_told_by_their_paths(tmp_path):

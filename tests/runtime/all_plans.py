@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 
 from farspan.domain.plan import Plan
 from tests.runtime.fleet import Failed, Fleet
@@ -60,6 +61,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=150, help="clusters to plan for, and random plans")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--steps", type=int, default=20, help="of each training")
     parser.add_argument("--only", default="", help="a kind, or one plan: random:97")
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -71,7 +73,7 @@ def main() -> int:
             if asked.only not in ("", kind, name):
                 continue
             began = time.monotonic()
-            verdict = checked(fleet, name, plan)
+            verdict = checked(fleet, name, replace(plan, train=replace(plan.train, steps=asked.steps)))
             seconds[kind] += time.monotonic() - began
             tried[kind] += 1
             failed[kind] += bool(verdict.faults)

@@ -126,3 +126,13 @@ def _trained(made: Trainer, events: list[Event]) -> Trained:
     steps = [event for event in events if isinstance(event, Step)]
     validated = [event.loss for event in events if isinstance(event, Validated)]
     return Trained(reason, [s.loss for s in steps], [s.grad_norm for s in steps], validated[-1] if validated else None)
+
+
+def overflow(group: Group, plan: Plan, path: Path, scale: float) -> list[tuple[float, float, float]]:
+    """Loss, gradient norm and the next step's loss scale of every step of a training that begins with this one."""
+    with trainer(group, plan, path) as (made, _):
+        made.loss_scale, found = scale, []
+        for step in range(plan.train.steps):
+            loss, norm, *_ = made._step(step)
+            found.append((loss, norm, made.loss_scale))
+        return found

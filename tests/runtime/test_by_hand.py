@@ -12,9 +12,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+import pytest
 from msgspec.structs import replace
 
-from farspan.domain.plan import Plan
+from farspan.domain.plan import Mesh, Plan
+from farspan.domain.problems import EXIT_CODES
 from farspan.domain.results import Event, Finished, Saved, Step, read_events
 from farspan.domain.run import RunFolder
 from farspan.domain.train import TrainSpec
@@ -116,6 +118,50 @@ def named(run: RunFolder, rank: int = 0) -> str:
     problem = json.loads((run.logs / f"rank-{rank}.problem.json").read_text())
     assert problem["code"] == "worker-lost"
     return problem["what"]
+
+
+def test_workers_of_which_some_never_come_say_so(tmp_path):
+    run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN, rows=(3, 3)))
+    with by_hand(run, 2, "collective.START_S = 3.0\nif os.environ['RANK'] == '1': sys.exit(0)") as workers:
+        assert workers[0].wait(60) == LOST
+    problem = json.loads((run.logs / "rank-0.problem.json").read_text())
+    assert problem["what"] == "the 2 workers did not meet" and "1/2" in problem["fact"]
+
+
+def test_more_workers_than_the_plan_has_are_refused(tmp_path):
+    run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN))
+    with by_hand(run, 2) as workers:
+        assert workers[0].wait(60) == EXIT_CODES["plan-mismatch"]
+        assert workers[1].wait(60) != 0  # It may find rank 0 gone before it has read the plan.
+    problem = json.loads((run.logs / "rank-0.problem.json").read_text())
+    assert problem["what"] == "the plan is for 1 workers, not 2"
+
+
+def test_a_plan_that_was_edited_into_one_that_cannot_be_is_refused(tmp_path):
+    (whole,) = tiny.plan(TRAIN, rows=(6,)).replicas
+    twice = (replace(whole, stages=(replace(whole.stages[0], rows=(3,)),)),) * 2
+    apart = [replace(one, stages=(replace(one.stages[0], mesh=Mesh(ranks=(rank,), shape=(1,), axes=("data",))),))
+             for rank, one in enumerate(twice)]  # fmt: skip
+    run = tiny.run_folder(tmp_path / "run", replace(tiny.plan(TRAIN, rows=(3, 3)), replicas=tuple(apart)))
+    with by_hand(run, 2) as workers:
+        assert workers[0].wait(60) == EXIT_CODES["plan-mismatch"]
+    assert "never meet" in json.loads((run.logs / "rank-0.problem.json").read_text())["fact"]
+
+
+def test_tokens_that_one_worker_has_otherwise_are_refused(tmp_path):
+    run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN, rows=(3, 3)))
+    other = """
+def fingerprint(tokens, fingerprint=worker.fingerprint):
+    tokens = tokens.copy()
+    tokens[len(tokens) // 2] ^= int(os.environ["RANK"])
+    return fingerprint(tokens)
+
+worker.fingerprint = fingerprint
+"""
+    with by_hand(run, 2, other) as workers:
+        assert workers[0].wait(60) == EXIT_CODES["plan-mismatch"]
+    problem = json.loads((run.logs / "rank-0.problem.json").read_text())
+    assert problem["what"] == "the workers have unlike tokens" and problem["where"] == "rank 1"
 
 
 def divided(plan: Plan) -> Plan:

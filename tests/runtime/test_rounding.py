@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -182,3 +183,29 @@ def test_replicas_that_would_round_unlike_each_other_refuse_to_meet_in_fewer_bit
     case = Case(folder, made)
     with pytest.raises(Failed, match="cannot meet in 8 bits"):
         fleet.run(jobs.train, case.world, made, case.path)
+
+
+@pytest.mark.parametrize("name", ["zero 2", "zero 3", "two stages", "hierarchical", "megatron"])
+@pytest.mark.parametrize("bits", [32, 8])
+def test_steps_that_overflow_in_fp16_are_left_out_by_all_workers_alike(
+    fleet: Fleet, folder: Path, name: str, bits: Any
+):
+    """What a step of infinities leaves in sums, residuals, tied tables and divided state must not come back."""
+    made = with_train(with_sums(HAND_PICKED[name], bits), precision="fp16", steps=20)
+    one = replica(stage((0, made.model.layers + 2), [0], [made.train.batch]), microbatches=2)
+    alone = plan(one, model=made.model, train=made.train)
+    (wanted,) = fleet.run(jobs.overflow, 1, alone, Case(folder, alone).path, 2.0**30)
+    found = fleet.run(jobs.overflow, len(made.devices), made, Case(folder, made).path, 2.0**30)
+    losses, norms, scales = zip(*found[0], strict=True)
+    skipped = sum(not math.isfinite(norm) for norm in norms)
+    assert 3 <= skipped <= 17 and scales[-1] == 2.0 ** (30 - skipped)
+    assert all(map(math.isfinite, norms[-2:]))
+    for other in found[1:]:
+        assert [scale for _, _, scale in other] == list(scales)
+    exact, alone_norms, _ = zip(*wanted, strict=True)
+    # At the edge of what fp16 holds one may just fit what the other does not: from there on they are a step apart.
+    alike = [math.isfinite(a) == math.isfinite(b) for a, b in zip(norms, alone_norms, strict=True)]
+    until = [*alike, False].index(False) + 1
+    assert until > 10
+    assert losses[:until] == pytest.approx(exact[:until], rel=LOSS)
+    assert losses == pytest.approx(exact, rel=10 * LOSS)

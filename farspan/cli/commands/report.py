@@ -102,7 +102,7 @@ def show(
             tuple(f"{cell} *" if place == best else cell for place, cell in enumerate(row))
             for row, best in zip(one.rows, one.best, strict=True)
         ]
-        console.say(f"{one.title} (* the fastest, x out of memory, - no plan)")
+        console.say(f"{one.title} (* the best, x out of memory, - no plan)")
         for line in table([one.heads, *marked]):
             console.say(line)
         console.say()
