@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-import pytest
 from msgspec.structs import replace
 
 from farspan.domain.plan import Mesh, Plan
