@@ -21,7 +21,7 @@ check: $(VENV)/.test
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Hundreds of plans, by hand, of every technique and at random, each against one process: a quarter of an hour.
+# Hundreds of plans, by hand, of every technique and at random, twenty steps of each against one process: half an hour.
 gradients: $(VENV)/.test
 	$(BIN)/python -m tests.runtime.all_plans
 

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import platform
+import random
 import re
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -36,7 +37,7 @@ from farspan.planning.cases import Case, case, check_techniques, key_of, spec_of
 from farspan.planning.published import alpa_tflops
 from farspan.planning.quantities import positive
 
-#: A matrix of more cells, or of more seconds, asks first; of thousands so many, evenly chosen, say what all would take.
+#: A matrix of more cells, or of more seconds, asks first; so many of them, drawn by its seed, say what all would take.
 MANY, LONG_S = 200, 3600.0
 #: The cluster that is this machine.
 HERE = "here"
@@ -134,20 +135,25 @@ def measure(matrix: Matrix, results: Results, console: Console, *, agreed: bool,
             remedy=f"measure into another folder: {command('bench', matrix.name, '-o', f'{results.folder}-2')}",
         )  # fmt: skip
     known = {row.key for row in rows if not (retry and row.status == "failed")}
-    every = 1 if agreed or len(known) >= len(wanted) else max(1, len(wanted) // MANY)
-    console.say(f"{len(wanted):,} cells: pricing {'them' if every == 1 else 'some of them'}")
+    some, many = wanted, not agreed and len(wanted) - len(known) > MANY
+    if many:
+        some = random.Random(matrix.seed).sample(wanted, MANY)
+    console.say(f"{len(wanted):,} cells: pricing {f'{MANY} of them' if many else 'them'}")
     with contextlib.ExitStack() as stack:
         remove_orphans(matrix)
         found: list[Todo] = []
         for label in matrix.clusters:
-            if there := [cell for cell in wanted[::every] if cell.cluster == label]:
+            if there := [cell for cell in some if cell.cluster == label]:
                 found += meant(matrix, there, stack.enter_context(cluster_of(matrix, label)), rows)
-        refuse_impossible(found)
+        if not many:
+            refuse_impossible(found)
         todo = [one for one in found if one.key not in known]
-        seconds = every * sum(one.seconds(matrix) for one in todo)
-        if not agreed and (every * len(todo) > MANY or seconds > LONG_S):
+        scale = len(wanted) / len(some)
+        seconds = scale * sum(one.seconds(matrix) for one in todo)
+        if many or (not agreed and (len(todo) > MANY or seconds > LONG_S)):
+            count = f"{scale * len(todo):,.0f}"
             raise Refusal(
-                "usage", what=f"the matrix has {every * len(todo):,} cells to measure", where=f"matrix {matrix.name}",
+                "usage", what=f"the matrix has {count} cells to measure", where=f"matrix {matrix.name}",
                 fact=f"they are predicted to take {format_seconds(seconds)}",
                 remedy="add --yes, or make the lists shorter",
             )  # fmt: skip
@@ -255,7 +261,8 @@ def row_of(matrix: Matrix, todo: Todo, at: str, *, status: Status, cause: str) -
     return Row(
         matrix=matrix.name, cell=one.cell, key=todo.key, cluster_hash=figures_hash(one.cluster),
         model_hash=content_hash(one.model), plan_hash=None if plan is None else plan.hash, status=status, cause=cause,
-        used=len(one.places), rows=one.train.batch, parameters=parameters(one.model),
+        used=len(one.places) or (int(one.cell.devices) if one.cell.devices.isdigit() else 0), rows=one.train.batch,
+        parameters=parameters(one.model),
         step_tokens=one.train.tokens_per_step, step_flops=flops, run_tokens=run_tokens,
         predicted_s=step_s, predicted_low_s=None if step_s is None else low * step_s,
         predicted_high_s=None if step_s is None else high * step_s,

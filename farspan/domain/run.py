@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 import subprocess
@@ -24,6 +25,7 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "farspan"
 
 
+@functools.cache
 def commit() -> str | None:
     """The commit of a source checkout; None for an installed package, or where git is not."""
     root = Path(farspan.__file__).parent.parent

@@ -25,14 +25,13 @@ from farspan.domain.problems import Problem, Refusal, command
 from farspan.launch.agent import free_port, interfaces
 from farspan.launch.held import at_end_of_input
 from farspan.launch.launchers.ray import LOST, Job, Node
+from farspan.launch.workers import GRACE_S
 
 POLL_S = 0.2
 #: A node that does not answer for so long is lost; Ray's own health check takes 15 s and more.
 ANSWER_S = 15.0
 #: Nodes join within seconds of each other, on busy machines within tens of seconds.
 JOIN_S = 60.0
-#: After one worker has failed the others get this long to end by themselves.
-GRACE_S = 5.0
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):

@@ -251,7 +251,7 @@ def _forget(plan: Plan, run: RunFolder, cluster: Cluster) -> None:
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process of its own is asked: `python -m farspan.launch.trial`, on its standard input as JSON."""
+    """What a process of its own is asked: `python -m farspan.launch.trial PARENT`, on its standard input as JSON."""
 
     plan: Plan
     corpus: str
@@ -264,7 +264,7 @@ def apart(question: Question) -> Trial:
     """The trial in a process of its own: what that dies of is in the Trial, too. Raises KeyboardInterrupt."""
     began = time.monotonic()
     with subprocess.Popen(
-        [sys.executable, "-m", "farspan.launch.trial"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        [sys.executable, "-m", "farspan.launch.trial", str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     ) as process:  # fmt: skip
         try:
@@ -296,10 +296,9 @@ def follow(parent: int) -> None:
 
 
 def main() -> None:
-    parent = os.getppid()
     asked = msgspec.json.decode(sys.stdin.buffer.read(), type=Question)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    threading.Thread(target=follow, args=(parent,), daemon=True).start()
+    threading.Thread(target=follow, args=(int(sys.argv[1]),), daemon=True).start()
     made = trial(asked.plan, Path(asked.corpus), asked.cluster, asked.launcher, asked.within)
     sys.stdout.buffer.write(msgspec.json.encode(made))
 

@@ -22,7 +22,7 @@ from farspan.domain.codec import content_hash, cut_unfinished_line, load, parse_
 from farspan.domain.plan import Plan
 from farspan.domain.problems import EXIT_CODES, Problem, Refusal
 from farspan.domain.problems import command as farspan
-from farspan.domain.results import Estimate, Event, Finished, Step
+from farspan.domain.results import Estimate, Event, Finished, Started, Step
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.units import format_bytes
 from farspan.launch.away import Away
@@ -330,7 +330,7 @@ class Workers:
                 said.add(rank)
                 problem = parse_json(content, Problem, where)
                 # What failed in an exchange failed for another's sake.
-                own = problem.what.startswith(f"rank {rank} ") and "gloo" not in problem.fact
+                own = problem.what.endswith(" failed") and "gloo" not in problem.fact
                 yield 1 if own else 2, problem
         yield from ((0, problem) for rank, problem in self.lost(process).items() if rank not in said)
 
@@ -352,9 +352,12 @@ class Workers:
         if self.run.estimate.exists() and rank < len(memory := load(self.run.estimate, Estimate).memory):
             told += f"; it was predicted to need {format_bytes(memory[rank].total)}"
         log = folder.events if rank == 0 else folder.logs / f"rank-{rank}.events.jsonl"
-        lines = (process.read(log) or b"").split(b"\n")
-        steps = [one for one in map(msgspec.json.Decoder(Event).decode, lines[:-1]) if isinstance(one, Step)]
-        return told + (f"; held {format_bytes(steps[-1].memory_bytes)}" if steps else "")
+        lines, held = (process.read(log) or b"").split(b"\n")[:-1], 0
+        for event in map(
+            msgspec.json.Decoder(Event).decode, lines
+        ):  # Of this start: before it may have been another plan.
+            held = event.memory_bytes if isinstance(event, Step) else 0 if isinstance(event, Started) else held
+        return told + (f"; held {format_bytes(held)}" if held else "")
 
     def _signal(self, number: signal.Signals, services: bool = False) -> None:
         for process in self.processes:

@@ -289,7 +289,7 @@ def _devices(row: Row) -> str:
 
 
 def _devices_of(used: int) -> str:
-    return f"{used} devices" if used > 1 else "1 device"
+    return f"{used} device{'s' * (used != 1)}"
 
 
 def _place(row: Row) -> str:
@@ -347,14 +347,14 @@ def bought(found: Sequence[Point]) -> list[Table]:
         here = [one for one in found if (_model(one.row), one.row.used) == (model, used)]
         lines, marks = [], []
         for setting in dict.fromkeys(_setting(one.row) for one in here):
-            tops = [
-                best([one for one in here if (_setting(one.row), one.row.cell.technique) == (setting, technique)],
-                     lambda one: one.tokens_per_usd, most=True)
-                for technique in techniques
-            ]  # fmt: skip
-            values = [0.0 if top is None else top.tokens_per_usd or 0.0 for top in tops]
+            cells, values = [], []
+            for technique in techniques:
+                mine = [one for one in here if (_setting(one.row), one.row.cell.technique) == (setting, technique)]
+                top = best(mine, lambda one: one.tokens_per_usd, most=True)
+                values.append(0.0 if top is None else top.tokens_per_usd or 0.0)
+                cells.append(format_count(values[-1]) if values[-1] else _cell(None, mine))
             marks.append(len(setting) + values.index(max(values)) if any(values) else None)
-            lines.append((*setting, *(format_count(value) if value else "" for value in values)))
+            lines.append((*setting, *cells))
         title = f"{model} on {_devices_of(used)}, tokens for a dollar"
         if any(mark is not None for mark in marks):
             made.append(Table(title, ("", "a device", "attention", *techniques), tuple(lines), tuple(marks)))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -27,8 +28,14 @@ POLL_S = 0.02
 #: What carries the messages of a group: gloo, or NCCL what GPUs hold, where each worker of the group has one: what some
 #: send by NCCL the others cannot receive by gloo.
 GLOO, NCCL = "gloo", "cpu:gloo,cuda:nccl"
-#: The rank that was lost, as the first worker that noticed has written in the store.
+#: A connection that the other side's machine has answered nothing on for this long is lost; before heartbeats are, as
+#: it says more.
+CUT_S = 15.0
+#: The rank that was lost and how that was noticed, as the first worker that did has written in the store.
 LOST = "farspan/lost"
+
+#: How a worker is noticed to be lost: it says nothing, or a connection to it broke.
+How = Literal["silence", "connection"]
 
 
 def backend(kinds: Iterable[str]) -> str:
@@ -49,9 +56,9 @@ def meet(rank: int, world: int) -> dist.Store | None:
         store.wait(list(beats), start)
     except dist.DistError as error:
         fact = " ".join(str(error).split())[:300]
-        if store is not None:
-            missing = [str(peer) for beat, peer in beats.items() if not store.check([beat])]
-            fact = f"after {START_S:.0f} s nothing has come of rank {', '.join(missing)}"
+        with suppress(dist.DistError):  # It may have gone with rank 0.
+            missing = [str(peer) for beat, peer in beats.items() if store is not None and not store.check([beat])]
+            fact = f"nothing has come of rank {', '.join(missing)}: {fact}" if missing else fact
         raise Refusal(
             "worker-lost", what=f"the {world} workers did not meet", where=f"rank {rank}", fact=fact,
             remedy="start every rank of the plan, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE",
@@ -74,13 +81,13 @@ class Group:
                 timeout=timedelta(seconds=BUSY_S),
             )  # fmt: skip
 
-    def watch(self, lost: Callable[[int], None]) -> None:
-        """From now on call `lost`, in a thread of its own, with the rank of the first worker that falls silent, here or
-        to rank 0."""
+    def watch(self, lost: Callable[[int, How], None]) -> None:
+        """From now on call `lost`, in a thread of its own, with the rank of the first worker that is lost, to this one
+        or another, and how."""
 
-        def when_written(peer: int) -> None:
+        def when_written(peer: int, how: How) -> None:
             with self.writing:
-                lost(peer)
+                lost(peer, how)
 
         if self._heartbeat is not None:
             self._heartbeat.watch(when_written)
@@ -89,7 +96,7 @@ class Group:
         """Once every connection is made: let none be waited for that is cut, and know whose each is."""
         if self._store is None:
             return
-        connections.expire(SILENCE_S)
+        connections.expire(CUT_S)
         self._store.set(_ends(self.rank), " ".join(connections.own()))
         keys = [_ends(peer) for peer in range(self.world)]
         while not self._store.check(keys):  # Others may read their checkpoint for longer than a store waits.
@@ -97,11 +104,11 @@ class Group:
         said = self._store.multi_get(keys)
         self._ranks = {end: peer for peer, ends in enumerate(said) for end in ends.decode().split()}
 
-    def lost_by(self, error: BaseException) -> int | None:
+    def lost_by(self, error: BaseException) -> tuple[int, How] | None:
         """The worker without which an exchange failed, where gloo's message says at whose address it did: of several
-        that go one after another the first that any worker noticed."""
+        that go one after another the first that any worker noticed, and how."""
         peers = [self._ranks[end] for end in connections.named_in(str(error)) if end in self._ranks]
-        return self._heartbeat.tell(peers[0]) if peers and self._heartbeat is not None else None
+        return self._heartbeat.tell(peers[0], "connection") if peers and self._heartbeat is not None else None
 
     def sum(self, *values: float) -> list[float]:
         """Each value summed over all workers, in double precision."""
@@ -160,12 +167,12 @@ class Heartbeat:
     def __init__(self, store: dist.Store, rank: int, world: int) -> None:
         self._store, self._rank = store.clone(), rank
         self._silent_s = dict.fromkeys(range(1, world) if rank == 0 else (0,), 0.0)
-        self._ended, self._gone = threading.Event(), list[int]()
+        self._ended, self._gone = threading.Event(), list[tuple[int, How]]()
         self._talker = threading.Thread(target=self._talk, daemon=True)
         self._counter: threading.Thread | None = None
         self._talker.start()
 
-    def watch(self, lost: Callable[[int], None]) -> None:
+    def watch(self, lost: Callable[[int, How], None]) -> None:
         self._counter = threading.Thread(target=self._count, args=(lost,), daemon=True)
         self._counter.start()
 
@@ -189,44 +196,49 @@ class Heartbeat:
                     if beats != heard.get(peer, 0):
                         heard[peer], self._silent_s[peer] = beats, 0.0
                 if self._store.check([LOST]):
-                    self._gone.append(int(self._store.get(LOST)))
+                    self._gone.append(_loss(self._store.get(LOST)))
                 if self._ended.wait(BEAT_S):
                     return
 
-    def _count(self, lost: Callable[[int], None]) -> None:
+    def _count(self, lost: Callable[[int, How], None]) -> None:
         """Seconds are counted, not read from a clock: machines that were suspended together blame nobody."""
         while not self._gone and not self._ended.wait(1.0):
             for peer in self._silent_s:
                 self._silent_s[peer] += 1.0
                 if self._silent_s[peer] > SILENCE_S:
-                    self._gone.append(peer)
+                    self._gone.append((peer, "silence"))
         if self._gone:
-            lost(self.tell(self._gone[0]))
+            lost(*self.tell(*self._gone[0]))
 
-    def tell(self, peer: int) -> int:
-        """Say in the store who is lost, unless another was named there before; returns who is.
+    def tell(self, peer: int, how: How) -> tuple[int, How]:
+        """Say in the store who is lost and how, unless another was named there before; returns who is.
 
         The others hear it at their next beat, after which they count for a second. Rank 0 stays for as long and one
-        more, as their store goes with it; to whom the store is cut, rank 0 is lost as well.
+        more, as their store goes with it; to whom the store does not answer, rank 0 is lost.
         """
-        named = [peer]
+        named: list[tuple[int, How]] = []
 
         def write() -> None:
             with suppress(dist.DistError):
-                named[:] = [int(self._store.compare_set(LOST, "", str(peer)))]
+                named.append(_loss(self._store.compare_set(LOST, "", f"{peer} {how}")))
 
         writer = threading.Thread(target=write, daemon=True)
         writer.start()
         writer.join(BEAT_S)
         if self._rank == 0:
             time.sleep(BEAT_S + 2.0)
-        return named[0]
+        return named[0] if named else (0, how)
 
 
 def _kinds(store: dist.Store, rank: int, world: int, device: torch.device) -> list[str]:
     """The kinds of device of all workers, which they tell each other: those of a probe have no plan that says so."""
     store.set(_kind(rank), device.type)
     return [kind.decode() for kind in store.multi_get([_kind(peer) for peer in range(world)])]
+
+
+def _loss(said: bytes) -> tuple[int, How]:
+    rank, how = said.decode().split()
+    return int(rank), cast(How, how)
 
 
 def _beats(rank: int) -> str:

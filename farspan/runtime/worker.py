@@ -33,7 +33,7 @@ from farspan.domain.results import Estimate, Event, Finished, Sampled, Started
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.units import format_bytes
 from farspan.runtime import checkpoint, huggingface
-from farspan.runtime.collective import SILENCE_S, Group, meet
+from farspan.runtime.collective import SILENCE_S, Group, How, meet
 from farspan.runtime.data import Windows
 from farspan.runtime.device import environment, hold, open_device
 from farspan.runtime.events import EventLog
@@ -115,8 +115,8 @@ def train(plan: Plan, run: RunFolder, rank: int, world: int, store: dist.Store |
                 seconds = time.monotonic() - began
                 log.write(Finished(at=time.time(), step=trainer.step, reason=reason, seconds=seconds, problem=problem))
 
-        def lost(peer: int, error: BaseException | None = None) -> None:
-            problem = silent(peer, plan, run, error)
+        def lost(peer: int, how: How) -> None:
+            problem = gone(peer, how, plan, run)
             with suppress(OSError):
                 finish("failed", problem)
             leave_word(problem, run, rank)
@@ -133,8 +133,10 @@ def train(plan: Plan, run: RunFolder, rank: int, world: int, store: dist.Store |
                 if rank == 0:
                     sample(trainer.w, weights, trainer.step)
         except BaseException as error:
-            if (peer := group.lost_by(error)) is not None:
-                lost(peer, error)
+            if (found := group.lost_by(error)) is not None:
+                traceback.print_exception(error)
+                sys.stderr.flush()
+                lost(*found)
             group.leave()
             finish("failed", problem := as_problem(error, plan, run, rank))
             raise Refusal.of(problem) from error
@@ -226,13 +228,13 @@ def _predicted_bytes(plan: Plan, run: RunFolder, rank: int) -> int | None:
     return load(run.estimate, Estimate).memory[used.index(rank)].total if run.estimate.exists() else None
 
 
-def silent(peer: int, plan: Plan, run: RunFolder, error: BaseException | None) -> Problem:
-    """What it means to the user that another worker is not heard any more, or that an exchange with it failed."""
+def gone(peer: int, how: How, plan: Plan, run: RunFolder) -> Problem:
+    """What it means to the user that another worker is lost."""
     fact = f"it has said nothing for {SILENCE_S:.0f} s: the machine, the network or the process stands still"
     return Problem(
         code="worker-lost", what=f"rank {peer} on {plan.devices[peer].host} was lost",
         where=f"{run.logs}/rank-{peer}.log", remedy=command("resume", run.path),
-        fact=fact if error is None else f"a connection to it broke: {' '.join(str(error).split())[:200]}",
+        fact=fact if how == "silence" else "a connection to it broke: it has ended, or the network between is cut",
     )  # fmt: skip
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -76,9 +75,8 @@ def test_every_cell_has_a_row_and_none_is_measured_twice(farspan, folder):
         assert (folder / "bench/small/plans" / f"{row.plan_hash}.json").exists()
     lacking = rows["diloco", "all"]
     assert lacking.status == "no-plan" and "several sites" in lacking.cause
-    assert (
-        lacking.torch == rows["data", "all"].torch and lacking.python and lacking.commit == rows["data", "all"].commit
-    )
+    ran = rows["data", "all"]  # A package's version may lack what is built into it.
+    assert lacking.torch.split("+")[0] == ran.torch.split("+")[0] and lacking.python and lacking.commit == ran.commit
     table = pq.read_table(folder / "bench/small/results.parquet")
     assert table.num_rows == 6 and {"cell_technique", "step_s", "predicted_s"} <= set(table.column_names)
 
@@ -262,7 +260,7 @@ def test_of_many_thousands_some_say_what_all_would_take(farspan, folder):
     began = time.monotonic()
     done = farspan("bench", "matrix.yaml", "--json", cwd=folder)
     told = problem(done)
-    assert told["code"] == "usage" and re.search(r"19,\d\d\d cells", told["what"]), told
+    assert told["code"] == "usage" and "19,200 cells" in told["what"], told
     assert time.monotonic() - began < 60
 
 

@@ -89,7 +89,7 @@ def test_what_a_dollar_buys_is_a_table_of_every_setting():
     assert four.heads == ("", "a device", "attention", "data", "shard", "pipeshard", "zero2")
     lines = {line[:2]: line[3:] for line in four.rows}
     assert lines["near", "16"] == ("12.3 M", "", "", "")  # 2,048 tokens in 0.15 s of four devices at a dollar an hour.
-    assert lines["mid", "8"] == ("2.3 M", "461 k", "6.14 M", "") and four.best[list(lines).index(("mid", "8"))] == 5
+    assert lines["mid", "8"] == ("2.3 M", "461 k", "6.14 M", "x") and four.best[list(lines).index(("mid", "8"))] == 5
     assert len(two.rows) == 3
     unpriced = [msgspec.structs.replace(one, tokens_per_usd=None) for one in study()]
     assert len(results.tables(results.points(unpriced))) == 2

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+import pytest
 from msgspec.structs import replace
 
 from farspan.domain.plan import Mesh, Plan
@@ -170,11 +171,13 @@ def divided(plan: Plan) -> Plan:
     return replace(plan, replicas=(replace(replica, stages=(stage,)),))
 
 
-def test_when_one_dies_the_others_end_whatever_their_threads_wait_for(tmp_path):
-    run = tiny.run_folder(tmp_path / "run", divided(tiny.plan(TRAIN, rows=(2, 2, 2))))
+@pytest.mark.parametrize("dead", [0, 1])
+def test_when_one_dies_the_others_end_whatever_their_threads_wait_for(tmp_path, dead):
+    """And all name it, though each of them breaks connections, too, when it goes."""
+    run, others = tiny.run_folder(tmp_path / "run", divided(tiny.plan(TRAIN, rows=(2, 2, 2)))), {0, 1, 2} - {dead}
     with by_hand(run, 3) as workers:
         wait_for(run, Step)
-        workers[1].kill()
-        assert [workers[rank].wait(30) for rank in (0, 2)] == [LOST, LOST]
-    for rank in (0, 2):
-        assert named(run, rank) == "rank 1 on here was lost"
+        workers[dead].kill()
+        assert [workers[rank].wait(30) for rank in others] == [LOST, LOST]
+    for rank in others:
+        assert named(run, rank) == f"rank {dead} on here was lost"

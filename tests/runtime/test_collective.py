@@ -26,7 +26,7 @@ collective.SILENCE_S, collective.BEAT_S = {SILENCE_S}, 0.05
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def lost(peer):
+def lost(peer, how):
     print("lost", peer, flush=True)
     os._exit(3)
 

@@ -138,9 +138,11 @@ def _by_paper(
     console.say(paragraph(sentence(found, given.delta)))
     answer = {"algorithm": "paper", **msgspec.to_builtins(found)}
     if found.plan is None:
-        problems, what = failures(found), "Algorithm 1 chooses nothing"
-        short = any(problem.code == "out-of-memory" for problem in problems)
-        told = f" The first: {problems[0].what} ({problems[0].fact})." if problems else ""
+        what, failed = "Algorithm 1 chooses nothing", failures(found)
+        # A worker that the kernel killed is lost, as problems go, and out of memory as a trial.
+        killed = any(one.trial is not None and one.trial.status == "oom" for one in found.candidates)
+        short = killed or any(problem.code == "out-of-memory" for problem in failed)
+        told = f" The first: {failed[0].what} ({failed[0].fact})." if failed else ""
         raise Refusal(
             "out-of-memory" if short else "cannot-plan",
             what=f"{what}: more GPU memory is needed" if short else f"{what}: all of its plans failed",
