@@ -120,8 +120,8 @@ def why(selection: Selection) -> str:
         "unpaid": "more trials would take longer than they could save",
         "budget": f"the budget of {format_seconds(selection.budget_s)} for trials is spent",
     }[selection.ended]
-    count = f"{len(tried)} of {sum(one.plan is not None for one in ranking.candidates)} plans tried"
-    text = f"{count} in {format_seconds(selection.spent_s)}; {ended}."
+    text = f"{len(tried)} of {sum(one.plan is not None for one in ranking.candidates)} plans tried"
+    text += f" in {format_seconds(selection.spent_s)}; {ended}." if tried else f"; {ended}."
     if ranking.chosen is None:
         return f"Nothing is chosen. {text}"
     chosen = ranking.candidates[ranking.chosen]

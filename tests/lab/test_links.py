@@ -24,13 +24,16 @@ def traffic(lab: Status, source: str, target: str) -> Traffic:
 @pytest.mark.parametrize("rtt_ms", [20, 57, 103])
 def test_the_round_trip_is_the_one_asked_for(lab, rtt_ms):
     change(lab, "utah", "star", delay_s=rtt_ms / 2000)
-    echo = Peer(lab, "star", "echo")
     # So many that they take seconds, and the shortest of them: others also wait for a core, which a virtual machine's
-    # host may lend elsewhere.
-    count = max(40, min(400, round(4000 / rtt_ms)))
-    trips = play(lab, "utah", "ping", "star", count)
-    assert echo.result() == count
-    assert rtt_ms / 1000 <= min(trips) <= 1.03 * rtt_ms / 1000 + 0.0005
+    # host may lend elsewhere, for seconds at times.
+    count, trips, most = max(40, min(400, round(4000 / rtt_ms))), [], 1.03 * rtt_ms / 1000 + 0.0005
+    for _ in range(3):
+        echo = Peer(lab, "star", "echo")
+        trips += play(lab, "utah", "ping", "star", count)
+        assert echo.result() == count
+        if min(trips) <= most:
+            break
+    assert rtt_ms / 1000 <= min(trips) <= most
 
 
 def test_every_site_has_its_name_and_all_know_it(lab):
