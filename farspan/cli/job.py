@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 #: Seconds of trial steps in each precision.
 PROBE_S = 3.0
-#: Beyond so many devices only plans for all of them are tried, so that training starts soon.
-FEW = 16
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,9 +27,9 @@ from farspan.planning.compare import called
 from farspan.planning.rank import Candidate, Ranking
 from farspan.planning.select import Asked, Selection, select
 
-#: Where machines are chosen by trials, up to so many devices plans for all parts of the cluster are priced: those of 64
-#: take 7 s (docs/benchmarks.md), less than one trial.
-PARTS = 64
+#: Up to so many devices plans for all parts of a cluster are priced, beyond for all of it: few before training, which
+#: is to start soon; more where machines are chosen, as those of 64 take 7 s (docs/benchmarks.md), less than one trial.
+FEW, PARTS = 16, 64
 
 
 class Trials:
@@ -61,7 +61,7 @@ class Trials:
 
 def question(
     model: ModelSpec, train: TrainSpec, cluster: Cluster, corpus: str, asked: ParallelConfig,
-    tolerance: float | None = None, few: int = job.FEW,
+    tolerance: float | None = None, few: int = FEW,
 ) -> Asked:  # fmt: skip
     """What is chosen for a run: all parts of a cluster of few devices, or of one named technique the whole."""
     from farspan.domain.engine import engine
@@ -80,9 +80,7 @@ def launcher(asked: ParallelConfig) -> str:
     return reached_by(asked.cluster or "") or asked.launcher
 
 
-def question_of(
-    resolved: job.Resolved, asked: ParallelConfig, tolerance: float | None = None, few: int = job.FEW
-) -> Asked:
+def question_of(resolved: job.Resolved, asked: ParallelConfig, tolerance: float | None = None, few: int = FEW) -> Asked:
     """`question` for a run.yaml made concrete."""
     return question(resolved.model, resolved.train, resolved.cluster, resolved.corpus.hash, asked, tolerance, few)
 
@@ -93,7 +91,7 @@ def choose(
 ) -> Selection:  # fmt: skip
     """The selection, each trial said as it ends."""
     job.require_torch()
-    few = job.FEW if paying else PARTS
+    few = FEW if paying else PARTS
     return select(
         resolved.cluster, question_of(resolved, asked, tolerance, few), Trials(resolved, launcher(asked), again=again),
         budget_s=budget_s, paying=paying, say=lambda one, made: console.say(trial_line(one, made)),

@@ -50,7 +50,7 @@ def own() -> list[str]:
 
 def named_in(text: str) -> list[str]:
     """The addresses that one of gloo's messages names."""
-    return re.findall(r"\[[0-9a-fA-F.:%\w]+\]:\d+", text)
+    return re.findall(r"\[[\w.:%]+\]:\d+", text)
 
 
 def _connections() -> Iterator[socket.socket]:
@@ -67,13 +67,13 @@ def _sockets() -> Iterator[socket.socket]:
     """The TCP sockets that this process has open."""
     for path in list(Path("/proc/self/fd").iterdir()) if sys.platform == "linux" else ():
         try:
-            own = os.dup(int(path.name))
+            copy = os.dup(int(path.name))
         except OSError:  # The one that the folder was read by.
             continue
         try:
-            one = socket.socket(fileno=own)
+            one = socket.socket(fileno=copy)
         except OSError:
-            os.close(own)
+            os.close(copy)
             continue
         with one:
             if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
