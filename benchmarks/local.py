@@ -31,10 +31,13 @@ from _wan_records import append
 from wan import results, said_of_here, why
 
 from farspan import techniques
+from farspan.cli.job import PROBE_S, first_device
 from farspan.domain.cluster import Cluster
 from farspan.domain.plan import Plan
 from farspan.domain.trial import Trial
+from farspan.launch.probe import Probe
 from farspan.launch.trial import limits, steps_for, trial
+from farspan.planning import pace
 from farspan.planning.select import Asked, select
 from farspan.runtime.device import detect
 
@@ -75,10 +78,20 @@ def here(workers: int) -> Cluster:
     return msgspec.structs.replace(found, sites=(msgspec.structs.replace(site, hosts=(host,)),))
 
 
+def paced(cluster: Cluster, work: Work) -> Cluster:
+    """The cluster at the pace of the model's own steps, tried on its first device as `farspan select` does."""
+    task = plans.question(work, cluster, RUN_STEPS)
+    with Probe(cluster.hosts[0], threads=1, device=0) as probe:
+        found = probe.measure(
+            first_device(cluster), task.model, task.train, precisions=(work.precision,), seconds=PROBE_S
+        )
+    return pace.calibrated(cluster, task.model, task.train, task.engine, found)
+
+
 @functools.cache
 def picked(work: Work, workers: int) -> Plan:
     """What is chosen of techniques that compute what the peers compute, with all workers."""
-    cluster = here(workers)
+    cluster = paced(here(workers), work)
     task = plans.question(work, cluster, RUN_STEPS)
     asked = Asked(
         model=task.model, train=task.train, engine=task.engine, allow=EXACT, corpus=task.corpus, parts=False

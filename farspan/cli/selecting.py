@@ -23,7 +23,7 @@ from farspan.domain.train import TrainSpec
 from farspan.domain.trial import Trial, plan_key
 from farspan.domain.units import format_count, format_seconds, short_time
 from farspan.launch.trial import Limits, limits, steps_for, trial
-from farspan.planning.compare import called
+from farspan.planning.compare import called, verdict
 from farspan.planning.rank import Candidate, Ranking
 from farspan.planning.select import Asked, Selection, select
 
@@ -53,7 +53,8 @@ class Trials:
             if kept.step_s is None or len(kept.steps) >= (within.steps if least is None else least):
                 return msgspec.structs.replace(kept, took_s=0.0)
         made = trial(plan, self._resolved.corpus_folder, self._resolved.cluster, self._launcher, within)
-        if made.status != "failed":  # Another time it may not fail.
+        # Another time it may not fail; who was killed may have been so for another program's memory.
+        if made.problem is None or made.problem.code == "out-of-memory":
             self._kept.mkdir(parents=True, exist_ok=True)
             save(made, path)
         return made
@@ -101,12 +102,11 @@ def choose(
 def trial_line(one: Candidate, made: Trial) -> str:
     """`tried pipeshard on all devices: 1.21 s a step, predicted 1.18 s`."""
     assert one.estimate is not None
-    text = f"tried {called(one)}: "
+    text, kept = f"tried {called(one)}: ", "" if made.took_s else ", kept from an earlier trial"
     if made.step_s is not None:
-        kept = ", kept from an earlier trial" if not made.took_s else ""
         return f"{text}{short_time(made.step_s)} a step, predicted {short_time(one.estimate.step_s)}{kept}"
     why = "no step was made" if made.problem is None else f"{made.problem.what} ({made.problem.fact})"
-    return f"{text}{'out of memory' if made.status == 'oom' else 'failed'}: {why}"
+    return f"{text}{'out of memory' if made.status == 'oom' else 'failed'}: {why}{kept}"
 
 
 def why(selection: Selection) -> str:
@@ -130,9 +130,10 @@ def why(selection: Selection) -> str:
         one for one in ranking.candidates if one is not chosen and one.eligible and (one.trial is not None or not done)
     ]
     if rivals and rivals[0].estimate is not None:
-        behind = rivals[0].time_s / chosen.time_s - 1
-        rival = f"{short_time(rivals[0].estimate.step_s)}, {abs(behind):.0%} {'slower' if behind >= 0 else 'faster'}"
-        head += f"; the next, {called(rivals[0])}, takes {rival}"
+        behind = verdict(ranking, rivals[0])
+        if ranking.objective == "fewest_devices":
+            behind = f"with {len(rivals[0].places)} devices for {len(chosen.places)}, {behind}"
+        head += f"; the next, {called(rivals[0])}, takes {short_time(rivals[0].estimate.step_s)}, {behind}"
     return f"{head}. {text}"
 
 
@@ -153,11 +154,13 @@ def nothing_runs(ranking: Ranking, tried: Sequence[tuple[Candidate, Trial]], ask
             "cannot-plan", what=f"{what} failed", where=called(one), fact=fact,
             remedy="farspan doctor --cluster, with the same cluster",
         )  # fmt: skip
+    if ranking.candidates[0].plan is not None:
+        return Refusal.of(job.unchosen(ranking.candidates[0]))
     problems = [one.problem for one in ranking.candidates if one.problem]
     for problem in problems:
         if problem.code == "out-of-memory":
             return _short(problem.what, problem.where, problem.fact, (), asked, ranking)
-    return Refusal.of(problems[0] if problems else job.unchosen(ranking.candidates[0]))
+    return Refusal.of(problems[0])
 
 
 def _short(

@@ -109,7 +109,8 @@ def select(
     ranking, spent = asked.rank(cluster), 0.0
     ended: Ended = "clear"
     while contenders := _contenders(ranking, asked):
-        each = spent / len(tried) if tried else TRIAL_S
+        took = [trial.took_s for _, trial in tried.values() if trial.took_s]  # None of those that were kept.
+        each = spent / len(took) if took else TRIAL_S
         if spent >= (_share(ranking) if budget_s is None else budget_s):
             ended = "budget"
             break

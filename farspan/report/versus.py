@@ -1,7 +1,8 @@
 """Runs side by side: first what was configured differently, then what came out, with its spread.
 
-Losses are put in order only where they can be: nats a token only of runs with the same tokenizer on the same text, bits
-a byte of runs on the same text.
+Losses are put in order only where they can be: nats a token only of runs with the same tokenizer that read the same
+validation text, bits a byte also across tokenizers where all of that text was read. Time, money and memory are put in
+order only of one model, time and money only of as many steps of as many tokens.
 """
 
 from __future__ import annotations
@@ -103,6 +104,11 @@ def text(run: Run) -> tuple[object, ...]:
     return run.corpus.source, val.text_bytes, val.documents
 
 
+def validated(run: Run) -> int | None:
+    """Tokens that a run's last validation read."""
+    return run.history.validations[-1].tokens if run.history.validations else None
+
+
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
@@ -111,10 +117,19 @@ def _results(runs: Sequence[Run]) -> tuple[tuple[Line, ...], tuple[str, ...]]:
     # The same corpus, whatever it was called where it was prepared.
     same_text = len({run.corpus.hash for run in runs}) == 1 or len({text(run) for run in runs}) == 1
     same_tokens = same_text and len({tokenizer(run) for run in runs}) == 1
+    whole = all(run.plan.train.validate_tokens == 0 for run in runs)
+    nats = same_tokens and (whole or len({validated(run) for run in runs}) == 1)
+    bits = nats or (same_text and whole)
+    one_model = len({run.plan.model for run in runs}) == 1
     # As many steps of as many tokens: only then less time, or money, is better.
-    read = {(one.steps, run.plan.train.tokens_per_step) for one, run in zip(measured, runs, strict=True) if one}
+    same_work = one_model and len(
+        {(one.steps, run.plan.train.tokens_per_step) for one, run in zip(measured, runs, strict=True) if one}
+    ) == 1  # fmt: skip
+    every_rank = all(len(run.histories) == len(run.plan.devices) for run in runs)
     if not same_text:
         notes.append("Losses are of unlike texts: none is called better.")
+    elif not bits:
+        notes.append("Losses are of unlike parts of the validation text: none is called better.")
     elif not same_tokens:
         notes.append("Losses a token are of unlike tokenizers: only bits a byte are compared.")
     if any(run.history.reason not in ("done", "deadline", "early-stop") for run in runs):
@@ -125,12 +140,12 @@ def _results(runs: Sequence[Run]) -> tuple[tuple[Line, ...], tuple[str, ...]]:
         _line("tokens/s", measured, lambda m: m.tokens_per_s, "{:,.0f}".format, most=True, ranked=False),
         _line("TFLOP/s a device", measured, lambda m: m.tflops_per_device, "{:.3g}".format, most=True, ranked=False),
         _line("MFU", measured, lambda m: m.mfu, "{:.1%}".format, most=True, ranked=False),
-        _line("run", measured, lambda m: m.run_s, format_seconds, ranked=len(read) == 1),
+        _line("run", measured, lambda m: m.run_s, format_seconds, ranked=same_work),
         _line("steps", measured, lambda m: float(m.steps), "{:,.0f}".format, ranked=False),
-        _line("peak memory", measured, lambda m: float(m.memory_bytes), format_bytes),
-        _line("money", measured, lambda m: m.usd, format_usd, ranked=len(read) == 1),
-        _line("validation loss, nats a token", measured, lambda m: m.val_loss, "{:.4f}".format, ranked=same_tokens),
-        _line("validation loss, bits a byte", measured, lambda m: m.bits_per_byte, "{:.4f}".format, ranked=same_text),
+        _line("peak memory", measured, lambda m: float(m.memory_bytes), format_bytes, ranked=one_model and every_rank),
+        _line("money", measured, lambda m: m.usd, format_usd, ranked=same_work),
+        _line("validation loss, nats a token", measured, lambda m: m.val_loss, "{:.4f}".format, ranked=nats),
+        _line("validation loss, bits a byte", measured, lambda m: m.bits_per_byte, "{:.4f}".format, ranked=bits),
     ]
     return tuple(line for line in lines if set(line.values) != {"?"}), tuple(notes)
 
@@ -146,7 +161,7 @@ def _step_lines(runs: Sequence[Run]) -> list[Line]:
         spans.append((median(steps), quarters[0], quarters[-1]) if steps else None)
     values = tuple("?" if s is None else f"{short_time(s[0])} ({short_time(s[1])}-{short_time(s[2])})" for s in spans)
     known = [(s[0], i) for i, s in enumerate(spans) if s is not None]
-    alike = len({run.plan.train.tokens_per_step for run in runs}) == 1
+    alike = len({(run.plan.model, run.plan.train.tokens_per_step) for run in runs}) == 1
     best = min(known)[1] if alike and len(known) == len(spans) and known else None
     if best is not None and any(s[1] <= spans[best][2] for i, s in enumerate(spans) if i != best):  # type: ignore[index]
         best = None

@@ -1,7 +1,7 @@
 """Measure a matrix of models, clusters, techniques and settings, one cell after another; predictions come first.
 
-A matrix is a file, or one that ships with farspan: fabric, slm-cost. What was measured already is not measured again,
-so the same command goes on where it was stopped.
+A matrix is a file, or one that ships with farspan: fabric, fabric-memory, slm-cost. What was measured already
+is not measured again, so the same command goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HELP = "measure a matrix of settings"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("matrix", metavar="MATRIX.YAML", help="a file, or fabric or slm-cost")
+    parser.add_argument("matrix", metavar="MATRIX.YAML", help="a file, or fabric, fabric-memory or slm-cost")
     parser.add_argument("-o", "--out", metavar="FOLDER", type=Path, help="for the results (default: bench/NAME)")
     parser.add_argument("--yes", action="store_true", help="measure also where that takes long")
     parser.add_argument("--retry", action="store_true", help="run cells that failed again")
