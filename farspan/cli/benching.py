@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import os
 import platform
 import random
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -29,7 +31,7 @@ from farspan.domain.corpus import CorpusManifest
 from farspan.domain.engine import engine
 from farspan.domain.model import parameters
 from farspan.domain.plan import Plan
-from farspan.domain.problems import Problem, Refusal, command
+from farspan.domain.problems import Problem, Refusal
 from farspan.domain.run import cache_folder, commit
 from farspan.domain.units import format_seconds, parse_count, parse_seconds, short_time
 from farspan.launch.trial import WARMUP, Limits, Question, apart, predicted_s
@@ -92,6 +94,20 @@ class Results:
             file.flush()
             os.fsync(file.fileno())
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """One measures into the folder at a time. Raises Refusal (run-busy)."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "ab") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise Refusal(
+                    "run-busy", what="this matrix is being measured already", where=self.folder,
+                    fact="another process holds its lock", remedy=f"fuser {shlex.quote(str(self.path))}",
+                ) from None  # fmt: skip
+            yield
+
     def write_table(self) -> None:
         """All rows as one table, a column a field."""
         import pyarrow
@@ -132,7 +148,7 @@ def measure(matrix: Matrix, results: Results, console: Console, *, agreed: bool,
         raise Refusal(
             "version-mismatch", what="the results were measured with another version of farspan", where=results.path,
             fact=f"with {', '.join(others)}; this is {farspan.__version__}",
-            remedy=f"measure into another folder: {command('bench', matrix.name, '-o', f'{results.folder}-2')}",
+            remedy=f"measure into another folder: -o {results.folder}-2",
         )  # fmt: skip
     known = {row.key for row in rows if not (retry and row.status == "failed")}
     some, many = wanted, not agreed and len(wanted) - len(known) > MANY
@@ -161,13 +177,13 @@ def measure(matrix: Matrix, results: Results, console: Console, *, agreed: bool,
             f"{len(wanted)} cells, {len(wanted) - len(todo)} of them measured already, {len(todo)} to measure: about "
             f"{format_seconds(seconds)}"
         )
-        try:
-            for number, one in enumerate(todo):
-                row, plan = measured(matrix, one)
-                results.add(row, plan, one.case.cluster)
-                console.say(f"{number + 1}/{len(todo)} {line(row)}")
-        finally:
-            results.write_table()
+        stack.enter_context(results.held())
+        stack.callback(results.write_table)
+        reprice(results, found)
+        for number, one in enumerate(todo):
+            row, plan = measured(matrix, one)
+            results.add(row, plan, one.case.cluster)
+            console.say(f"{number + 1}/{len(todo)} {line(row)}")
     return results.read()
 
 
@@ -241,6 +257,23 @@ def measured(matrix: Matrix, todo: Todo) -> tuple[Row, Plan | None]:
     return row, one.made
 
 
+def reprice(results: Results, found: Sequence[Todo]) -> None:
+    """What was measured at other prices, or at none, is told at those that the matrix has now."""
+    known = {row.key: row for row in results.read()}
+    for one in found:
+        row, usd = known.get(one.key), hourly(one.case)
+        if row is not None and row.usd_per_hour != usd:
+            row = msgspec.structs.replace(row, usd_per_hour=usd)
+            told = {} if row.step_s is None else msgspec.structs.asdict(figures(row, row.step_s))
+            results.add(msgspec.structs.replace(row, **told), None, one.case.cluster)
+
+
+def hourly(one: Case) -> float | None:
+    """Dollars an hour of all devices of a cell; None where one's price is unknown."""
+    prices = [one.cluster.devices[place].usd_per_hour for place in one.places]
+    return None if None in prices else sum(price or 0.0 for price in prices)
+
+
 def steps_of(matrix: Matrix, step_s: float) -> tuple[int, int]:
     """How many steps of a cell warm it up, and how many are timed."""
     steps = max(1, round(LONGEST_S / step_s))
@@ -255,7 +288,6 @@ def row_of(matrix: Matrix, todo: Todo, at: str, *, status: Status, cause: str) -
     step_s = None if found is None else found.step_s
     flops = 1e12 * alpa_tflops(one.model, one.train.batch, one.train.seq_len, 1.0, 1)
     run_tokens = positive(parse_count, matrix.tokens, "tokens", "10M")
-    prices = [one.cluster.devices[place].usd_per_hour for place in one.places]
     used = dict.fromkeys(device.host for device in plan.devices) if plan else {}
     links = [one.cluster.link(a, b) for a, b in itertools.combinations(used, 2)]
     return Row(
@@ -267,7 +299,7 @@ def row_of(matrix: Matrix, todo: Todo, at: str, *, status: Status, cause: str) -
         predicted_s=step_s, predicted_low_s=None if step_s is None else low * step_s,
         predicted_high_s=None if step_s is None else high * step_s,
         predicted_memory_bytes=None if found is None else found.memory_bytes,
-        usd_per_hour=None if None in prices else sum(price or 0.0 for price in prices),
+        usd_per_hour=hourly(one),
         rtt_s=max((link.rtt_s for link in links if link is not None), default=None), at=at, seed=matrix.seed,
         farspan=farspan.__version__, commit=commit(), torch=version("torch"), python=platform.python_version(),
     )  # fmt: skip
@@ -344,11 +376,11 @@ def priced(cluster: Cluster, matrix: Matrix) -> Cluster:
 
 
 def bare(cluster: Cluster) -> Cluster:
-    """A cluster's figures, without ways to enter it: what stays the same where it is made anew each time, and all that
-    is written down of it."""
+    """A cluster's figures, without ways to enter it and prices, which change no step: what stays the same where it is
+    made anew each time, and all that is written down of it."""
     return cluster.with_hosts(lambda host: msgspec.structs.replace(
         host, folder=None, address=None, interface=None, python="python3", enter=None,
-        devices=tuple(msgspec.structs.replace(device, enter=None) for device in host.devices),
+        devices=tuple(msgspec.structs.replace(device, enter=None, usd_per_hour=None) for device in host.devices),
     ))  # fmt: skip
 
 

@@ -330,7 +330,8 @@ class Workers:
                 said.add(rank)
                 problem = parse_json(content, Problem, where)
                 # What failed in an exchange failed for another's sake.
-                own = problem.what.endswith(" failed") and "gloo" not in problem.fact
+                exchange = "gloo" in problem.fact or problem.where.startswith("Dist")
+                own = problem.what.endswith(" failed") and not exchange
                 yield 1 if own else 2, problem
         yield from ((0, problem) for rank, problem in self.lost(process).items() if rank not in said)
 

@@ -171,7 +171,7 @@ def _of_file(plan: Plan, task: Task, cell: Cell) -> Plan | Problem:
         "the model": plan.model != task.model,
         "the devices": {(at.host, at.index) for at in plan.devices} != {(at.host, at.index) for at in task.devices},
         **{name: getattr(plan.train, name) != getattr(train, name)
-           for name in ("batch", "seq_len", "precision", "attention")},
+           for name in ("batch", "seq_len", "precision", "attention", "compile")},
     }  # fmt: skip
     differs = ", ".join(name for name, other in unlike.items() if other)
     if differs or (wrong := unsound(plan)):

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from farspan.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TINTS, TOP, WIDTH, Scale, cell, label
+from farspan.report.charts import BOTTOM, HEIGHT, LEFT, LETTER, RIGHT, TINTS, TOP, WIDTH, Scale, cell, label
 
 #: Share of a group's width that its bars leave free.
 GAP = 0.22
@@ -98,6 +98,13 @@ def places(chart: Bars) -> list[list[tuple[float, float]]]:
         [(round(LEFT + width * (g + GAP / 2) + each * s, 1), round(each * 0.92, 1)) for s in range(len(chart.series))]
         for g in range(len(chart.groups))
     ]
+
+
+def lines(group: str, chart: Bars) -> list[str]:
+    """A group's name below its bars: a line a part, and a word where a part is wider than the group."""
+    room = (WIDTH - LEFT - RIGHT) / max(1, len(chart.groups))
+    parts = group.split(", ")
+    return [word for part in parts for word in ([part] if LETTER * len(part) <= room else part.split())]
 
 
 def dot_scales(chart: Dots) -> tuple[Scale, Scale]:

@@ -14,7 +14,7 @@ import msgspec
 from farspan.domain.bench import Row, figures
 from farspan.domain.units import format_count, format_usd, short_time
 from farspan.estimate.loss import loss
-from farspan.report.bars import Bar, Bars, Dot, Dots, spread
+from farspan.report.bars import Bar, Bars, Dot, Dots, spread, tint
 from farspan.report.charts import TINTS, Axis, Chart, Series
 
 #: Groups of bars that a figure stays readable with.
@@ -136,9 +136,9 @@ def studies(found: Sequence[Point]) -> list[Bars]:
     figures 3 to 7 show it."""
     made: list[Bars] = []
     for cluster in distinct(found, lambda row: row.cell.cluster):
-        here = [one for one in found if one.row.cell.cluster == cluster]
+        here = [one for one in found if one.row.cell.cluster == cluster and one.row.used]
         models, devices = (distinct(here, key) for key in (_model, _devices))
-        if len({(_model(one.row), one.row.used) for one in here}) > MOST_GROUPS:
+        if len(_groups(here)) > MOST_GROUPS:
             continue
 
         def group(row: Row, both: bool = len(models) > 1, several: bool = len(devices) > 1) -> str:
@@ -162,12 +162,13 @@ def prices(found: Sequence[Point]) -> list[Bars]:
     """Tokens for a dollar by what varies, the best over all else, as the SLM cost paper's figures 1 to 4 show it."""
     axes: tuple[tuple[str, str, Callable[[Row], object]], ...] = (
         ("batch", "sequences a device", lambda row: row.cell.batch),
-        ("devices", "devices", lambda row: row.used),
+        ("devices", "devices", _devices),
         ("technique", "technique", lambda row: row.cell.technique),
         ("attention", "attention", lambda row: row.cell.attention),
         ("precision", "precision", lambda row: row.cell.precision),
     )
     made: list[Bars] = []
+    found = [one for one in found if one.row.used]
     clusters = distinct(found, lambda row: row.cell.cluster)
     # Clusters share a figure where it stays readable.
     shared = len(distinct(found, _place)) <= MOST_GROUPS / 2
@@ -187,10 +188,13 @@ def prices(found: Sequence[Point]) -> list[Bars]:
 
 
 def latency(found: Sequence[Point]) -> list[Chart]:
-    """Seconds a step over the round trip, a line a technique, a figure a model; of plans over several sites."""
+    """Seconds a step over the round trip, a line a technique, a figure for steps of so many tokens of a model; of
+    plans over several sites."""
     made: list[Chart] = []
-    for model in distinct(found, _model):
-        here = [one for one in found if _model(one.row) == model and one.row.rtt_s is not None]
+    sizes = list(dict.fromkeys((_model(one.row), one.row.step_tokens) for one in found))
+    for model, tokens in sizes:
+        here = [one for one in found if (_model(one.row), one.row.step_tokens) == (model, tokens)]
+        here = [one for one in here if one.row.rtt_s is not None]
         trips = sorted({one.row.rtt_s for one in here if one.row.rtt_s is not None})
         if len(trips) < 2:
             continue
@@ -203,13 +207,14 @@ def latency(found: Sequence[Point]) -> list[Chart]:
             ]  # fmt: skip
             steps = [None if top is None else top.step_s for top in tops]
             if any(step is not None for step in steps):
-                series.append(Series(technique, steps, "line", TINTS[number % len(TINTS)]))
+                series.append(Series(technique, steps, "line", tint(number)))
         values = [value for one in series for value in one.values if value is not None]
         axis = Axis("round trip (ms)", [1e3 * rtt_s for rtt_s in trips])
         name = f"latency-{len(made)}"
         if series:
             scale = spread(values)
-            made.append(Chart(name, f"{model}: seconds a step by round trip", axis, tuple(series), scale))
+            of = f"{model}, steps of {format_count(tokens)} tokens" if len(sizes) > len(dict(sizes)) else model
+            made.append(Chart(name, f"{of}: seconds a step by round trip", axis, tuple(series), scale))
     return made
 
 
@@ -229,7 +234,7 @@ def budgets(found: Sequence[Point]) -> Chart | None:
     )
     usd = [low * (high / low) ** (step / BUDGETS) for step in range(BUDGETS + 1)]
     series = tuple(
-        Series(model, [loss(size, rate * one) for one in usd], "line", TINTS[number % len(TINTS)])
+        Series(model, [loss(size, rate * one) for one in usd], "line", tint(number))
         for number, (model, (size, rate)) in enumerate(tops.items())
     )
     return Chart("loss-usd", "Loss that a budget buys", Axis("dollars", usd, log=True), series)
@@ -285,15 +290,13 @@ def _model(row: Row) -> str:
 
 
 def _devices(row: Row) -> str:
-    return _devices_of(row.used)
-
-
-def _devices_of(used: int) -> str:
-    return f"{used} device{'s' * (used != 1)}"
+    """A site by its name, as two may have as many; else how many."""
+    named = row.cell.devices != "all" and not row.cell.devices.isdigit()
+    return row.cell.devices if named else f"{row.used} device{'s' * (row.used != 1)}"
 
 
 def _place(row: Row) -> str:
-    return f"{row.cell.cluster} {row.cell.model}"
+    return f"{row.cell.cluster}, {row.cell.model}"
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -318,8 +321,8 @@ def lasting(found: Sequence[Point]) -> list[Table]:
     tables I and II. `x` is out of memory."""
     made = []
     techniques = distinct(found, lambda row: row.cell.technique)
-    for model, used in dict.fromkeys((_model(one.row), one.row.used) for one in found):
-        here = [one for one in found if (_model(one.row), one.row.used) == (model, used)]
+    for model, devices in _groups(found):
+        here = [one for one in found if (_model(one.row), _devices(one.row)) == (model, devices)]
         lines, marks = [], []
         for cluster in distinct(here, lambda row: row.cell.cluster):
             row = [one for one in here if one.row.cell.cluster == cluster]
@@ -333,7 +336,7 @@ def lasting(found: Sequence[Point]) -> list[Table]:
             known = [value for value in values if value is not None]
             marks.append(2 + values.index(min(known)) if known else None)
             lines.append((cluster, "" if not trips else f"{1e3 * trips[0]:.4g}", *cells))
-        title, heads = f"{model} on {_devices_of(used)}, minutes", ("", "RTT ms", *techniques)
+        title, heads = f"{model} on {devices}, minutes", ("", "RTT ms", *techniques)
         made.append(Table(title, heads, tuple(lines), tuple(marks)))
     return made
 
@@ -343,8 +346,8 @@ def bought(found: Sequence[Point]) -> list[Table]:
     study's figures 1 to 4 as numbers."""
     made = []
     techniques = distinct(found, lambda row: row.cell.technique)
-    for model, used in dict.fromkeys((_model(one.row), one.row.used) for one in found):
-        here = [one for one in found if (_model(one.row), one.row.used) == (model, used)]
+    for model, devices in _groups(found):
+        here = [one for one in found if (_model(one.row), _devices(one.row)) == (model, devices)]
         lines, marks = [], []
         for setting in dict.fromkeys(_setting(one.row) for one in here):
             cells, values = [], []
@@ -355,10 +358,15 @@ def bought(found: Sequence[Point]) -> list[Table]:
                 cells.append(format_count(values[-1]) if values[-1] else _cell(None, mine))
             marks.append(len(setting) + values.index(max(values)) if any(values) else None)
             lines.append((*setting, *cells))
-        title = f"{model} on {_devices_of(used)}, tokens for a dollar"
+        title = f"{model} on {devices}, tokens for a dollar"
         if any(mark is not None for mark in marks):
             made.append(Table(title, ("", "a device", "attention", *techniques), tuple(lines), tuple(marks)))
     return made
+
+
+def _groups(found: Sequence[Point]) -> list[tuple[str, str]]:
+    """Model and devices of each table; what a cluster lacks the devices for has none."""
+    return list(dict.fromkeys((_model(one.row), _devices(one.row)) for one in found if one.row.used))
 
 
 def _setting(row: Row) -> tuple[str, str, str]:

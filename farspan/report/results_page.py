@@ -44,6 +44,7 @@ def results_page(
         bars.places,
         bars.dot_scales,
         bars.short,
+        bars.lines,
         bars.tint,
         bars.tinted,
         bars.bars_csv,

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import msgspec
@@ -26,8 +27,11 @@ from farspan.domain.units import format_bytes
 MODEL, OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 #: Bytes beside the tensors, at most.
 HEADERS = 2**20
-#: A file's tensors, by name.
+#: A file's tensors, by name; and a file's name with them.
 Tensors = Mapping[str, torch.Tensor]
+File = tuple[str, Tensors]
+Held = AbstractContextManager[object]
+ALONE: Held = nullcontext()
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,33 +80,53 @@ def check_disk(folder: Path, needed: int) -> None:
         )
 
 
-def write(folder: Path, files: Mapping[str, Tensors], progress: Progress, keep: int) -> tuple[Path, int]:
-    """Write the checkpoint of `progress.step`, then delete all but the newest `keep`. Returns its path and bytes."""
+def write(
+    folder: Path, files: Iterable[File], progress: Progress, keep: int, writing: Held = ALONE
+) -> tuple[Path, int]:  # fmt: skip
+    """Write the checkpoint of `progress.step`, then delete all but the newest `keep`. Returns its path and bytes.
+    `writing` is entered while a file is written, not while `files` is waited for."""
     folder.mkdir(parents=True, exist_ok=True)
-    check_disk(folder, sum(t.nbytes for tensors in files.values() for t in tensors.values()) + HEADERS)
     path = folder / f"step-{progress.step:08d}"
-    size = _write_folder(path, files, progress)
+    size = _write_folder(path, files, progress, writing)
     for old in sorted(folder.glob("step-*"), reverse=True)[keep:]:
         shutil.rmtree(old, ignore_errors=True)
     return path, size
 
 
 def write_best(path: Path, weights: Tensors, progress: Progress) -> None:
-    """Keep the weights of the best validation loss; replaces the previous best in one rename."""
+    """Keep the weights of the best validation loss; the previous best stays until they are whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    check_disk(path.parent, sum(t.nbytes for t in weights.values()) + HEADERS)
-    _write_folder(path, {MODEL: weights}, progress)
+    _write_folder(path, [(MODEL, weights)], progress, ALONE)
 
 
-def _write_folder(path: Path, files: Mapping[str, Tensors], progress: Progress) -> int:
+def mend(folder: Path) -> None:
+    """After a worker was killed between the two renames that replace a folder: what was put aside comes back, or goes
+    where the new one is there."""
+    for old in folder.glob(".*.old"):
+        replaced = old.with_name(old.name.removeprefix(".").removesuffix(".old"))
+        shutil.rmtree(old) if replaced.exists() else os.rename(old, replaced)
+
+
+def _write_folder(path: Path, files: Iterable[File], progress: Progress, writing: Held) -> int:
+    mend(path.parent)
     for unfinished in path.parent.glob(".*.tmp"):
         shutil.rmtree(unfinished)
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary, sums = path.with_name(f".{path.name}.tmp"), dict[str, str]()
     temporary.mkdir(parents=True)
-    for name, tensors in files.items():
-        save_file(dict(tensors), temporary / name)
-        _sync(temporary / name)
-    save(Saved(progress=progress, sha256={name: _sha256(temporary / name) for name in files}), temporary / _STATE)
+    for name, tensors in files:
+        with writing:
+            check_disk(path.parent, sum(tensor.nbytes for tensor in tensors.values()) + HEADERS)
+            save_file(dict(tensors), temporary / name)
+            _sync(temporary / name)
+            sums[name] = _sha256(temporary / name)
+        del tensors  # The next file is collected before the loop would let go of this one.
+    with writing:
+        save(Saved(progress=progress, sha256=sums), temporary / _STATE)
+        return _put(temporary, path)
+
+
+def _put(temporary: Path, path: Path) -> int:
+    """Rename a whole folder to where it belongs; its bytes."""
     size = sum(file.stat().st_size for file in temporary.iterdir())
     if path.exists():
         old = path.with_name(f".{path.name}.old")

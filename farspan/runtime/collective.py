@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -74,8 +75,10 @@ class Group:
         #: Held while files are written: a worker whose peers are lost ends when the files are whole, not before.
         self.writing = threading.Lock()
         self._heartbeat = Heartbeat(store, rank, world) if store is not None else None
-        self._store, self._ranks = store, dict[str, int]()
+        self._store, self._ranks, self._introduced = store, dict[str, int](), 0
         if store is not None:
+            # Heartbeats end whoever lost a peer, with a message; PyTorch's own watch of NCCL would abort before it.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
             dist.init_process_group(
                 backend(_kinds(store, rank, world, device)), store=store, rank=rank, world_size=world,
                 timeout=timedelta(seconds=BUSY_S),
@@ -93,12 +96,13 @@ class Group:
             self._heartbeat.watch(when_written)
 
     def introduce(self) -> None:
-        """Once every connection is made: let none be waited for that is cut, and know whose each is."""
+        """Whenever connections were made: let none be waited for that is cut, and know whose each is."""
         if self._store is None:
             return
         connections.expire(CUT_S)
-        self._store.set(_ends(self.rank), " ".join(connections.own()))
-        keys = [_ends(peer) for peer in range(self.world)]
+        self._introduced += 1
+        self._store.set(_ends(self.rank, self._introduced), " ".join(connections.own()))
+        keys = [_ends(peer, self._introduced) for peer in range(self.world)]
         while not self._store.check(keys):  # Others may read their checkpoint for longer than a store waits.
             time.sleep(POLL_S)
         said = self._store.multi_get(keys)
@@ -245,8 +249,8 @@ def _beats(rank: int) -> str:
     return f"farspan/beats/{rank}"
 
 
-def _ends(rank: int) -> str:
-    return f"farspan/ends/{rank}"
+def _ends(rank: int, time: int) -> str:
+    return f"farspan/ends/{rank}/{time}"
 
 
 def _kind(rank: int) -> str:

@@ -28,14 +28,15 @@ class Gatherer:
         self._divided = state.division.zero == 3
         self._coming: dict[int, dist.Work | None] = {}
         self._backward: set[int] = set()
-        self._blocks: list[int] = []
+        #: Of each block its buckets: what a tensor axis divides, sums or leaves whole lies apart.
+        self._blocks: list[tuple[int, ...]] = []
         if self._divided:
             if state.device.type == "cpu":
                 give_back(LARGE)
             for name, block in blocks.items():
-                bucket = next(state.home[i][0] for i, one in enumerate(state.names) if one.startswith(f"{name}."))
-                self._blocks.append(bucket)
-                self._hook(block, bucket)
+                held = (state.home[i][0] for i, one in enumerate(state.names) if one.startswith(f"{name}."))
+                self._hook(block, len(self._blocks))
+                self._blocks.append(tuple(b for b in dict.fromkeys(held) if state.buckets[b].ways > 1))
             for bucket in range(len(state.buckets)):
                 self.release(bucket)
 
@@ -77,7 +78,8 @@ class Gatherer:
             self.release(bucket)
 
     def _stays(self) -> list[int]:
-        return [b for b, bucket in enumerate(self._state.buckets) if bucket.ways > 1 and b not in self._blocks]
+        come_and_go = {b for buckets in self._blocks for b in buckets}
+        return [b for b, bucket in enumerate(self._state.buckets) if bucket.ways > 1 and b not in come_and_go]
 
     def _start(self, b: int) -> dist.Work:
         state = self._state
@@ -100,28 +102,34 @@ class Gatherer:
         if work is not None:
             work.wait()
 
-    def _hook(self, block: nn.Module, bucket: int) -> None:
+    def _hook(self, block: nn.Module, place: int) -> None:
         def before(module: nn.Module, inputs: Any) -> None:
-            self._wait(bucket)
-            self._next(bucket, -1 if bucket in self._backward else 1)
+            self._arrive(place, -1 if self._passes_back(place) else 1)
 
         def after(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            if bucket in self._backward:
+            if self._passes_back(place):
                 return  # Computed again inside its backward pass.
             if output.requires_grad:
-                output.register_hook(lambda gradient: self._before_backward(bucket))
-            self.release(bucket)
+                output.register_hook(lambda gradient: self._before_backward(place))
+            for b in self._blocks[place]:
+                self.release(b)
 
         block.register_forward_pre_hook(before)
         block.register_forward_hook(after)
 
-    def _before_backward(self, bucket: int) -> None:
-        self._backward.add(bucket)
-        self._wait(bucket)
-        self._next(bucket, -1)
+    def _passes_back(self, place: int) -> bool:
+        return not self._backward.isdisjoint(self._blocks[place])
 
-    def _next(self, bucket: int, way: int) -> None:
-        """Gather the neighbour that comes next while this block computes."""
-        place = self._blocks.index(bucket) + way
-        if 0 <= place < len(self._blocks):
-            self._gather(self._blocks[place])
+    def _before_backward(self, place: int) -> None:
+        self._backward.update(self._blocks[place])
+        self._arrive(place, -1)
+
+    def _arrive(self, place: int, way: int) -> None:
+        """Wait for a block's buckets, and gather those of the neighbour that comes next while it computes."""
+        for b in self._blocks[place]:
+            self._gather(b)
+        for b in self._blocks[place]:
+            self._wait(b)
+        if 0 <= place + way < len(self._blocks):
+            for b in self._blocks[place + way]:
+                self._gather(b)

@@ -64,7 +64,8 @@ class Outer:
     def _alike(self) -> bool:
         """Whether what this worker owns goes to every other replica in the same parts."""
         parts = {route.chunks for route in self._routes.values()}
-        return len(parts) == 1 and sum(stop - start for start, stop in next(iter(parts))) == self._space.size
+        whole = all(sum(stop - start for start, stop in chunks) == self._space.owned for chunks in parts)
+        return whole and len(parts) <= 1
 
     def meet(self, last: bool) -> None:
         """The replicas have made H steps. Without overlap, and at the end of the run, all go on from one model."""
@@ -251,7 +252,9 @@ class _Space:
         self.parts = [[Part(r, one.start, one.stop) for one in self._ranges(m)] for r, m in enumerate(manifests)]
         self.replicas = [m.replica for m in manifests]
         self._mine, self._lengths = self._ranges(manifests[rank]), manifests[rank].sizes
-        self.size = sum(self._lengths)
+        #: Elements of this worker's buckets, and those of parameters: a bucket is filled up so that all owners have as
+        #: many.
+        self.size, self.owned = sum(self._lengths), sum(one.stop - one.start for one in self._mine)
 
     def _held(self, piece: Piece) -> tuple[tuple[int, int], ...]:
         """The ranges of the dim that a parameter is divided along, of which a worker has the slice."""

@@ -51,8 +51,6 @@ class Reducer:
         self._feedback = ErrorFeedback(Codec(self._sync.bits))
         # Gloo does not say whether a message has come but to who waits for it; those of a phase come in order.
         self._waiters = {channel: ThreadPoolExecutor(1) for channel in (SCATTER, ACROSS)}
-        # Gives back the memory of what has left, which nobody else waits for.
-        self._leaving = ThreadPoolExecutor(1)
         self._missing: list[int] = []
         self._last, self._rounds = True, itertools.count()
         self._round = 0
@@ -239,8 +237,7 @@ class Reducer:
         codec = self._feedback.codec
         sent = self._feedback.encode_(b, mine)
         for rank in posted:
-            for one in self._wire.send(sent, rank, self._number(b)):
-                self._leaving.submit(one.wait)
+            self._wire.send(sent, rank, self._number(b))
         del sent
         yield [self._waiters[ACROSS].submit(one.wait) for one in posted.values()]
         contents = {rank: one.buffer.to(full.device) for rank, one in posted.items()}

@@ -6,8 +6,8 @@ met at, `optimizer` the outer momentum, and `replica-N` each one's own masters a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -17,8 +17,6 @@ from farspan.runtime import checkpoint
 from farspan.runtime.checkpoint import MODEL, OPTIMIZER, Progress
 from farspan.runtime.executor import Executor
 
-Files = dict[str, dict[str, Tensor]]
-
 
 class Saves:
     """All workers of a run call these together."""
@@ -27,14 +25,16 @@ class Saves:
         self._executor, self._folder, self._keep = executor, folder, keep
         self._whole, self._state = executor.whole, executor.state
 
-    def collect(self) -> Files:
-        """The files of a checkpoint, on rank 0."""
-        outer, replicas = self._executor.outer, len(self._executor.place.plan.replicas)
+    def collect(self) -> Iterator[checkpoint.File]:
+        """The files of a checkpoint, on rank 0; one by one, as all together may be more than its memory holds."""
+        outer = self._executor.outer
+        yield MODEL, self.weights()
         if outer is None:
-            return {MODEL: self.weights(), OPTIMIZER: self._named(0, moments=True)}
-        momentum = _prefixed("momentum", self._whole.collect(outer.momentum))
-        own = {f"replica-{r}.safetensors": self._named(r, moments=True, masters=True) for r in range(replicas)}
-        return {MODEL: self.weights(), OPTIMIZER: momentum, **own}
+            yield OPTIMIZER, self._named(0, moments=True)
+            return
+        yield OPTIMIZER, _prefixed("momentum", self._whole.collect(outer.momentum))
+        for r in range(len(self._executor.place.plan.replicas)):
+            yield f"replica-{r}.safetensors", self._named(r, moments=True, masters=True)
 
     def weights(self) -> dict[str, Tensor]:
         """The model of the run, on rank 0: what replicas last met at."""
@@ -48,14 +48,14 @@ class Saves:
             found |= _prefixed(kind, self._whole.collect(flats, replica))
         return found
 
-    def write(self, progress: Progress, writing: AbstractContextManager[object]) -> tuple[Path, int] | None:
+    def write(self, progress: Progress, writing: checkpoint.Held) -> tuple[Path, int] | None:
         """Write a checkpoint; rank 0 returns its path and bytes. `writing` is entered while files are written, not
         while workers are waited for."""
         files = self.collect()
-        if self._executor.place.rank != 0:
-            return None
-        with writing:
-            return checkpoint.write(self._folder, files, progress, self._keep)
+        if self._executor.place.rank == 0:
+            return checkpoint.write(self._folder, files, progress, self._keep, writing)
+        deque(files, maxlen=0)
+        return None
 
     # -- restoring -----------------------------------------------------------------------------------------------------
 
@@ -63,6 +63,7 @@ class Saves:
         """On rank 0, the newest whole checkpoint, if any; corrupt ones are named, and the one before them is used."""
         corrupt: list[str] = []
         newest = 0
+        checkpoint.mend(self._folder)
         for path in checkpoint.newest_first(self._folder):
             try:
                 progress = checkpoint.verify(path)

@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import msgspec
+import psutil
 import torch.distributed as dist
 
 from farspan.corpus.tokens import TokenFile
@@ -118,6 +119,9 @@ def _is_corpus(folder: Path, digest: str) -> bool:
 
 def _fetch(offer: Offer, part: str, folder: Path) -> None:
     """Receive a part beside `folder`, then move its files there."""
+    for left in folder.parent.glob(f".{folder.name}.*.tmp"):  # By a worker that was killed while it fetched.
+        if not psutil.pid_exists(int(left.name.split(".")[-2])):
+            shutil.rmtree(left, ignore_errors=True)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     temporary.mkdir(parents=True)
     try:
@@ -168,6 +172,8 @@ class _Server:
                         archive.add(path, arcname=path.name)
 
     def __exit__(self, *error: object) -> None:
+        with suppress(OSError):  # macOS refuses it to a socket that nobody is connected to.
+            self._socket.shutdown(socket.SHUT_RDWR)  # Who waits in `accept` is not woken by `close`.
         self._socket.close()
 
 

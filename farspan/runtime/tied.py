@@ -3,7 +3,7 @@
 Each end adds the other's gradient to its own and makes the same update, so the two copies stay equal. The head's
 gradient is complete before the last blocks' backward pass and travels while the first stage makes its own, behind the
 activations' gradient that it waits for; the embedding's is zero but for the rows of the step's tokens, and only these
-travel back.
+travel back (all where its sums are rounded).
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ class TiedTable:
         """`rows`: the rows [start, stop) of the table that each worker of both stages holds."""
         self._place, self._state, self._wire, self._held = place, state, wire, rows
         self._bucket = state.home[state.names.index(TABLE)][0]
+        first = place.replica.stages[0]
+        #: What rounding left of other steps' rows is in the first stage's sums, too.
+        self._rounded = first.grad_sync.bits < 32 and len(first.mesh.batch) > 1
         self._count = -1
         self._complete = self._released = False
         ends = place.replica.stages[0].mesh.ranks, place.replica.stages[-1].mesh.ranks
@@ -45,7 +48,7 @@ class TiedTable:
         self._count += 1
         self._complete = self._released = False
         every = np.arange(max(stop for _, stop in self._held.values()))
-        touched = np.unique(tokens)
+        touched = every if self._rounded else np.unique(tokens)
         sent, received = (touched, every) if self._place.first else (every, touched)
         self._out = (sent, *self._sends(sent, self._mine, self._theirs))
         first, second = self._sends(received, self._theirs, self._mine)

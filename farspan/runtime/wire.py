@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -40,12 +41,21 @@ class Sent:
 
     def __init__(self, work: dist.Work, part: Tensor) -> None:
         self._under_way: tuple[dist.Work, Tensor] | None = (work, part)
+        self._failure: Exception | None = None
         self._lock = threading.Lock()
 
     def wait(self) -> None:
         with self._lock:
-            if self._under_way is not None:
+            if self._failure is not None:
+                raise self._failure
+            if self._under_way is None:
+                return
+            try:
                 self._under_way[0].wait()
+            except Exception as error:
+                self._failure = error
+                raise
+            finally:
                 self._under_way = None
 
 
@@ -55,6 +65,8 @@ class Wire:
     def __init__(self) -> None:
         self._sent: deque[Sent] = deque()
         self._before = 0
+        # Gives back the memory of what has left, long before anybody waits for it.
+        self._leaving = ThreadPoolExecutor(1)
 
     def send(
         self, data: Tensor, target: int, tag: int, groups: Sequence[dist.ProcessGroup | None] = (None,)
@@ -65,6 +77,7 @@ class Wire:
             work = dist.isend(part, target, group=group, tag=tag)
             assert work is not None
             works.append(Sent(work, part))
+            self._leaving.submit(works[-1].wait)
         self._sent.extend(works)
         return works
 

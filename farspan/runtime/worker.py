@@ -125,6 +125,7 @@ def train(plan: Plan, run: RunFolder, rank: int, world: int, store: dist.Store |
 
         # Before anything else: what is built waits for the other workers, too.
         group.watch(lost)
+        group.introduce()
         trainer = start(plan, run, group, log.write, parent)
         try:
             reason = trainer.run()
@@ -146,7 +147,8 @@ def train(plan: Plan, run: RunFolder, rank: int, world: int, store: dist.Store |
 def start(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None], parent: int) -> Trainer:
     """A trainer with the state of the newest checkpoint. That it has started is the first event."""
     if group.rank == 0:  # The others write none.
-        checkpoint.check_disk(run.path, (plan.train.keep + 2) * checkpoint.bytes_needed(plan))
+        held = sum(file.stat().st_size for file in run.checkpoints.rglob("*") if file.is_file())
+        checkpoint.check_disk(run.path, (plan.train.keep + 2) * checkpoint.bytes_needed(plan) - held)
     worker = build(plan, run, group, emit)
     worker.stop = stop_requests(parent)
     trainer = Trainer(worker)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from farspan.cli.main import main
 
 WORDS = ["time", "year", "people", "way", "day", "thing", "life", "world", "school", "state", "family", "group"]
 TINY = """\
@@ -37,8 +40,13 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def environment(desk: Path) -> dict[str, str]:
-    return {**os.environ, "FARSPAN_CACHE": str(desk / "cache"), "HF_HUB_OFFLINE": "1"}
+def variables(desk: Path) -> dict[str, str]:
+    return {"FARSPAN_CACHE": str(desk / "cache"), "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture(scope="session")
+def environment(variables: dict[str, str]) -> dict[str, str]:
+    return {**os.environ, **variables}
 
 
 @pytest.fixture(scope="session")
@@ -50,6 +58,29 @@ def farspan(desk: Path, environment: dict[str, str]) -> Farspan:
             [sys.executable, "-m", "farspan", *words], cwd=cwd, env={**environment, **more},
             capture_output=True, text=True, timeout=300,
         )  # fmt: skip
+
+    return call
+
+
+@pytest.fixture
+def here(
+    desk: Path, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Farspan:
+    """As `farspan`, in this process: for the many commands that are refused before they start any other."""
+
+    def call(*words: str, cwd: Path = desk, **more: str) -> subprocess.CompletedProcess[str]:
+        monkeypatch.chdir(cwd)
+        for name, value in {**variables, **more}.items():
+            monkeypatch.setenv(name, value)
+        capsys.readouterr()
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            code = main(list(words))
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        said = capsys.readouterr()
+        return subprocess.CompletedProcess(words, code, said.out, said.err)
 
     return call
 

@@ -57,8 +57,8 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize(("words", "code", "parts"), COMMANDS, ids=[" ".join(row[0]) for row in COMMANDS])
-def test_a_command_that_cannot_be_done_says_why(farspan: Farspan, words, code, parts):
-    expect(farspan(*words), code, *parts)
+def test_a_command_that_cannot_be_done_says_why(here: Farspan, words, code, parts):
+    expect(here(*words), code, *parts)
 
 
 CONFIGS = [
@@ -102,10 +102,10 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize(("content", "code", "parts"), CONFIGS, ids=[str(row[0])[-40:].strip() for row in CONFIGS])
-def test_a_bad_run_yaml_is_refused_before_any_work(desk: Path, tmp_path: Path, farspan: Farspan, content, code, parts):
+def test_a_bad_run_yaml_is_refused_before_any_work(desk: Path, tmp_path: Path, here: Farspan, content, code, parts):
     (tmp_path / "docs").symlink_to(desk / "docs")
     (tmp_path / "run.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
-    expect(farspan("prepare", cwd=tmp_path), code, *parts)
+    expect(here("prepare", cwd=tmp_path), code, *parts)
 
 
 SOURCES = [
@@ -150,8 +150,8 @@ def test_a_corpus_too_small_says_what_is_there_needed_and_fits(tmp_path: Path, f
 
 
 @pytest.mark.parametrize("words", [["train", "none.yaml"], ["serach"], ["report", "none"], ["init", "--bogus"]])
-def test_with_json_a_refusal_is_one_object(farspan: Farspan, words):
-    done = farspan(*words, "--json")
+def test_with_json_a_refusal_is_one_object(here: Farspan, words):
+    done = here(*words, "--json")
     problem = json.loads(done.stdout)["problem"]
     assert set(problem) == {"code", "what", "where", "fact", "remedy"} and all(problem.values())
     assert done.returncode == EXIT_CODES[problem["code"]]

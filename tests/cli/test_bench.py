@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from farspan import __version__ as farspan_version
+from farspan.cli.benching import Results
 from farspan.cli.commands.bench import path_of
 from farspan.domain.bench import Matrix, Row, cells
 from farspan.domain.clusterfile import load_cluster
@@ -173,6 +174,27 @@ def test_a_cluster_that_changed_is_refused(farspan, folder):
     assert problem(done)["code"] == "plan-mismatch" and "changed since" in problem(done)["what"]
 
 
+def test_what_was_measured_without_prices_is_told_at_those_that_come_later(farspan, folder):
+    without = MATRIX.replace("prices: {cpu-avx2: 0.5}\n", "").replace("[data, 'published:Pipeshard', diloco]", "[data]")
+    (folder / "matrix.yaml").write_text(without.replace("[all, 1]", "[1]"))
+    assert farspan("bench", "matrix.yaml", cwd=folder).returncode == 0
+    (before,) = rows_of(folder)
+    assert before.tokens_per_usd is None
+    with open(folder / "matrix.yaml", "a") as file:
+        file.write("prices: {cpu-avx2: 0.5}\n")
+    assert "1 of them measured already, 0 to measure" in farspan("bench", "matrix.yaml", cwd=folder).stdout
+    _, row = rows_of(folder)
+    assert row.step_s == before.step_s
+    assert row.tokens_per_usd == pytest.approx(3600 * row.tokens_per_s / 0.5)
+
+
+def test_a_folder_takes_the_rows_of_one_bench_at_a_time(farspan, folder):
+    with Results(folder / "bench/small").held():
+        told = problem(farspan("bench", "matrix.yaml", "--json", cwd=folder))
+    assert told["code"] == "run-busy" and told["remedy"].startswith("fuser ")
+    assert not rows_of(folder)
+
+
 def test_a_matrix_that_changed_asks_anew_and_old_rows_do_not_count(farspan, folder):
     (folder / "matrix.yaml").write_text(MATRIX.replace("[data, 'published:Pipeshard', diloco]", "[diloco]"))
     assert farspan("bench", "matrix.yaml", cwd=folder).returncode == 0
@@ -199,6 +221,9 @@ def test_a_plan_file_answers_what_it_was_made_for(folder):
     ):  # fmt: skip
         assert isinstance(made, Problem) and made.fact == f"unlike: {unlike}"
     mine = json.loads((folder / "mine.json").read_text())
+    (folder / "mine.json").write_text(json.dumps(mine | {"train": mine["train"] | {"compile": True}}))
+    made = found(both)
+    assert isinstance(made, Problem) and made.fact == "unlike: compile"
     mine["replicas"][0]["stages"][0]["units"] = [0, 3]
     (folder / "mine.json").write_text(json.dumps(mine))
     made = found(both)

@@ -88,13 +88,13 @@ def test_a_plan_file_compares_with_the_ranking_it_came_from(farspan: Farspan, tm
         (lambda plan: plan["train"].update(batch=plan["train"]["batch"] + 1), "sequences"),
     ],
 )  # fmt: skip
-def test_a_plan_file_that_cannot_be_is_refused(farspan: Farspan, tmp_path: Path, change, fact: str) -> None:
+def test_a_plan_file_that_cannot_be_is_refused(here: Farspan, tmp_path: Path, change, fact: str) -> None:
     plan = tmp_path / "plan.json"
-    said(farspan, "-o", str(plan), "--pick", "data")
+    said(here, "-o", str(plan), "--pick", "data")
     content = json.loads(plan.read_text())
     change(content)
     plan.write_text(json.dumps(content))
-    problem = refused(farspan, *ASKED, "--diff", str(plan), "data")
+    problem = refused(here, *ASKED, "--diff", str(plan), "data")
     assert problem["code"] == "plan-mismatch" and fact in problem["fact"], problem
 
 
@@ -123,8 +123,8 @@ def test_planning_loads_no_torch_and_nothing_heavy(environment: dict[str, str]) 
         (["train", "--run", "runs/never", "--plan", "run.yaml"], "file-unreadable", ""),
     ],
 )  # fmt: skip
-def test_bad_input_is_refused_with_the_nearest_name(farspan: Farspan, words: list[str], code: str, remedy: str) -> None:
-    problem = refused(farspan, *words)
+def test_bad_input_is_refused_with_the_nearest_name(here: Farspan, words: list[str], code: str, remedy: str) -> None:
+    problem = refused(here, *words)
     assert problem["code"] == code
     assert remedy in problem["remedy"]
 

@@ -38,12 +38,12 @@ def answer(done) -> dict:
 
 #: A model of which a step takes long enough for two sites to be worth a thought.
 LARGER = ("--set", "model.d_model=256", "--set", "model.layers=4", "--set", "train.batch.global=32 sequences")
-SHORT = ("--set", "parallel.allow=[data, zero1]", "--set", "train.steps=24", "--set", "train.precision=fp32")
+SHORT = ("--set", "parallel.allow=[data, zero1]", "--set", "train.steps=6", "--set", "train.precision=fp32")
 
 
 def test_what_is_chosen_is_measured_written_and_trains(farspan, desk, lab):
-    asked = ("select", "run.yaml", "--cluster", f"lab:{lab}", *SHORT, *LARGER, "--budget", "20s", "--json")
-    found = answer(farspan(*asked, "-o", "chosen.json"))
+    asked = ("select", "run.yaml", "--cluster", f"lab:{lab}", *SHORT, *LARGER, "--json")
+    found = answer(farspan(*asked, "--budget", "20s", "-o", "chosen.json"))
     assert found["tried"] and all(one["trial"]["status"] == "ok" for one in found["tried"])
     best = found["candidates"][found["chosen"]]
     assert best["trial"]["step_s"] == min(one["trial"]["step_s"] for one in found["tried"])
@@ -51,13 +51,13 @@ def test_what_is_chosen_is_measured_written_and_trains(farspan, desk, lab):
     plan = load(desk / "chosen.json", Plan)
     assert plan.technique == best["technique"] and "is chosen" in found["why"] and "measured" in found["why"]
 
-    # The same question again: what was measured is kept.
-    again = answer(farspan(*asked, "-o", "again.json"))
+    # The same question again: what was measured is kept, and takes nothing of the budget.
+    again = answer(farspan(*asked, "--budget", "10s", "-o", "again.json"))
     kept = {one["trial"]["plan"] for one in found["tried"]}
     assert any(one["trial"]["plan"] in kept and one["trial"]["took_s"] == 0 for one in again["tried"])
 
     asked = ("train", "run.yaml", "--cluster", f"lab:{lab}", "--plan", "chosen.json", "--run", "runs/chosen", "--json")
-    assert answer(farspan(*asked, *LARGER))["measurement"]["steps"] == 24
+    assert answer(farspan(*asked, *LARGER))["measurement"]["steps"] == 6
 
 
 def test_the_papers_rule_prints_every_t(farspan, desk, lab):
@@ -78,8 +78,8 @@ def test_the_papers_rule_prints_every_t(farspan, desk, lab):
         (("--budget", "0s"), "above 0"), (("--budget", "soon"), ""),
     ],
 )  # fmt: skip
-def test_values_out_of_range(farspan, words, fact):
-    done = farspan("select", "run.yaml", *words, "--json")
+def test_values_out_of_range(here, words, fact):
+    done = here("select", "run.yaml", *words, "--json")
     problem = json.loads(done.stdout)["problem"]
     assert problem["code"] == "out-of-range" and fact in problem["fact"], problem
 

@@ -13,26 +13,30 @@ from farspan.domain.clusterfile import load_cluster, save_cluster
 from farspan.domain.engine import engine
 from farspan.domain.train import TrainSpec
 from farspan.lab import devices
-from farspan.launch.measure import SEQUENCES, measure
+from farspan.launch import measure as measuring
 from farspan.techniques import Task
 from tests.lab.conftest import OWN, parsed
 
 MODEL = models.family("gpt2").shape(d_model=64, layers=2, heads=2, vocab_size=256, context=32)
 
 
-def test_a_lab_is_measured_as_it_was_made(start, tmp_path):
+def test_a_lab_is_measured_as_it_was_made(start, tmp_path, monkeypatch):
+    for name, few in {"STREAMS": (1, 4), "SEQUENCES": (1, 4), "ALLREDUCE_BYTES": (8, 1_000_000)}.items():
+        monkeypatch.setattr(measuring, name, few)
     made = start(
         f"name: {OWN}-measured\nsites: {{utah: {{devices: 2}}, star: {{}}}}\n"
         "links: [{between: [utah, star], rtt: 20ms, bandwidth: 200Mbit/s}]\n"
     )
     asked = of_lab(made)
-    found = measure(asked, MODEL, lambda text: None, dtypes=("fp32",))
+    found = measuring.measure(asked, MODEL, lambda text: None, dtypes=("fp32",))
+    assert set(found.allreduce_s) == {8, 1_000_000}
     (link,) = found.links
     assert (link.rtt_s, link.bandwidth) == (pytest.approx(0.02, rel=0.25), pytest.approx(25e6, rel=0.25))
     two, one = found.hosts
     assert two.local_rate is not None and two.local_rate > 0 and one.local_rate is None
     # Every unit over every number of sequences: alone, and while the neighbour did the same.
-    graph, ways = models.graph(MODEL), {(unit, rows) for unit in ("embedding", "block", "head") for rows in SEQUENCES}
+    graph, kinds = models.graph(MODEL), ("embedding", "block", "head")
+    ways = {(unit, rows) for unit in kinds for rows in measuring.SEQUENCES}
     for device, counts in ((two.devices[0], (1, 2)), (two.devices[1], (1, 2)), (one.devices[0], (1,))):
         for together in counts:
             times = [time for time in device.units if time.together == together]

@@ -19,7 +19,7 @@ from farspan.cli.clusters import of_lab
 from farspan.domain.cluster import Cluster, Host, Site
 from farspan.domain.plan import Edge, Mesh, PlannedDevice, Replica, Sync
 from farspan.domain.problems import Refusal
-from farspan.domain.results import Step, Validated, read_events
+from farspan.domain.results import Finished, Step, Validated, read_events
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
 from farspan.lab import state
 from farspan.launch.launchers import launch, names
@@ -114,15 +114,17 @@ def test_divided_models_on_two_sites_lose_what_one_process_loses(sites, alone, t
 
 
 def left_over(run):
-    """Processes of a run that still live."""
-    time.sleep(0.5)
-    return subprocess.run(["pgrep", "-af", f"{run.path.parent.name}|ray_node"], capture_output=True, text=True).stdout
+    """Processes of a run, or of a Ray cluster on its hosts, that still live after half a second."""
+    far = run_folder(Host(name="star", devices=(), folder="/"), run.load_plan(), run).path.name
+    words = ["pgrep", "-af", rf"{run.path.parent.name}|/runs/{far}|ray_node.*farspan-host=(utah|star)"]
+    deadline = time.monotonic() + 0.5
+    while (found := subprocess.run(words, capture_output=True, text=True).stdout) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
 
 
-def test_resuming_on_two_sites_goes_on_where_the_run_stopped(sites, tmp_path):
-    whole = tiny.run_folder(tmp_path / "whole" / "run", planned())
-    expected = losses(whole, "local", sites[1])
-    run = tiny.run_folder(tmp_path / "cut" / "run", planned())
+def test_resuming_on_two_sites_goes_on_where_the_run_stopped(sites, alone, tmp_path):
+    run = tiny.run_folder(tmp_path / "run", planned())
     with launch("local", run.load_plan(), run, sites[1]) as workers:
         first = []
         for event in workers:
@@ -133,7 +135,7 @@ def test_resuming_on_two_sites_goes_on_where_the_run_stopped(sites, tmp_path):
     assert done < TRAIN.steps, "it ended before it could be interrupted"
     again = losses(run, "local", sites[1])
     before = [event.loss for event in first if isinstance(event, Step | Validated)]
-    assert before + again == pytest.approx(expected, abs=1e-6)
+    assert before + again == pytest.approx(alone, abs=1e-5)
 
 
 def worker_of(run, rank):
@@ -165,7 +167,7 @@ def lost(run, launcher, cluster, harm):
     return refusal.value.problem, time.monotonic() - done[0]
 
 
-@pytest.mark.parametrize("launcher", ["local", "torchrun", "ray"])
+@pytest.mark.parametrize("launcher", ["torchrun", "ray"])
 def test_a_killed_worker_is_named_with_host_rank_and_cause(sites, tmp_path, launcher):
     if launcher == "ray":
         pytest.importorskip("ray", reason="waits for farspan[ray]")
@@ -213,12 +215,13 @@ def test_a_link_that_is_cut_while_training_names_a_rank_behind_it(sites, tmp_pat
     assert seconds < 30
 
 
-@pytest.mark.parametrize("rank", [0, 3])
-@pytest.mark.parametrize("kind", ["pipeline", "zero3", "replicas"])
-def test_whatever_the_plan_a_killed_worker_ends_all_within_half_a_minute(sites, tmp_path, kind, rank):
+@pytest.mark.parametrize(("rank", "host"), [(0, "utah"), (3, "star")])
+@pytest.mark.parametrize("kind", ["pipeline", "replicas"])
+def test_whatever_the_plan_a_killed_worker_ends_all_within_half_a_minute(sites, tmp_path, kind, rank, host):
     run = tiny.run_folder(tmp_path / f"{kind}-{rank}", divided(kind, replace(LONG, checkpoint_every_s=0.01)))
     problem, took = lost(run, "local", sites[1], lambda: os.kill(worker_of(run, rank), signal.SIGKILL))
-    assert problem.code == "worker-lost" and f"rank {rank}" in problem.what and "SIGKILL" in problem.fact
+    assert (problem.code, problem.what) == ("worker-lost", f"rank {rank} on {host} was lost")
+    assert "SIGKILL" in problem.fact
     assert took < 30 and "resume" in problem.remedy
     assert not left_over(run)
     assert all(checkpoint.verify(path) for path in checkpoint.newest_first(run.checkpoints))
@@ -226,7 +229,7 @@ def test_whatever_the_plan_a_killed_worker_ends_all_within_half_a_minute(sites, 
 
 def test_a_pipeline_whose_link_is_cut_in_mid_step_ends_and_goes_on_later(sites, tmp_path):
     lab, cluster = sites
-    run = tiny.run_folder(tmp_path / "cut-pipe", divided("pipeline", replace(LONG, steps=60, checkpoint_every_s=0.01)))
+    run = tiny.run_folder(tmp_path / "cut-pipe", divided("pipeline", replace(LONG, steps=20, checkpoint_every_s=0.01)))
     try:
         problem, took = lost(
             run, "local", cluster, lambda: state.change(lab.lab.name, ["utah", "star"], {"up": False}, one_way=False)
@@ -235,7 +238,9 @@ def test_a_pipeline_whose_link_is_cut_in_mid_step_ends_and_goes_on_later(sites, 
         state.change(lab.lab.name, ["utah", "star"], {"up": True}, one_way=False)
     assert problem.code == "worker-lost" and re.fullmatch(r"rank [23] on star was lost", problem.what)
     assert took < 30
-    assert losses(run, "local", cluster)
+    losses(run, "local", cluster)
+    *_, last = read_events(run.events)
+    assert isinstance(last, Finished) and last.reason == "done"
 
 
 def test_a_link_that_is_cut_far_from_rank_0_ends_all_workers_too(tmp_path):
@@ -335,16 +340,17 @@ def test_ray_must_be_there_and_know_tokens(version, code):
             require_ray({"star": version})
 
 
-@pytest.fixture
-def ray_home(tmp_path):
+@pytest.fixture(scope="module")
+def ray_home(tmp_path_factory):
     """Two Ray nodes on loopback, started by hand with a token as a user would: their address, and the environment of
     who may use them."""
     if installed("ray") is None:
         pytest.skip("waits for farspan[ray]")
-    token, where = tmp_path / "token", "127.0.0.1:26379"
+    folder = tmp_path_factory.mktemp("ray-home")
+    token, where = folder / "token", "127.0.0.1:26379"
     token.write_text("0123456789abcdef" * 4)
     environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token),
-                   "RAY_worker_niceness": "0", "FARSPAN_CACHE": str(tmp_path / "cache")}  # fmt: skip
+                   "RAY_worker_niceness": "0", "FARSPAN_CACHE": str(folder / "cache")}  # fmt: skip
     nodes, head = [], ["--head", "--port=26379", "--include-dashboard=false"]
     for name, joins in (("one", head), ("two", [f"--address={where}"])):
         start = [*joins, "--node-ip-address=127.0.0.1", "--num-cpus=1", "--disable-usage-stats",

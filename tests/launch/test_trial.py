@@ -130,8 +130,8 @@ def test_memory_that_is_not_there_is_a_result(sites, corpus):
 
 def test_a_trial_that_does_not_end_is_ended(sites, corpus):
     plan = replace(planned(), train=replace(TRAIN, batch=8))
-    made = trial(plan, corpus, sites, "local", Limits(steps=100_000, deadline_s=12.0))
-    assert made.status == "failed" and "not done after 12 s" in made.problem.what
+    made = trial(plan, corpus, sites, "local", Limits(steps=100_000, deadline_s=3.0))
+    assert made.status == "failed" and "not done after 3 s" in made.problem.what
     assert made.took_s < 45
     assert not subprocess.run(["pgrep", "-af", "farspan-trial-"], capture_output=True, text=True).stdout
 
@@ -174,15 +174,7 @@ def alone(tmp_path_factory):
     return losses(run, "local", tiny.this_machine(run.load_plan()))
 
 
-def test_a_run_on_the_far_site_comes_back_whole(sites, alone, tmp_path):
-    run = tiny.run_folder(tmp_path / "run", at_star(MANY))
-    assert losses(run, "local", sites) == pytest.approx(alone, abs=1e-6)
-    told = list(read_events(run.events))
-    assert isinstance(told[-1], Finished) and told[-1].reason == "done"
-    assert (run.best / "state.safetensors").exists() or any(run.checkpoints.iterdir())
-
-
-def test_a_run_on_the_far_site_goes_on_where_it_stopped(sites, alone, tmp_path):
+def test_a_run_on_the_far_site_goes_on_where_it_stopped_and_comes_back_whole(sites, alone, tmp_path):
     run = tiny.run_folder(tmp_path / "run", at_star(MANY))
     first = []
     with launch("local", run.load_plan(), run, sites) as workers:
@@ -196,3 +188,6 @@ def test_a_run_on_the_far_site_goes_on_where_it_stopped(sites, alone, tmp_path):
     again = losses(run, "local", sites)
     before = [event.loss for event in first if isinstance(event, Step | Validated)]
     assert before + again == pytest.approx(alone, abs=1e-6)
+    *_, told = read_events(run.events)
+    assert isinstance(told, Finished) and told.reason == "done"
+    assert (run.checkpoints / f"step-{MANY.steps:08d}" / "model.safetensors").exists()

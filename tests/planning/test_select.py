@@ -77,7 +77,7 @@ def stages(plan: Plan) -> int:
 # -- properties --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [0, *range(2, 8)])  # 1 has the devices of 3.
 def test_the_choice_is_the_best_of_what_ran_and_near_the_true_best(seed):
     rng = random.Random(seed)
     sites = [tuple(rng.choice((FAST, SLOW)) for _ in range(rng.randint(1, 2))) for _ in range(2)]
@@ -133,9 +133,9 @@ def test_a_short_run_pays_for_no_trials():
 
 def test_the_default_budget_is_a_share_of_the_run_and_a_minute_at_least():
     here = cluster((FAST, FAST), (FAST, FAST), rtt_s=0.01)
-    question = asked(steps=20)
+    question = asked(steps=20, allow=("data", "zero2"))
     assert select(here, question, World(here)).budget_s == 60.0
-    long = asked(steps=10**6)
+    long = asked(steps=10**6, allow=("data", "zero2"))
     best = long.rank(here).candidates[0]
     assert select(here, long, World(here)).budget_s == pytest.approx(0.03 * best.estimate.run_s)
 
@@ -300,7 +300,8 @@ def test_what_a_link_takes_in_trials_is_not_what_it_carries():
 def test_the_objective_decides_among_trials(objective):
     here = cluster((FAST, FAST), (SLOW, SLOW), rtt_s=0.01)
     world = World(here, seed=5, spread=0.2)
-    found = select(here, asked(objective=objective, tolerance=0.5), world, budget_s=1e6)
+    question = asked(objective=objective, tolerance=0.5, allow=("data", "zero2", "hsdp", "pipeshard"))
+    found = select(here, question, world, budget_s=1e6)
     ran = [one for one in found.ranking.candidates if one.trial is not None and one.eligible]
     best = chosen(found)
     fastest = min(one.time_s for one in ran)
@@ -404,7 +405,7 @@ def both(here, world, question=None, delta=0.1):
 
 def test_gap_a_no_machine_alone_works_but_a_pipeline_over_both_does():
     here = cluster((FAST, FAST), (FAST, FAST), rtt_s=0.1)
-    theirs, ours = both(here, World(here, dies=lambda plan: stages(plan) == 1))
+    theirs, ours = both(here, World(here, dies=lambda plan: stages(plan) == 1), asked(allow=("data", "pipeshard")))
     assert theirs.speeds.tp > 0 == theirs.speeds.tz
     assert theirs.decision.step == "none" and theirs.plan is None
     assert stages(ours.plan) > 1 and ours.trial.step_s is not None
@@ -412,7 +413,8 @@ def test_gap_a_no_machine_alone_works_but_a_pipeline_over_both_does():
 
 def test_gap_b_the_pipeline_fails_but_one_machine_works():
     here = cluster((FAST, FAST), (FAST, FAST), rtt_s=0.1)
-    theirs, ours = both(here, World(here, dies=lambda plan: stages(plan) > 1 or len(plan.devices) == 4))
+    world = World(here, dies=lambda plan: stages(plan) > 1 or len(plan.devices) == 4)
+    theirs, ours = both(here, world, asked(allow=("data", "pipeshard")))
     assert theirs.speeds.tp == 0 < theirs.speeds.tz
     assert theirs.decision.step == "none" and theirs.plan is None
     assert len(ours.plan.devices) <= 2 and ours.trial.step_s is not None

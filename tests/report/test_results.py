@@ -25,6 +25,7 @@ from farspan.planning.size import fitted_shape
 from farspan.planning.why import costs_of
 from farspan.report import results
 from farspan.report.bars import Bar, Bars, bar_scale, bars_csv, places, short
+from farspan.report.bars import lines as bar_lines
 from farspan.report.charts import LEFT, RIGHT, WIDTH
 from farspan.report.drawn import Drawn, clusters
 from farspan.report.plan_picture import picture
@@ -126,7 +127,7 @@ def test_what_was_foretold_is_drawn_alike():
 def test_money_is_drawn_by_what_varies():
     found = {one.name: one for one in results.prices(results.points(study()))}
     assert set(found) == {"usd-batch", "usd-devices", "usd-technique"}
-    near = found["usd-batch"].groups.index("near gpt2m")
+    near = found["usd-batch"].groups.index("near, gpt2m")
     best = dict(found["usd-batch"].series)
     assert best["16"][near].value == pytest.approx(2048 / 0.15 / 4 * 3600)
     # On 8 a device two devices at 0.35 s give a dollar more than four at 0.2 s.
@@ -138,6 +139,32 @@ def test_latency_is_a_line_a_technique():
     assert list(chart.x.values) == pytest.approx([0.1, 20, 100])
     assert {one.name: list(one.values) for one in chart.series}["pipeshard"] == [0.25, 0.3, 0.4]
     assert chart.scale == "log"
+
+
+def test_steps_of_unlike_tokens_are_lines_of_unlike_figures():
+    small = [row(cluster, "pipeshard", step_s=0.1, batch=2, step_tokens=512) for cluster in RTTS]
+    whole, part = results.latency(results.points([*study(), *small]))
+    assert {one.name: list(one.values) for one in whole.series}["pipeshard"] == [0.25, 0.3, 0.4]
+    assert part.title == "gpt2m, steps of 512 tokens: seconds a step by round trip"
+    assert [list(one.values) for one in part.series] == [[0.1] * 3]
+
+
+def test_sites_are_told_by_name_and_what_a_cluster_lacks_is_left_out():
+    def at(devices, **more):
+        made = row(used=2, **more)
+        return msgspec.structs.replace(made, cell=msgspec.structs.replace(made.cell, devices=devices))
+
+    lacking = msgspec.structs.replace(at("gpn", status="no-plan"), used=0)
+    found = results.points([at("utah", step_s=1.0), at("mass", step_s=2.0), lacking])
+    assert [one.title for one in results.lasting(found)] == ["gpt2m on utah, minutes", "gpt2m on mass, minutes"]
+    assert results.studies(found)[0].groups == ("utah", "mass")
+
+
+def test_a_name_wider_than_its_group_is_broken_into_words():
+    chart = Bars("n", "t", "minutes", tuple(f"{n} devices, gpt2" for n in range(12)), (("x", (Bar(1.0),) * 12),))
+    assert bar_lines(chart.groups[3], chart) == ["3", "devices", "gpt2"]
+    few = msgspec.structs.replace(chart, groups=chart.groups[:3])
+    assert bar_lines(few.groups[2], few) == ["2 devices", "gpt2"]
 
 
 def test_a_budget_buys_the_loss_of_the_tokens_that_it_buys():

@@ -88,6 +88,32 @@ def test_one_corpus_is_one_text_wherever_it_lay(pair):
     assert lines(found)["validation loss, bits a byte"].best == 1 and found.notes == ()
 
 
+def test_losses_of_unlike_parts_of_a_text_are_not_put_in_order(pair):
+    for folder in pair:
+        plan = load(RunFolder(folder).plan, Plan)
+        train = msgspec.structs.replace(plan.train, validate_tokens=1000)
+        save(msgspec.structs.replace(plan, train=train), RunFolder(folder).plan)
+    rewrite(RunFolder(pair[1]), "validated", lambda event: event | {"loss": event["loss"] / 2})
+    assert lines(versus([open_run(folder) for folder in pair]))["validation loss, nats a token"].best == 1
+    (pair[1] / "tokenizer.json").write_text('{"words": 2}')  # As many tokens are then another part of the text.
+    found = versus([open_run(folder) for folder in pair])
+    assert all(lines(found)[name].best is None for name in lines(found) if name.startswith("validation"))
+    (pair[1] / "tokenizer.json").write_text('{"words": 1}')
+    rewrite(RunFolder(pair[1]), "validated", lambda event: event | {"tokens": event["tokens"] // 2})
+    found = versus([open_run(folder) for folder in pair])
+    assert all(lines(found)[name].best is None for name in lines(found) if name.startswith("validation"))
+    assert any("unlike parts" in note for note in found.notes)
+
+
+def test_what_a_smaller_model_takes_is_not_called_better(pair):
+    run = RunFolder(pair[1])
+    plan = load(run.plan, Plan)
+    save(msgspec.structs.replace(plan, model=msgspec.structs.replace(plan.model, layers=1)), run.plan)
+    rewrite(run, "step", lambda event: event | {"step_s": event["step_s"] / 3, "memory_bytes": 5})
+    found = lines(versus([open_run(folder) for folder in pair]))
+    assert [found[name].best for name in ("step, middle half", "run", "peak memory")] == [None] * 3
+
+
 def test_a_step_is_best_only_beyond_its_spread(pair):
     def scaled(factor):
         rewrite(RunFolder(pair[1]), "step", lambda event: event | {"step_s": factor * event["step_s"]})

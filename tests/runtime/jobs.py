@@ -15,6 +15,7 @@ from farspan.domain.plan import Plan
 from farspan.domain.results import Event, Step, Validated
 from farspan.domain.run import RunFolder
 from farspan.runtime.collective import Group
+from farspan.runtime.tied import TABLE
 from farspan.runtime.trainer import Trainer
 from farspan.runtime.wire import Sent
 from farspan.runtime.worker import build
@@ -136,3 +137,22 @@ def overflow(group: Group, plan: Plan, path: Path, scale: float) -> list[tuple[f
             loss, norm, *_ = made._step(step)
             found.append((loss, norm, made.loss_scale))
         return found
+
+
+def table(group: Group, plan: Plan, path: Path) -> NDArray[np.float32] | None:
+    """The token table as this worker has it after the training, if it has all of it."""
+    with trainer(group, plan, path) as (made, events):
+        _trained(made, events)
+        state = made.w.state
+        return state.view(state.master, state.names.index(TABLE)).numpy().copy() if TABLE in state.names else None
+
+
+def staying(group: Group, plan: Plan, path: Path) -> list[str]:
+    """Parameters of blocks that this worker has gathered before any block is needed."""
+    with trainer(group, plan, path) as (made, _):
+        state = made.w.state
+        made.w.executor.gatherer.begin()
+        here = [
+            b for b, bucket in enumerate(state.buckets) if bucket.ways > 1 and state.working[b].untyped_storage().size()
+        ]
+        return [name for i, name in enumerate(state.names) if name.startswith("blocks.") and state.home[i][0] in here]

@@ -69,8 +69,13 @@ def random_model(rng: random.Random) -> ModelSpec:
     )  # fmt: skip
 
 
-def planned(seed: int) -> Iterator[Plan]:
+@functools.cache
+def planned(seed: int) -> tuple[Plan, ...]:
     """What every technique answers on a cluster and on its parts, each kind of plan once, ready to run."""
+    return tuple(_planned(seed))
+
+
+def _planned(seed: int) -> Iterator[Plan]:
     rng = random.Random(seed)
     train = TrainSpec(steps=1000, batch=rng.choice((8, 12, 16)), seq_len=256, precision="fp32")
     ranking = rank(random_model(rng), random_cluster(rng), train, engine("farspan"))

@@ -30,7 +30,7 @@ WORKER = """
 import os, signal, sys
 from farspan.runtime import collective, worker
 
-collective.SILENCE_S = 3.0
+collective.SILENCE_S, collective.BEAT_S = 3.0, 0.5
 {first}
 sys.exit(worker.main())
 """

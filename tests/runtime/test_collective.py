@@ -64,9 +64,8 @@ def members(world: int, program: str, member: str = MEMBER) -> Iterator[list[sub
 
 
 def test_a_busy_worker_is_waited_for_far_longer_than_a_silent_one():
+    """Here in the exchange by which workers part."""
     program = f"""
-if rank == 0:
-    time.sleep({2 * SILENCE_S})
 assert group.gather(rank) == [0.0, 1.0, 2.0]
 if rank == 0:
     time.sleep({2 * SILENCE_S})

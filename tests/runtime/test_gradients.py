@@ -18,11 +18,12 @@ from farspan.domain.cluster import Cluster, Device, Host, Link, Site
 from farspan.domain.engine import engine
 from farspan.domain.plan import Plan
 from farspan.estimate.price import estimate
+from tests.runtime import jobs
 from tests.runtime.fleet import Fleet
 from tests.runtime.planned import planned, structure
 from tests.runtime.plans import HAND_PICKED
 from tests.runtime.random_plans import random_plan
-from tests.runtime.verify import verify
+from tests.runtime.verify import Case, verify
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 #: One of each mechanism, trained for longer.
@@ -63,7 +64,7 @@ def test_so_does_a_plan_of_the_planners(fleet: Fleet, folder: Path, number: int)
 
 
 def test_so_does_one_whose_operators_divide_the_rows_of_every_microbatch(fleet: Fleet, folder: Path):
-    plan = next(planned(16))
+    plan = planned(16)[0]
     stage = plan.replicas[0].stages[0]
     assert plan.replicas[0].microbatches > 1 and stage.mesh.size("tensor") == 2 and "b" in stage.splits.values()
     assert not verify(fleet, folder, plan).faults
@@ -72,6 +73,12 @@ def test_so_does_one_whose_operators_divide_the_rows_of_every_microbatch(fleet: 
 @pytest.mark.parametrize("seed", range(RANDOM))
 def test_so_does_a_random_one(fleet: Fleet, folder: Path, seed: int):
     assert not verify(fleet, folder, random_plan(seed)).faults
+
+
+@pytest.mark.parametrize("name", ["zero 3", "data and tensor, zero 3"])
+def test_divided_parameters_of_a_block_are_not_gathered_before_it_needs_them(fleet: Fleet, folder: Path, name: str):
+    case = Case(folder, HAND_PICKED[name])
+    assert fleet.run(jobs.staying, case.world, case.plan, case.path) == [[]] * case.world
 
 
 def test_the_planners_plans_are_of_many_kinds():

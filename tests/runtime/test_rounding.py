@@ -15,7 +15,7 @@ from farspan.domain.run import RunFolder
 from farspan.runtime import checkpoint
 from tests.runtime import jobs, reference
 from tests.runtime.fleet import Failed, Fleet
-from tests.runtime.plans import HAND_PICKED, plan, replica, stage
+from tests.runtime.plans import GPT2, HAND_PICKED, plan, replica, stage
 from tests.runtime.verify import Case
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -185,8 +185,31 @@ def test_replicas_that_would_round_unlike_each_other_refuse_to_meet_in_fewer_bit
         fleet.run(jobs.train, case.world, made, case.path)
 
 
-@pytest.mark.parametrize("name", ["zero 2", "zero 3", "two stages", "hierarchical", "megatron"])
-@pytest.mark.parametrize("bits", [32, 8])
+def test_replicas_whose_state_is_filled_up_to_divide_evenly_meet_in_fewer_bits(fleet: Fleet, folder: Path):
+    odd = replace(GPT2, d_model=20, heads=5, kv_heads=5, d_ff=41, vocab_size=337)
+    halves = [replica(stage((0, 4), range(r, r + 3), [2, 1, 1], zero=2)) for r in (0, 3)]
+    made = plan(*halves, sites=[0, 0, 0, 1, 1, 1], model=odd, sync=Sync(every=2, bits=8))
+    case = Case(folder, made)
+    found = fleet.run(jobs.train, case.world, made, case.path)
+    wanted = reference.train(made, case.data, case.weights)
+    for r, first in enumerate(case.firsts):
+        assert found[first].losses == pytest.approx(wanted.losses[r], rel=LOSS)
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_both_copies_of_a_table_stay_the_same_where_its_sums_are_rounded(fleet: Fleet, folder: Path, bits: Any):
+    """What rounding left of one step's tokens is in the first stage's sum of the next step, which has others."""
+    made = with_sums(plan(replica(stage((0, 2), [0, 1], [3, 2]), stage((2, 4), [2], [5])), sites=[0, 1, 1]), bits)
+    case = Case(folder, made)
+    first, other, last = fleet.run(jobs.table, case.world, made, case.path)
+    assert np.array_equal(first, other) and np.array_equal(first, last)
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [*((name, 32) for name in ("zero 2", "zero 3", "two stages", "hierarchical", "megatron")),
+     ("hierarchical", 8), ("hybrid 3", 8)],
+)  # fmt: skip
 def test_steps_that_overflow_in_fp16_are_left_out_by_all_workers_alike(
     fleet: Fleet, folder: Path, name: str, bits: Any
 ):

@@ -14,8 +14,8 @@ from farspan.domain.run import RunFolder
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
 from farspan.runtime import checkpoint, trainer
 from farspan.runtime.collective import Group
-from farspan.runtime.saves import Saves
 from farspan.runtime.trainer import Trainer
+from farspan.runtime.whole import Whole
 from farspan.runtime.worker import build
 from tests import tiny
 
@@ -112,15 +112,15 @@ def test_a_replanned_run_resumes_bitwise_also_where_it_was_killed(make):
 def test_others_parts_of_a_checkpoint_are_not_waited_for_under_the_lock_of_its_files(make, monkeypatch):
     """A worker that waits for a lost one must still be told so; one that writes ends when the files are whole."""
     seen = []
-    collect, write = Saves.collect, checkpoint.write
-    monkeypatch.setattr(Saves, "collect", lambda saves: (seen.append(("collect", held())), collect(saves))[1])
-    monkeypatch.setattr(checkpoint, "write", lambda *given: (seen.append(("write", held())), write(*given))[1])
+    collect, save = Whole.collect, checkpoint.save_file
+    monkeypatch.setattr(Whole, "collect", lambda *given: (seen.append(("collect", held())), collect(*given))[1])
+    monkeypatch.setattr(checkpoint, "save_file", lambda *given: (seen.append(("save", held())), save(*given))[1])
     start = Start(make("run", steps=2))
     worker = build(start.run.load_plan(), start.run, Group(0, 1, torch.device("cpu")), start.emit)
     made, held = Trainer(worker, lambda: 0.0), worker.group.writing.locked
     made.restore()
     assert made.run() == "done"
-    assert seen == [("collect", False), ("write", True)]
+    assert seen[:5] == [("collect", False), ("save", True), *[("collect", False)] * 2, ("save", True)]
 
 
 def test_fp16_doubles_its_scale_at_the_same_steps_however_often_it_was_resumed(make, monkeypatch):

@@ -41,7 +41,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--objective", choices=OBJECTIVES, help="what is best (default: time)")
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="how much slower fewest_devices may be")
     parser.add_argument(
-        "--budget", metavar="TIME", help="for all trials (default: 3 %% of the predicted run, 1m at least)"
+        "--budget",
+        metavar="TIME",
+        help="for all trials: none begins when it is spent (default: 3 %% of the predicted run, 1m at least)",
     )
     parser.add_argument("--again", action="store_true", help="make trials that were made on this cluster before again")
     paper = parser.add_argument_group("--algorithm paper")
