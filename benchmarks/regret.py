@@ -1,6 +1,7 @@
 """How far from the best is what `farspan select` chooses, over scenarios that a seed draws?
 
     python benchmarks/regret.py [--scenarios 30] [--seed 0]
+    python benchmarks/regret.py --afresh         # of these: what is chosen and what is near the best, run anew
     python benchmarks/regret.py --quick          # one small scenario; writes nothing here
 
 A scenario is a lab of two sites on two cores (one each): round trip, rate and loss of the link, one or two devices a
@@ -16,13 +17,19 @@ rule's choice takes:
 
 All trials are appended to results/regret.jsonl as scenarios end; what is there is not run again. With --again every
 rule chooses anew among the trials that are there, and only plans that nothing has tried yet are run: for a change to
-the rules, not for one to what runs. The last line of a scenario counts. It needs a Linux machine that allows labs,
-with nothing else running.
+the rules, not for one to what runs. The last line of a scenario counts.
+
+A trial that was lucky is chosen for it, and by the same trial it is then the best: of the scenarios that are there
+--afresh runs what `select` chose again, in turns with the plans that came within AGAIN of the best, each in ROUNDS
+fresh trials that no rule has seen (results/regret_afresh.jsonl). The best of these is the least of their medians.
+
+It needs a Linux machine that allows labs, with nothing else running.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import random
@@ -30,6 +37,7 @@ import signal
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +69,8 @@ RUN_STEPS = 3000
 DROPPED, NEAR = 2.0, 0.1
 #: Of Algorithm 1.
 DELTA = 0.1
+#: Plans that are run afresh: so near the best, so many at most, so many times each.
+AGAIN, MOST, ROUNDS = 0.2, 3, 2
 #: (layers, width, heads, vocabulary, context)
 SHAPES = {"2M": (4, 160, 4, 4096, 128), "8M": (8, 256, 8, 8192, 128), "25M": (8, 480, 8, 8192, 128)}
 
@@ -139,6 +149,22 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
         return math.inf if step_s is None else step_s / self.best_s - 1
 
 
+class Afresh(msgspec.Struct, frozen=True, kw_only=True):
+    """A scenario's chosen plan and those near the best, by key: seconds a step of trials that chose nothing."""
+
+    seed: int
+    number: int
+    chosen: str
+    step_s: dict[str, list[float]]
+    names: dict[str, str]
+    about: dict[str, Any]
+
+    @property
+    def regret(self) -> float:
+        usual = {key: statistics.median(found) for key, found in self.step_s.items() if found}
+        return usual[self.chosen] / min(usual.values()) - 1 if self.chosen in usual else math.inf
+
+
 class World:
     """Trials of one scenario, each plan once."""
 
@@ -172,6 +198,13 @@ def named(one: Candidate) -> str:
 
 def run(seed: int, scenario: Scenario, about: dict[str, Any], before: Done | None = None) -> Done:
     """Every rule's choice, and the truth; `before` has trials of the same scenario."""
+    with up(seed, scenario) as (asked, corpus, cluster):
+        return measured(seed, scenario, asked, World(corpus, cluster, before), cluster, about)
+
+
+@contextlib.contextmanager
+def up(seed: int, scenario: Scenario) -> Iterator[tuple[Asked, Path, Cluster]]:
+    """The scenario's question, its corpus, and its lab as a cluster."""
     asked = scenario.asked
     made = spec.read(convert(scenario.lab, spec.LabFile, "scenario"), "scenario")
     status = state.up(made)
@@ -179,10 +212,40 @@ def run(seed: int, scenario: Scenario, about: dict[str, Any], before: Done | Non
         with tempfile.TemporaryDirectory() as folder:
             corpus = Path(folder, "corpus")
             manifest = make(corpus, asked.model.vocab_size, 400_000, seed)
-            asked = msgspec.structs.replace(asked, corpus=manifest.hash)
-            return measured(seed, scenario, asked, World(corpus, of_lab(status), before), of_lab(status), about)
+            yield msgspec.structs.replace(asked, corpus=manifest.hash), corpus, of_lab(status)
     finally:
         state.down(made.name)
+
+
+def afresh(one: Done, about: dict[str, Any]) -> Afresh:
+    """The chosen plan and those near the best, in turns."""
+    known = {key: made.step_s for key, made in one.trials.items() if made.step_s is not None}
+    chosen = next(key for key, step_s in known.items() if (one.names[key], step_s) == one.chosen["select"])
+    near = sorted((key for key in known if known[key] <= (1 + AGAIN) * one.best_s), key=lambda key: known[key])
+    found: dict[str, list[float]] = {key: [] for key in dict.fromkeys([*near[:MOST], chosen])}
+    with up(one.seed, one.scenario) as (_, corpus, cluster):
+        for _ in range(ROUNDS):
+            for key, steps in found.items():
+                plan, step_s = one.plans[key], known[key]
+                made = trial(plan, corpus, cluster, "local", limits(plan, cluster, step_s, steps_for(step_s)))
+                steps += [] if made.step_s is None else [made.step_s]
+    return Afresh(seed=one.seed, number=one.scenario.number, chosen=chosen, step_s=found, about=about,
+                  names={key: one.names[key] for key in found})  # fmt: skip
+
+
+def run_afresh(scenarios: list[Done]) -> None:
+    with open(RESULTS.with_name("regret_afresh.jsonl"), "ab+") as file:
+        file.seek(0)
+        found = [msgspec.json.decode(line, type=Afresh) for line in file.read().splitlines()]
+        done = {(one.seed, one.number) for one in found}
+        for one in scenarios:
+            if (one.seed, one.scenario.number) not in done:
+                found.append(afresh(one, said_of_here()))
+                file.write(msgspec.json.encode(found[-1]) + b"\n")
+                file.flush()
+                print(f"{found[-1].number}: {found[-1].names[found[-1].chosen]} +{found[-1].regret:.1%}", flush=True)
+    near = sum(one.regret <= NEAR for one in found)
+    print(f"within {NEAR:.0%} of the best of fresh trials: {near} of {len(found)}")
 
 
 def measured(
@@ -269,6 +332,7 @@ def main() -> None:
     parser.add_argument("--scenarios", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--again", action="store_true")
+    parser.add_argument("--afresh", action="store_true")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -277,6 +341,9 @@ def main() -> None:
         lines = out.read_bytes().splitlines() if out.exists() else []
         read = [msgspec.json.decode(line, type=Done) for line in lines]
         found = {one.scenario.number: one for one in read if one.seed == given.seed}
+        if given.afresh:
+            run_afresh([found[number] for number in sorted(found)])
+            return
         for number in range(1 if given.quick else given.scenarios):
             before, scenario = found.get(number), drawn(given.seed, number)
             if before is None or given.again:

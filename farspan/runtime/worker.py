@@ -92,14 +92,15 @@ def check_tokens(group: Group, *files: Windows) -> None:
 
 
 def compile_blocks(model: Decoder, device: torch.device) -> None:
-    """torch.compile each block; on a CPU that needs a C++ compiler."""
+    """torch.compile each block's arithmetic, not the hooks that gather its weights; on a CPU that needs a C++
+    compiler."""
     if device.type == "cpu" and not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++")):
         raise Refusal(
             "extra-missing", what="train.compile needs a C++ compiler on a CPU", where="run.yaml, key train.compile",
             fact="neither g++ nor clang++ is on the path", remedy="apt-get install g++, or set train.compile: false",
         )  # fmt: skip
     for block in model.blocks:
-        block.compile()
+        block.forward = torch.compile(block.forward)
 
 
 def train(plan: Plan, run: RunFolder, rank: int, world: int, store: dist.Store | None, parent: int) -> None:

@@ -45,6 +45,17 @@ def single(on, rows, microbatches=1, **changes) -> Replica:
     return Replica(stages=(stage(on, rows, **changes),), microbatches=microbatches)
 
 
+def test_what_nobody_knows_is_foretold_widely():
+    def interval(**changes) -> tuple[float, float]:
+        there = cluster([[device(**changes)]])
+        engine = plain(interval=(0.7, 1.5))
+        return estimate(plan(there, single(mesh(0), (8,))), models.graph(TIED), there, engine).interval
+
+    assert interval() == (0.7, 1.5)
+    assert interval(flops={}) == interval(flops={"bf16": 1e12}) == (0.2, 2.0)
+    assert interval(flops={}, pace=1.1) == (0.75, 1.3)
+
+
 # -- sums of gradients -------------------------------------------------------------------------------------------------
 
 

@@ -22,12 +22,17 @@ from tests.runtime.plans import HAND_PICKED
 from tests.runtime.random_plans import random_plan
 from tests.runtime.verify import Verdict, verify
 
-KINDS = ("hand", "planned", "random")
+KINDS = ("hand", "compiled", "planned", "random")
+#: Plans by hand that are run compiled too, where there is a C++ compiler: it takes half a minute each.
+COMPILED = ("a site axis", "recomputed", "megatron", "two stages")
 
 
 def named(seeds: range) -> Iterator[tuple[str, Plan]]:
     """Every plan, each structure that techniques emit once, by `kind:seed` or `kind:name`."""
     yield from ((f"hand:{name}", plan) for name, plan in HAND_PICKED.items())
+    for name in COMPILED if shutil.which("g++") else ():
+        plan = HAND_PICKED[name]
+        yield f"compiled:{name}", replace(plan, train=replace(plan.train, compile=True))
     seen = set[object]()
     for seed in seeds:
         for i, plan in enumerate(planned(seed)):

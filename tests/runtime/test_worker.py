@@ -293,7 +293,7 @@ def test_a_gradient_that_others_are_part_of_blames_nobody_whose_loss_is_finite(b
 @pytest.mark.parametrize("rows", [(6,), (3, 3)])
 def test_a_run_short_of_time_is_replanned_and_saved_now_and_then_on_any_number_of_workers(tmp_path, rows):
     """Workers hear a decision a step after it was made; what rank 0 has said meanwhile it does not ask again."""
-    train = replace(TRAIN, steps=100_000, validate_every=100_000, deadline_s=2.5, checkpoint_every_s=0.5)
+    train = replace(TRAIN, steps=100_000, validate_every=100_000, deadline_s=5.0, checkpoint_every_s=1.0)
     run = tiny.run_folder(tmp_path / "run", tiny.plan(train, rows=rows))
     events = launch(run)
     warned, saved = ([event for event in events if isinstance(event, kind)] for kind in (Warned, Saved))
