@@ -104,7 +104,10 @@ def mend(folder: Path) -> None:
     where the new one is there."""
     for old in folder.glob(".*.old"):
         replaced = old.with_name(old.name.removeprefix(".").removesuffix(".old"))
-        shutil.rmtree(old) if replaced.exists() else os.rename(old, replaced)
+        if replaced.exists():
+            shutil.rmtree(old)
+        else:
+            os.rename(old, replaced)
 
 
 def _write_folder(path: Path, files: Iterable[File], progress: Progress, writing: Held) -> int:
