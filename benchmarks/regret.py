@@ -225,15 +225,16 @@ def afresh(one: Done, about: dict[str, Any]) -> Afresh:
     found: dict[str, list[float]] = {key: [] for key in dict.fromkeys([*near[:MOST], chosen])}
     with up(one.seed, one.scenario) as (_, corpus, cluster):
         for _ in range(ROUNDS):
+            world = World(corpus, cluster, None)
             for key, steps in found.items():
-                plan, step_s = one.plans[key], known[key]
-                made = trial(plan, corpus, cluster, "local", limits(plan, cluster, step_s, steps_for(step_s)))
+                made = world.run(one.plans[key], known[key], one.names[key])
                 steps += [] if made.step_s is None else [made.step_s]
     return Afresh(seed=one.seed, number=one.scenario.number, chosen=chosen, step_s=found, about=about,
                   names={key: one.names[key] for key in found})  # fmt: skip
 
 
 def run_afresh(scenarios: list[Done]) -> None:
+    """All that were not run afresh yet, and how many choices are near the best by these trials."""
     with open(RESULTS.with_name("regret_afresh.jsonl"), "ab+") as file:
         file.seek(0)
         found = [msgspec.json.decode(line, type=Afresh) for line in file.read().splitlines()]

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import os
 import platform
 import random
 import re
-import shlex
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import msgspec
 
@@ -34,6 +32,7 @@ from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.run import cache_folder, commit
 from farspan.domain.units import format_seconds, parse_count, parse_seconds, short_time
+from farspan.launch.lock import locked
 from farspan.launch.trial import WARMUP, Limits, Question, apart, predicted_s
 from farspan.planning.cases import Case, case, check_techniques, key_of, spec_of
 from farspan.planning.published import alpa_tflops
@@ -94,19 +93,10 @@ class Results:
             file.flush()
             os.fsync(file.fileno())
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """One measures into the folder at a time. Raises Refusal (run-busy)."""
+    def held(self) -> IO[bytes]:
+        """One measures into the folder at a time, until this is closed. Raises Refusal (run-busy)."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "ab") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise Refusal(
-                    "run-busy", what="this matrix is being measured already", where=self.folder,
-                    fact="another process holds its lock", remedy=f"fuser {shlex.quote(str(self.path))}",
-                ) from None  # fmt: skip
-            yield
+        return locked(self.path, "this matrix is being measured already", self.folder)
 
     def write_table(self) -> None:
         """All rows as one table, a column a field."""

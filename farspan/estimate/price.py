@@ -16,6 +16,7 @@ from farspan.domain.graph import OpGraph
 from farspan.domain.model import train_flops_per_token
 from farspan.domain.plan import Plan, Replica
 from farspan.domain.results import Estimate, Memory
+from farspan.domain.train import Precision
 from farspan.estimate.assumptions import assumptions
 from farspan.estimate.loss import loss
 from farspan.estimate.memory import MEETING, OVERLAPPING
@@ -339,7 +340,7 @@ def _interval(engine: Engine, step_s: float, network_s: float, used: list[Device
     """The engine's factors, weighed by what of the step is arithmetic and what is network; tighter after a trial, wider
     where nothing says how fast a device is."""
     tried = all(device.pace != 1.0 for device in used)
-    told = all(plan.train.precision in device.flops or device.rates or device.pace != 1.0 for device in used)
+    told = all(_is_told(device, plan.train.precision) for device in used)
     low, high = (0.75, 1.3) if tried else engine.interval if told else BLIND
     share = min(1.0, network_s / step_s) if step_s else 0.0
     if tried and len(used) > 1:
@@ -348,3 +349,9 @@ def _interval(engine: Engine, step_s: float, network_s: float, used: list[Device
         (1 - share) * low + share * engine.network_interval[0],
         (1 - share) * high + share * engine.network_interval[1],
     )
+
+
+def _is_told(device: Device, precision: Precision) -> bool:
+    """Whether a data sheet, a probe or a trial says how fast a device computes."""
+    probed = any(precision in rate.flops for rate in device.rates)
+    return precision in device.flops or probed or device.pace != 1.0

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import shlex
 import signal
 import subprocess
 import time
@@ -27,6 +25,7 @@ from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.units import format_bytes
 from farspan.launch.away import Away
 from farspan.launch.hosts import ask, by_client, command, interpreter, quoted
+from farspan.launch.lock import locked
 from farspan.launch.meeting import Meeting
 
 #: How often the event file and the processes are looked at.
@@ -187,7 +186,7 @@ class Workers:
                 remedy="--launcher local, which sends it there",
             )  # fmt: skip
         run.logs.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(run)
+        self._lock = locked(run.lock, "this run is being trained already", run.path)
         for stale in run.logs.glob("rank-*.problem.json"):
             stale.unlink()
         if run.events.exists():
@@ -388,20 +387,6 @@ class Workers:
                 process.signal(signal.SIGKILL)
         for file in (*self._logs, self._lock):
             file.close()
-
-
-def _locked(run: RunFolder) -> IO[bytes]:
-    """The run's lock, held; it goes with the last process that has it open, however that ends."""
-    lock = open(run.lock, "wb")  # noqa: SIM115 - closed by __exit__
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise Refusal(
-            "run-busy", what="this run is being trained already", where=run.path,
-            fact="another process holds its lock", remedy=f"fuser {shlex.quote(str(run.lock))}",
-        ) from None  # fmt: skip
-    return lock
 
 
 def _signalled(code: int | None) -> int | None:

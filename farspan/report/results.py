@@ -50,9 +50,10 @@ class Point(msgspec.Struct, frozen=True):
 
 
 def points(rows: Iterable[Row], *, predicted: bool = False) -> list[Point]:
-    """The cells of a bench, in the order in which they first came; with `predicted` as they were foretold."""
+    """The cells of a bench whose cluster has the devices for them, in the order in which they first came; with
+    `predicted` as they were foretold."""
     groups: dict[str, list[Row]] = {}
-    for row in rows:
+    for row in (one for one in rows if one.used):
         groups.setdefault(msgspec.json.encode(msgspec.structs.replace(row.cell, repeat=0)).decode(), []).append(row)
     return [(_foretold(group[-1]) if predicted else _measured(group)) for group in groups.values()]
 
@@ -136,7 +137,7 @@ def studies(found: Sequence[Point]) -> list[Bars]:
     figures 3 to 7 show it."""
     made: list[Bars] = []
     for cluster in distinct(found, lambda row: row.cell.cluster):
-        here = [one for one in found if one.row.cell.cluster == cluster and one.row.used]
+        here = [one for one in found if one.row.cell.cluster == cluster]
         models, devices = (distinct(here, key) for key in (_model, _devices))
         if len(_groups(here)) > MOST_GROUPS:
             continue
@@ -168,7 +169,6 @@ def prices(found: Sequence[Point]) -> list[Bars]:
         ("precision", "precision", lambda row: row.cell.precision),
     )
     made: list[Bars] = []
-    found = [one for one in found if one.row.used]
     clusters = distinct(found, lambda row: row.cell.cluster)
     # Clusters share a figure where it stays readable.
     shared = len(distinct(found, _place)) <= MOST_GROUPS / 2
@@ -365,8 +365,8 @@ def bought(found: Sequence[Point]) -> list[Table]:
 
 
 def _groups(found: Sequence[Point]) -> list[tuple[str, str]]:
-    """Model and devices of each table; what a cluster lacks the devices for has none."""
-    return list(dict.fromkeys((_model(one.row), _devices(one.row)) for one in found if one.row.used))
+    """Model and devices of each table."""
+    return list(dict.fromkeys((_model(one.row), _devices(one.row)) for one in found))
 
 
 def _setting(row: Row) -> tuple[str, str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from statistics import median, quantiles
+from typing import NamedTuple
 
 import msgspec
 
@@ -113,7 +114,36 @@ def validated(run: Run) -> int | None:
 
 
 def _results(runs: Sequence[Run]) -> tuple[tuple[Line, ...], tuple[str, ...]]:
-    measured, notes = [measure(run) for run in runs], []
+    measured = [measure(run) for run in runs]
+    orders, notes = _orders(runs, measured)
+    lines = [
+        Line(what="ended", values=tuple(run.history.reason for run in runs)),
+        *_step_lines(runs),
+        _line("tokens/s", measured, lambda m: m.tokens_per_s, "{:,.0f}".format, most=True, ranked=False),
+        _line("TFLOP/s a device", measured, lambda m: m.tflops_per_device, "{:.3g}".format, most=True, ranked=False),
+        _line("MFU", measured, lambda m: m.mfu, "{:.1%}".format, most=True, ranked=False),
+        _line("run", measured, lambda m: m.run_s, format_seconds, ranked=orders.work),
+        _line("steps", measured, lambda m: float(m.steps), "{:,.0f}".format, ranked=False),
+        _line("peak memory", measured, lambda m: float(m.memory_bytes), format_bytes, ranked=orders.memory),
+        _line("money", measured, lambda m: m.usd, format_usd, ranked=orders.work),
+        _line("validation loss, nats a token", measured, lambda m: m.val_loss, "{:.4f}".format, ranked=orders.nats),
+        _line("validation loss, bits a byte", measured, lambda m: m.bits_per_byte, "{:.4f}".format, ranked=orders.bits),
+    ]
+    return tuple(line for line in lines if set(line.values) != {"?"}), tuple(notes)
+
+
+class _Orders(NamedTuple):
+    """What of some runs can be put in order: their losses a token and a byte, their time and money, their memory."""
+
+    nats: bool
+    bits: bool
+    work: bool
+    memory: bool
+
+
+def _orders(runs: Sequence[Run], measured: Sequence[Measurement | None]) -> tuple[_Orders, list[str]]:
+    """And what has to be known of it."""
+    notes = []
     # The same corpus, whatever it was called where it was prepared.
     same_text = len({run.corpus.hash for run in runs}) == 1 or len({text(run) for run in runs}) == 1
     same_tokens = same_text and len({tokenizer(run) for run in runs}) == 1
@@ -134,20 +164,7 @@ def _results(runs: Sequence[Run]) -> tuple[tuple[Line, ...], tuple[str, ...]]:
         notes.append("Losses a token are of unlike tokenizers: only bits a byte are compared.")
     if any(run.history.reason not in ("done", "deadline", "early-stop") for run in runs):
         notes.append("A run that has not ended is compared as far as it came.")
-    lines = [
-        Line(what="ended", values=tuple(run.history.reason for run in runs)),
-        *_step_lines(runs),
-        _line("tokens/s", measured, lambda m: m.tokens_per_s, "{:,.0f}".format, most=True, ranked=False),
-        _line("TFLOP/s a device", measured, lambda m: m.tflops_per_device, "{:.3g}".format, most=True, ranked=False),
-        _line("MFU", measured, lambda m: m.mfu, "{:.1%}".format, most=True, ranked=False),
-        _line("run", measured, lambda m: m.run_s, format_seconds, ranked=same_work),
-        _line("steps", measured, lambda m: float(m.steps), "{:,.0f}".format, ranked=False),
-        _line("peak memory", measured, lambda m: float(m.memory_bytes), format_bytes, ranked=one_model and every_rank),
-        _line("money", measured, lambda m: m.usd, format_usd, ranked=same_work),
-        _line("validation loss, nats a token", measured, lambda m: m.val_loss, "{:.4f}".format, ranked=nats),
-        _line("validation loss, bits a byte", measured, lambda m: m.bits_per_byte, "{:.4f}".format, ranked=bits),
-    ]
-    return tuple(line for line in lines if set(line.values) != {"?"}), tuple(notes)
+    return _Orders(nats, bits, same_work, one_model and every_rank), notes
 
 
 def _step_lines(runs: Sequence[Run]) -> list[Line]:

@@ -30,8 +30,9 @@ HEADERS = 2**20
 #: A file's tensors, by name; and a file's name with them.
 Tensors = Mapping[str, torch.Tensor]
 File = tuple[str, Tensors]
-Held = AbstractContextManager[object]
-ALONE: Held = nullcontext()
+#: What is held while files are written, and nothing, where nobody else could end this process.
+Writing = AbstractContextManager[object]
+ALONE: Writing = nullcontext()
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -81,7 +82,7 @@ def check_disk(folder: Path, needed: int) -> None:
 
 
 def write(
-    folder: Path, files: Iterable[File], progress: Progress, keep: int, writing: Held = ALONE
+    folder: Path, files: Iterable[File], progress: Progress, keep: int, writing: Writing = ALONE
 ) -> tuple[Path, int]:  # fmt: skip
     """Write the checkpoint of `progress.step`, then delete all but the newest `keep`. Returns its path and bytes.
     `writing` is entered while a file is written, not while `files` is waited for."""
@@ -93,10 +94,10 @@ def write(
     return path, size
 
 
-def write_best(path: Path, weights: Tensors, progress: Progress) -> None:
+def write_best(path: Path, weights: Tensors, progress: Progress, writing: Writing = ALONE) -> None:
     """Keep the weights of the best validation loss; the previous best stays until they are whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    _write_folder(path, [(MODEL, weights)], progress, ALONE)
+    _write_folder(path, [(MODEL, weights)], progress, writing)
 
 
 def mend(folder: Path) -> None:
@@ -110,7 +111,7 @@ def mend(folder: Path) -> None:
             os.rename(old, replaced)
 
 
-def _write_folder(path: Path, files: Iterable[File], progress: Progress, writing: Held) -> int:
+def _write_folder(path: Path, files: Iterable[File], progress: Progress, writing: Writing) -> int:
     mend(path.parent)
     for unfinished in path.parent.glob(".*.tmp"):
         shutil.rmtree(unfinished)

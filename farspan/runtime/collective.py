@@ -21,6 +21,9 @@ from farspan.runtime import connections
 START_S = 300.0
 #: A worker that says nothing for this long is lost; each says every BEAT_S that it is there.
 SILENCE_S, BEAT_S = 20.0, 2.0
+#: Where the store does not say within this who is lost, rank 0 is, which keeps it. With SILENCE_S before it and the
+#: seconds that rank 0 stays after it, every worker ends within 30 s.
+ANSWER_S = 3.0
 #: An exchange waits this long for a worker that is alive but busy with a long step or with writing a checkpoint: 24 GB
 #: (2 B parameters) at 5 MB/s take 80 minutes. Beyond that the workers wait for each other.
 BUSY_S = 2 * 3600.0
@@ -112,7 +115,11 @@ class Group:
         """The worker without which an exchange failed, where gloo's message says at whose address it did: of several
         that go one after another the first that any worker noticed, and how."""
         peers = [self._ranks[end] for end in connections.named_in(str(error)) if end in self._ranks]
-        return self._heartbeat.tell(peers[0], "connection") if peers and self._heartbeat is not None else None
+        if not peers or self._heartbeat is None:
+            return None
+        found = self._heartbeat.tell(peers[0], "connection")
+        self._heartbeat.stay()
+        return found
 
     def sum(self, *values: float) -> list[float]:
         """Each value summed over all workers, in double precision."""
@@ -210,16 +217,14 @@ class Heartbeat:
             for peer in self._silent_s:
                 self._silent_s[peer] += 1.0
                 if self._silent_s[peer] > SILENCE_S:
-                    self._gone.append((peer, "silence"))
+                    self._gone.append(self.tell(peer, "silence"))
         if self._gone:
-            lost(*self.tell(*self._gone[0]))
+            self.stay()
+            lost(*self._gone[0])
 
     def tell(self, peer: int, how: How) -> tuple[int, How]:
-        """Say in the store who is lost and how, unless another was named there before; returns who is.
-
-        The others hear it at their next beat, after which they count for a second. Rank 0 stays for as long and one
-        more, as their store goes with it; to whom the store does not answer, rank 0 is lost.
-        """
+        """Say in the store who is lost and how, unless another was named there before; returns who is: rank 0 where
+        the store does not answer and has not said it."""
         named: list[tuple[int, How]] = []
 
         def write() -> None:
@@ -228,10 +233,13 @@ class Heartbeat:
 
         writer = threading.Thread(target=write, daemon=True)
         writer.start()
-        writer.join(BEAT_S)
+        writer.join(ANSWER_S)
+        return (named or self._gone or [(0, how)])[0]
+
+    def stay(self) -> None:
+        """Where somebody is lost, rank 0 ends when the others have heard of it: their store goes with it."""
         if self._rank == 0:
-            time.sleep(BEAT_S + 2.0)
-        return named[0] if named else (0, how)
+            time.sleep(BEAT_S + ANSWER_S)
 
 
 def _kinds(store: dist.Store, rank: int, world: int, device: torch.device) -> list[str]:

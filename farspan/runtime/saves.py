@@ -48,7 +48,7 @@ class Saves:
             found |= _prefixed(kind, self._whole.collect(flats, replica))
         return found
 
-    def write(self, progress: Progress, writing: checkpoint.Held) -> tuple[Path, int] | None:
+    def write(self, progress: Progress, writing: checkpoint.Writing) -> tuple[Path, int] | None:
         """Write a checkpoint; rank 0 returns its path and bytes. `writing` is entered while files are written, not
         while workers are waited for."""
         files = self.collect()

@@ -293,8 +293,7 @@ class Trainer:
         if best:
             weights = self.saves.weights()
             if self.w.group.rank == 0:
-                with self.w.group.writing:
-                    checkpoint.write_best(self.w.run.best, weights, self._current())
+                checkpoint.write_best(self.w.run.best, weights, self._current(), self.w.group.writing)
 
     def validation_loss(self) -> tuple[float, int, float]:
         """Mean loss over (the first `validate_tokens` of) the validation split, tokens read, seconds."""

@@ -142,9 +142,7 @@ def test_both_regex_engines_sort_all_code_points_alike() -> None:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     ranks = {bytes(byte_of[c] for c in token): rank for token, rank in vocab.items()}
     direct = tiktoken.Encoding("x", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
-    # Of planes without characters (4 to 13 unassigned, 15 and 16 for private use) a code point in 97 tells.
-    codes = [*range(0x40000), *range(0xE0000, 0xE1000), *range(0x40000, 0x110000, 97)]
-    points = [chr(c) for c in codes if not 0xD800 <= c < 0xE000]
+    points = [chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000]
     for start in range(0, len(points), 1 << 16):
         texts = ["".join(f"\n{probe}{point}" for probe in probes for point in points[i : i + 256])
                  for i in range(start, min(start + (1 << 16), len(points)), 256)]  # fmt: skip

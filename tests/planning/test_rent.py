@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 import farspan
-from farspan import models
 from farspan.cli.main import main
 from farspan.domain.catalog import devices
 from farspan.domain.cluster import Cluster
@@ -21,10 +20,10 @@ from farspan.domain.problems import Refusal
 from farspan.domain.train import TrainSpec
 from farspan.planning.question import Question, model_of, train_of
 from farspan.planning.rank import rank
-from farspan.planning.rent import Budget, Rent, _Asked, frontier, offered, rent
+from farspan.planning.rent import Budget, Rent, frontier, offered, rent
 
 ENGINE, MODEL = engine("farspan"), model_of("gpt2m")
-KINDS, COUNTS = ("a40", "l40s", "t4"), (1, 2, 4)
+KINDS, COUNTS = ("a40", "l40s", "t4"), (1, 2, 4, 16)
 
 
 def train_for(model: ModelSpec, cluster: Cluster) -> TrainSpec:
@@ -100,16 +99,13 @@ def test_an_offer_is_what_planning_for_that_cluster_finds(found: Rent) -> None:
         assert offer.time_s <= 1.05 * ranking.candidates[ranking.chosen].time_s
 
 
-def test_sixteen_devices_are_two_hosts_with_the_network_that_is_asked_about() -> None:
+def test_sixteen_devices_are_two_hosts_with_the_network_that_is_asked_about(found: Rent) -> None:
+    sixteen = next(offer for offer in found.offers if offer.count == 16)
+    assert [len(host.devices) for host in sixteen.cluster.hosts] == [8, 8]
+    assert [link.bandwidth for link in sixteen.cluster.links] == [found.bandwidth] == [10e9 / 8]
     faster = rent(MODEL, train_for, ENGINE, kinds=("t4",), counts=(16,), allow=("data",), bandwidth=50e9)
     slower = rent(MODEL, train_for, ENGINE, kinds=("t4",), counts=(16,), allow=("data",))
-    (sixteen,) = slower.offers
-    assert [len(host.devices) for host in sixteen.cluster.hosts] == [8, 8]
-    assert [link.bandwidth for link in sixteen.cluster.links] == [slower.bandwidth] == [10e9 / 8]
-    assert faster.offers[0].time_s < sixteen.time_s
-    # No plan is quicker than what an offer is searched for: by arithmetic, and by what must cross between hosts.
-    bound = _Asked(MODEL, models.graph(MODEL), train_for, ENGINE, Budget(), ())._bound
-    assert 0 < bound(faster.offers[0]) <= faster.offers[0].time_s and bound(sixteen) <= sixteen.time_s
+    assert faster.offers[0].time_s < slower.offers[0].time_s
 
 
 def test_a_kind_without_a_price_is_refused() -> None:
