@@ -10,9 +10,13 @@ RUN ?= runs/demo
 demo: $(VENV)/.demo
 	$(BIN)/farspan demo --run $(RUN)
 
+# What measures, or starts processes of its own, has the machine to itself; the rest runs two at a time.
+ALONE := tests/cli tests/lab tests/launch tests/report tests/runtime tests/test_imports.py tests/test_readme.py
+
 test: $(VENV)/.test
 	tools/system-packages.sh
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(addprefix --ignore=,$(ALONE)) tests
+	$(BIN)/python -m pytest $(ALONE)
 
 # Style, types and layers.
 check: $(VENV)/.test

@@ -30,6 +30,7 @@ def cpu_s(code: str) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("code", STARTS.values(), ids=STARTS)
 def test_starting_is_light(code: str):
     done = subprocess.run([sys.executable, "-c", code + REPORT[2:]], capture_output=True, text=True, check=True)

@@ -45,7 +45,7 @@ def test_the_commands_for_ones_own_text_work_as_they_stand(tmp_path: Path) -> No
     for line in lines:
         words = shlex.split(line.replace(FOLDER, str(papers)).replace(TIME, "8s"), comments=True)
         result = subprocess.run(
-            [sys.executable, "-m", *words], cwd=here, env=environment, capture_output=True, text=True, timeout=300
+            [sys.executable, "-m", *words], cwd=here, env=environment, capture_output=True, text=True, timeout=900
         )
         assert result.returncode == 0, f"{line}\n{result.stdout}\n{result.stderr}"
         assert "Traceback" not in result.stderr

@@ -20,7 +20,7 @@ LEAST_QUOTA_US, LEAST_PERIOD_US = 1_000, 5_000
 #: Which limits the groups inside one of version 2 may have.
 _SWITCH = "cgroup.subtree_control"
 #: A control group stays busy for some milliseconds after its last process.
-EMPTY_S = 5.0
+EMPTY_S = 30.0
 
 
 def placed(lab: Lab, cpus: list[int], parents: list[Path]) -> Lab:

@@ -27,6 +27,8 @@ _TUN, _PREFIX = Path("/dev/net/tun"), "farspan-lab-"
 _ELSEWHERE = "use everything but farspan lab here; for it a Linux machine of your own, or: docker run --privileged"
 #: A killed process is gone within milliseconds; the supervisor answers between two packets.
 END_S = ANSWER_S = 10.0
+#: Who asks is heard for a fifth of a second, as packets wait meanwhile; a machine may be too busy for that once.
+ASKS = 3
 #: Collectives must not choose another interface than the one that leads to other sites.
 _CHOSEN = [f"{library}_SOCKET_IFNAME={INTERFACE}" for library in ("GLOO", "NCCL", "TP")]
 
@@ -58,18 +60,26 @@ def up(lab: Lab) -> Status:
 
 def status(name: str, changed: Sequence[Link] = ()) -> Status:
     """A lab as it is, after these links have taken the places of those between the same sites."""
-    folder = home(name)
+    folder, request, words = home(name), msgspec.json.encode(changed), "no answer"
+    for _ in range(ASKS):
+        try:
+            if answer := _answer(folder, request):
+                return parse_json(answer, Status, folder)
+        except OSError as error:
+            words = error.strerror or str(error)
+    lines = (folder / "log").read_text(errors="replace").split("\n") if (folder / "log").exists() else []
+    words = next((line for line in reversed(lines) if line), words)
+    raise unavailable(f"the lab {name!r} has crashed", folder, f"its supervisor does not answer: {words}",
+                      f"farspan lab down --lab {name}")  # fmt: skip
+
+
+def _answer(folder: Path, request: bytes) -> bytes:
+    """Empty where the supervisor made no sense of the request, or had it too late to wait for."""
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(ANSWER_S)
-        try:
-            client.connect(str(folder / "control"))
-            client.sendall(msgspec.json.encode(changed))
-            return parse_json(b"".join(iter(lambda: client.recv(2**16), b"")), Status, folder)
-        except OSError as error:
-            lines = (folder / "log").read_text(errors="replace").split("\n") if (folder / "log").exists() else []
-            words = next((line for line in reversed(lines) if line), error.strerror or str(error))
-            raise unavailable(f"the lab {name!r} has crashed", folder, f"its supervisor does not answer: {words}",
-                              f"farspan lab down --lab {name}") from None  # fmt: skip
+        client.connect(str(folder / "control"))
+        client.sendall(request)
+        return b"".join(iter(lambda: client.recv(2**16), b""))
 
 
 def change(name: str, between: Sequence[str], values: dict[str, Any], *, one_way: bool) -> Status:

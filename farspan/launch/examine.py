@@ -20,6 +20,8 @@ from farspan.launch.hosts import Agent
 
 #: A connection that has not come about by then will not: three SYNs, sent after 0, 1 and 3 s.
 REACH_S = 4.0
+#: A datagram that has not come by then will not.
+DATAGRAM_S = 3.0
 PINGS = 12
 #: Seconds that a stream gets to grow, beside GROW_RTTS round trips; then it is timed so long, or TIMED_RTTS if longer.
 GROW_S, GROW_RTTS, TIMED_S, TIMED_RTTS = 0.5, 16, 1.0, 20
@@ -151,8 +153,10 @@ def one_way(a: Agent, b: Agent, way: Way) -> Way:
         a.ask("say", address=address(b.host), port=b.port, tag=tag, count=5, gap=0.02)
     except Refusal:
         return msgspec.structs.replace(way, one_way=False)
-    time.sleep(0.5)
-    return msgspec.structs.replace(way, one_way=b.ask("datagrams", tag=tag)["count"] > 0)
+    until = time.monotonic() + DATAGRAM_S
+    while not (came := b.ask("datagrams", tag=tag)["count"] > 0) and time.monotonic() < until:
+        time.sleep(0.1)
+    return msgspec.structs.replace(way, one_way=came)
 
 
 class Streamed(NamedTuple):

@@ -27,9 +27,11 @@ def at_end_of_input(stop: Callable[[], None]) -> None:
 
 def run(words: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
     """Run a command until it ends, asked to (SIGTERM) or not; its exit code, as a shell would give it."""
+    asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
+    at_end_of_input(asked.set)
     process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL)
-    signal.signal(signal.SIGTERM, lambda number, frame: process.terminate())
-    at_end_of_input(process.terminate)
+    threading.Thread(target=lambda: asked.wait() and process.terminate(), daemon=True).start()
     code = process.wait()
     return code if code >= 0 else 128 - code
 

@@ -25,7 +25,7 @@ CLIENTS = frozenset({"ssh", "docker", "podman", "kubectl"})
 #: A host that has not answered the first question by then is not reachable (ssh itself gives up after CONNECT_S).
 START_S, CONNECT_S = 12.0, 8
 #: A host answers a question about its files within this.
-ANSWER_S = 10.0
+ANSWER_S = 30.0
 #: Reads its program from standard input first: command lines have a limit, and ssh needs no quoting for it.
 BOOTSTRAP = "import sys; exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())).decode())"
 
@@ -144,7 +144,7 @@ class Agent:
 
     def _ended(self) -> Refusal:
         """Why the command that should have reached the host ended, in the words of ssh or of the shell there."""
-        self._process.wait(timeout=5)
+        self._process.wait(timeout=ANSWER_S)
         self._reader.join(timeout=2)
         words = " ".join(b" ".join(self._errors).decode(errors="replace").split())
         return self._unreachable(_cause(words), words[-300:] or f"exit code {self._process.returncode}")

@@ -39,7 +39,7 @@ WARMUP = 2
 EVERY, ROUNDS = 4, 2
 #: Processes have so long to start and meet; steps so many times their predicted time, and a while for what the first
 #: of them open and load.
-START_S, LATE, FIRST_S = 60.0, 4.0, 30.0
+START_S, LATE, FIRST_S = 120.0, 4.0, 30.0
 #: What a host lacks of the corpus is sent to it at least so fast, bytes a second. A choice: 10 Mbit/s, shared by few.
 SEND_RATE = 1e6
 #: Bytes of a parameter's weights, gradient and optimizer state, made and moved at least so fast, bytes a second.

@@ -35,6 +35,8 @@ POLL_S = 0.1
 GRACE_S = 12.0
 #: After an interrupt workers get this long to finish their step and save.
 SAVE_S = 600.0
+#: Who was killed is gone within this: a worker of a slow device has memory to give back.
+KILL_S = 60.0
 #: A service, such as a Ray node, ends within this.
 SERVICE_S = 30.0
 
@@ -369,7 +371,7 @@ class Workers:
         self._signal(signal.SIGKILL)
         for process in self.processes:
             if process.ranks:
-                process.wait(timeout=10)
+                process.wait(timeout=KILL_S)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._interrupted_at is None:

@@ -193,7 +193,7 @@ class Heartbeat:
         self._ended.set()
         if self._gone and self._counter is not None:
             self._counter.join()
-        self._talker.join(BEAT_S)
+        self._talker.join(ANSWER_S)
 
     def _talk(self) -> None:
         """Count up one's own key, see whether the others' moved, and whom another has lost. Waits for ever where the

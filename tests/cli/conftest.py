@@ -56,7 +56,7 @@ def farspan(desk: Path, environment: dict[str, str]) -> Farspan:
     def call(*words: str, cwd: Path = desk, **more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "farspan", *words], cwd=cwd, env={**environment, **more},
-            capture_output=True, text=True, timeout=300,
+            capture_output=True, text=True, timeout=900,
         )  # fmt: skip
 
     return call

@@ -265,13 +265,15 @@ def training(desk: Path, run: Path, environment: dict[str, str], tmp_path: Path)
         [sys.executable, "-m", "farspan", "train", "--run", str(path)], cwd=tmp_path, env=environment,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    until(lambda: '"event":"step"' in (path / "events.jsonl").read_text(), process)
-    yield process, path
-    process.kill()
-    process.communicate()
+    try:
+        until(lambda: '"event":"step"' in (path / "events.jsonl").read_text(), process)
+        yield process, path
+    finally:
+        process.kill()
+        process.communicate()
 
 
-def until(happened, process: subprocess.Popen[str] | None = None, limit_s: float = 60.0) -> None:
+def until(happened, process: subprocess.Popen[str] | None = None, limit_s: float = 300.0) -> None:
     """Wait for something that must happen."""
     end = time.monotonic() + limit_s
     while True:
@@ -293,7 +295,7 @@ def test_a_signal_saves_and_says_how_to_go_on(training, farspan: Farspan, number
     process, path = training
     expect(farspan("resume", str(path)), "run-busy", str(path))
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     expect(subprocess.CompletedProcess([], process.returncode, out, err), "interrupted", f"farspan resume {path}")
     assert len(saved(path)) == 1
 

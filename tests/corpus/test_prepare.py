@@ -262,7 +262,7 @@ prepare(DataConfig(source={source!r}, val="20%"), TokenizerConfig(vocab=600), Pa
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, start_new_session=True) as process:
         try:
             assert process.wait(timeout=300) == -signal.SIGKILL
-            process.communicate(timeout=30)
+            process.communicate(timeout=180)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

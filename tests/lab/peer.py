@@ -64,10 +64,10 @@ def scatter(host: str, count: str, gap_s: str, size: str) -> object:
     return left
 
 
-def ping(host: str, count: str) -> object:
-    """Round trips in seconds, None for what did not come back within half a second."""
+def ping(host: str, count: str, patience_s: str = "10") -> object:
+    """Round trips in seconds, None for what did not come back in time."""
     here, found = socket.socket(type=socket.SOCK_DGRAM), []
-    here.settimeout(0.5)
+    here.settimeout(float(patience_s))
     ready()
     for number in range(int(count)):
         began = time.perf_counter()

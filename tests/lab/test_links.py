@@ -21,6 +21,7 @@ def traffic(lab: Status, source: str, target: str) -> Traffic:
     return next(one for one in found if (one.source, one.target) == (source, target))
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("rtt_ms", [20, 57, 103])
 def test_the_round_trip_is_the_one_asked_for(lab, rtt_ms):
     change(lab, "utah", "star", delay_s=rtt_ms / 2000)
@@ -48,12 +49,13 @@ def test_sites_without_a_link_cannot_reach_each_other_and_hear_so_at_once(lab):
     assert "utah and mass" in lab.lab.notes[0]
 
 
+@pytest.mark.timed
 def test_a_near_link_goes_past_the_relay_until_it_is_cut(lab):
     echo = Peer(lab, "mass", "echo")
     assert min(play(lab, "star", "ping", "mass", 40)) < 0.001
     assert not traffic(lab, "star", "mass").relayed
     change(lab, "star", "mass", up=False, one_way=True)
-    assert play(lab, "star", "ping", "mass", 2) == [None, None]
+    assert play(lab, "star", "ping", "mass", 2, 0.5) == [None, None]
     assert traffic(lab, "star", "mass").dropped == 2
     change(lab, "star", "mass", up=True, delay_s=0.01)
     assert min(play(lab, "star", "ping", "mass", 5)) > 0.02
@@ -68,23 +70,24 @@ def test_a_cut_in_one_direction_leaves_the_other(lab):
     there, back = Peer(lab, "star", "collect"), Peer(lab, "utah", "collect")
     play(lab, "utah", "scatter", "star", 5, 0, 100)
     play(lab, "star", "scatter", "utah", 5, 0, 100)
-    assert [number for number, _ in back.result(after_s=0.1)] == [0, 1, 2, 3, 4]
+    assert [number for number, _ in back.result(after_s=1.0)] == [0, 1, 2, 3, 4]
     assert there.result() == []
     change(lab, "utah", "star", up=True, one_way=True)
 
 
 @pytest.mark.parametrize("loss", [0.0, 0.01], ids=["clean", "lossy"])
 def test_a_stream_outlives_a_cut_and_arrives_whole(lab, loss):
-    change(lab, "utah", "star", delay_s=0.005, loss=loss, bandwidth=40e6 / 8)
-    before = traffic(lab, "utah", "star").dropped
+    change(lab, "utah", "star", delay_s=0.005, loss=loss, bandwidth=16e6 / 8)
+    before = traffic(lab, "utah", "star")
     sink, source = Peer(lab, "star", "sink"), Peer(lab, "utah", "pour", "star", 5_000_000)
-    time.sleep(0.3)
+    while traffic(lab, "utah", "star").bytes < before.bytes + 1_000_000:
+        time.sleep(0.05)
     change(lab, "utah", "star", up=False)
     time.sleep(0.3)
     change(lab, "utah", "star", up=True)
     came, sent = sink.result(), source.result()
     assert (came["bytes"], came["sha256"]) == (5_000_000, sent)
-    assert traffic(lab, "utah", "star").dropped > before
+    assert traffic(lab, "utah", "star").dropped > before.dropped
     change(lab, "utah", "star", loss=0.0, bandwidth=None)
 
 
@@ -95,7 +98,7 @@ def test_what_is_lost_is_the_share_asked_for(lab):
             break  # The last segments of what other tests sent have come.
     there = Peer(lab, "star", "collect")
     play(lab, "utah", "scatter", "star", 2000, 0.0002, 100)
-    came, after = len(there.result(after_s=0.1)), traffic(lab, "utah", "star")
+    came, after = len(there.result(after_s=1.0)), traffic(lab, "utah", "star")
     change(lab, "utah", "star", loss=0.0)
     assert came + after.dropped - before.dropped == 2000
     assert after.packets - before.packets == came
@@ -114,6 +117,7 @@ def test_a_lossy_link_loses_single_segments_of_a_stream(lab):
     assert abs(after.dropped - before.dropped - 0.005 * sent) < 5 * (0.005 * sent) ** 0.5
 
 
+@pytest.mark.timed
 def test_a_stream_is_as_fast_as_its_link_and_no_faster(lab):
     change(lab, "utah", "star", delay_s=0.01, bandwidth=20e6 / 8)
     sink = Peer(lab, "star", "sink")
@@ -124,11 +128,12 @@ def test_a_stream_is_as_fast_as_its_link_and_no_faster(lab):
     assert 0.85 * 20e6 < rate < 1.03 * 20e6
 
 
+@pytest.mark.timed
 def test_jitter_varies_the_delay_and_keeps_the_order(lab):
     change(lab, "utah", "star", delay_s=0.02, jitter_s=0.01)
     there = Peer(lab, "star", "collect")
     left = play(lab, "utah", "scatter", "star", 200, 0.005, 100)
-    came = there.result(after_s=0.1)
+    came = there.result(after_s=1.0)
     change(lab, "utah", "star", jitter_s=0.0)
     assert [number for number, _ in came] == list(range(200))
     delays = sorted(at - left[number] for number, at in came)

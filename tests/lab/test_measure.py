@@ -20,6 +20,7 @@ from tests.lab.conftest import OWN, parsed
 MODEL = models.family("gpt2").shape(d_model=64, layers=2, heads=2, vocab_size=256, context=32)
 
 
+@pytest.mark.timed
 def test_a_lab_is_measured_as_it_was_made(start, tmp_path, monkeypatch):
     for name, few in {"STREAMS": (1, 4), "SEQUENCES": (1, 4), "ALLREDUCE_BYTES": (8, 1_000_000)}.items():
         monkeypatch.setattr(measuring, name, few)

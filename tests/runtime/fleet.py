@@ -29,7 +29,7 @@ from farspan.runtime.collective import Group
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 #: A case that takes longer stands still.
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 #: After the first failure the others may say what they saw, and after the deadline write where they are.
 GRACE_S = 1.0
 MODULES = ["tests.runtime.verify"]

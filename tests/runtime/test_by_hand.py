@@ -26,11 +26,14 @@ from tests import tiny
 TRAIN = TrainSpec(steps=10**6, batch=6, seq_len=16, precision="fp32", validate_every=10**6, seed=3)
 #: The exit code of a worker that has lost another one.
 LOST = 24
+#: A worker that has not ended by then hangs.
+HANGS_S = 180
+#: Who says nothing for this long is lost.
+SOON = "collective.SILENCE_S, collective.BEAT_S = 6.0, 0.5"
 WORKER = """
 import os, signal, sys
 from farspan.runtime import collective, worker
 
-collective.SILENCE_S, collective.BEAT_S = 3.0, 0.5
 {first}
 sys.exit(worker.main())
 """
@@ -88,10 +91,10 @@ def test_a_worker_whose_launcher_is_killed_saves_and_ends(tmp_path):
 
 def test_a_worker_that_stands_still_is_named_by_the_others(tmp_path):
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN, rows=(3, 3)))
-    with by_hand(run, 2) as workers:
+    with by_hand(run, 2, SOON) as workers:
         wait_for(run, Step)
         workers[1].send_signal(signal.SIGSTOP)
-        assert workers[0].wait(60) == LOST
+        assert workers[0].wait(HANGS_S) == LOST
         assert "rank 1" in named(run)
         *_, finished = read_events(run.events)
         assert isinstance(finished, Finished) and finished.reason == "failed"
@@ -107,8 +110,8 @@ def build(*given, build=worker.build):
 
 worker.build = build
 """
-    with by_hand(run, 2, stands_still) as workers:
-        assert workers[0].wait(60) == LOST
+    with by_hand(run, 2, SOON + stands_still) as workers:
+        assert workers[0].wait(HANGS_S) == LOST
         assert "rank 1" in named(run)
         assert list(read_events(run.events)) == []  # What has not started has no end.
 
@@ -122,8 +125,8 @@ def named(run: RunFolder, rank: int = 0) -> str:
 
 def test_workers_of_which_some_never_come_say_so(tmp_path):
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN, rows=(3, 3)))
-    with by_hand(run, 2, "collective.START_S = 3.0\nif os.environ['RANK'] == '1': sys.exit(0)") as workers:
-        assert workers[0].wait(60) == LOST
+    with by_hand(run, 2, "collective.START_S = 10.0\nif os.environ['RANK'] == '1': sys.exit(0)") as workers:
+        assert workers[0].wait(HANGS_S) == LOST
     problem = json.loads((run.logs / "rank-0.problem.json").read_text())
     assert problem["what"] == "the 2 workers did not meet" and "1/2" in problem["fact"]
 
@@ -131,8 +134,8 @@ def test_workers_of_which_some_never_come_say_so(tmp_path):
 def test_more_workers_than_the_plan_has_are_refused(tmp_path):
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN))
     with by_hand(run, 2) as workers:
-        assert workers[0].wait(60) == EXIT_CODES["plan-mismatch"]
-        assert workers[1].wait(60) != 0  # It may find rank 0 gone before it has read the plan.
+        assert workers[0].wait(HANGS_S) == EXIT_CODES["plan-mismatch"]
+        assert workers[1].wait(HANGS_S) != 0  # It may find rank 0 gone before it has read the plan.
     problem = json.loads((run.logs / "rank-0.problem.json").read_text())
     assert problem["what"] == "the plan is for 1 workers, not 2"
 
@@ -144,7 +147,7 @@ def test_a_plan_that_was_edited_into_one_that_cannot_be_is_refused(tmp_path):
              for rank, one in enumerate(twice)]  # fmt: skip
     run = tiny.run_folder(tmp_path / "run", replace(tiny.plan(TRAIN, rows=(3, 3)), replicas=tuple(apart)))
     with by_hand(run, 2) as workers:
-        assert workers[0].wait(60) == EXIT_CODES["plan-mismatch"]
+        assert workers[0].wait(HANGS_S) == EXIT_CODES["plan-mismatch"]
     assert "never meet" in json.loads((run.logs / "rank-0.problem.json").read_text())["fact"]
 
 
@@ -159,7 +162,7 @@ def fingerprint(tokens, fingerprint=worker.fingerprint):
 worker.fingerprint = fingerprint
 """
     with by_hand(run, 2, other) as workers:
-        assert workers[0].wait(60) == EXIT_CODES["plan-mismatch"]
+        assert workers[0].wait(HANGS_S) == EXIT_CODES["plan-mismatch"]
     problem = json.loads((run.logs / "rank-0.problem.json").read_text())
     assert problem["what"] == "the workers have unlike tokens" and problem["where"] == "rank 1"
 
@@ -178,6 +181,6 @@ def test_when_one_dies_the_others_end_whatever_their_threads_wait_for(tmp_path, 
     with by_hand(run, 3) as workers:
         wait_for(run, Step)
         workers[dead].kill()
-        assert [workers[rank].wait(30) for rank in others] == [LOST, LOST]
+        assert [workers[rank].wait(HANGS_S) for rank in others] == [LOST, LOST]
     for rank in others:
         assert named(run, rank) == f"rank {dead} on here was lost"

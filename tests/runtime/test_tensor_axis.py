@@ -266,7 +266,7 @@ def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     kernels.LOGITS_CHUNK_BYTES = 600  # A few rows of logits, so that there are several chunks.
     store = dist.FileStore(f"{folder}/store", WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=300))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=900))
     groups = [(ranks, dist.new_group(ranks)) for ranks in ([0, 1], [2, 3], [0, 1, 2], [0, 1, 2, 3])]
     sent, results = Counter[str](), {}
     for name in EXCHANGED:
@@ -294,7 +294,7 @@ def results(tmp_path_factory) -> dict[int, list[str]]:
             process.start()
     try:
         for process in processes:
-            process.join(300)
+            process.join(900)
         assert [process.exitcode for process in processes] == [0] * WORLD
     finally:
         for process in processes:

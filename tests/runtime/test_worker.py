@@ -117,7 +117,7 @@ def interrupt_after(run: RunFolder, step: int, number: signal.Signals) -> list[E
 
 
 def test_signals_save_and_resuming_is_bitwise_the_uninterrupted_run(tmp_path):
-    train = replace(TRAIN, steps=300, validate_every=1000)
+    train = replace(TRAIN, steps=1500, validate_every=10_000)  # Far more than are made before a signal comes.
     reference = tiny.run_folder(tmp_path / "reference", tiny.plan(train))
     launch(reference)
     run = tiny.run_folder(tmp_path / "run", tiny.plan(train))
@@ -126,17 +126,17 @@ def test_signals_save_and_resuming_is_bitwise_the_uninterrupted_run(tmp_path):
         events = interrupt_after(run, done + 20, number)
         assert isinstance(events[-1], Finished) and events[-1].reason == "interrupted"
         steps += steps_of(events)
-        assert done + 20 <= events[-1].step == steps[-1].step < 300
+        assert done + 20 <= events[-1].step == steps[-1].step < 1500
         done = events[-1].step
     steps += steps_of(launch(run))
-    assert [e.step for e in steps] == list(range(1, 301))
+    assert [e.step for e in steps] == list(range(1, 1501))
     assert [e.loss for e in steps] == [e.loss for e in read_events(reference.events) if isinstance(e, Step)]
     ours, theirs = weights(run), weights(reference)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def test_kill_9_loses_only_what_was_not_saved(whole, tmp_path):
-    train = replace(TRAIN, steps=200, validate_every=1000, checkpoint_every_s=0.05)
+    train = replace(TRAIN, steps=200, validate_every=1000, checkpoint_every_s=0.001)  # Every step.
     run = tiny.run_folder(tmp_path / "run", tiny.plan(train))
     with pytest.raises(Refusal) as refusal:
         interrupt_after(run, 60, signal.SIGKILL)
@@ -148,6 +148,7 @@ def test_kill_9_loses_only_what_was_not_saved(whole, tmp_path):
     assert isinstance(second[-1], Finished) and second[-1].step == 200
 
 
+@pytest.mark.timed
 def test_a_lost_worker_ends_the_others_soon_and_is_named(tmp_path):
     run = tiny.run_folder(tmp_path / "run", tiny.plan(replace(TRAIN, steps=100_000), rows=(3, 3)))
     began = 0.0
@@ -297,7 +298,7 @@ def test_a_run_short_of_time_is_replanned_and_saved_now_and_then_on_any_number_o
     run = tiny.run_folder(tmp_path / "run", tiny.plan(train, rows=rows))
     events = launch(run)
     warned, saved = ([event for event in events if isinstance(event, kind)] for kind in (Warned, Saved))
-    assert events[-1].reason == "deadline" and len(steps_of(events)) > 50
+    assert events[-1].reason == "deadline" and len(steps_of(events)) > 10
     assert 1 <= len(warned) <= 10
     assert len(saved) <= 5 + len(warned) + 1
 
@@ -360,6 +361,7 @@ def test_two_interrupts_end_the_workers_at_once(tmp_path):
     with tiny.workers(run) as workers:
         for event in workers:
             if isinstance(event, Step):
+                os.kill(workers.processes[0].pid, signal.SIGSTOP)  # It would end by the first interrupt.
                 workers.interrupt()
                 break
         threading.Timer(0.0, workers.interrupt).start()

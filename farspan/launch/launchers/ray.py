@@ -33,6 +33,8 @@ from farspan.launch.workers import HostProcess, Process, Workers, run_folder, wi
 OLDEST_RAY = (2, 52)
 #: Joining a cluster takes Ray seconds.
 JOIN_S = 60.0
+#: Nodes and the driver start beside the head, which on a busy machine takes more than the 20 s that Ray waits for it.
+PATIENT = {"RAY_NUM_REDIS_GET_RETRIES": "60"}
 #: Where the driver writes what it saw of workers that were lost, by rank.
 LOST = "lost.json"
 #: Where Ray's own dashboard may listen: it can start jobs.
@@ -138,8 +140,10 @@ class Launch(Workers):
             f"--labels=farspan-host={host.name},site={self.cluster.site_of(host.name).name}",
             "--disable-usage-stats", "--include-log-monitor=false",
         ]  # fmt: skip
-        # Ray's own niceness for workers, 15, leaves them what others leave over.
-        environment = {"RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0"}
+        # Ray's own niceness for workers, 15, leaves them what others leave over. Nothing of ours is served from a node
+        # that stops, and for half a minute it would wait for a head that is gone.
+        environment = {"RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0",
+                       "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0", **PATIENT}  # fmt: skip
         return HostProcess(host, (), with_environment(environment, words), log=self.log(f"ray-{host.name}"),
                            keep_open=self.keep_open, said=first_line(token))  # fmt: skip
 
@@ -153,7 +157,7 @@ class Launch(Workers):
             threads=tuple(device.threads for device in plan.devices),
         )  # fmt: skip
         words = [interpreter(head), "-m", "farspan.launch.ray_driver", msgspec.json.encode(job).decode()]
-        environment = {"RAY_AUTH_MODE": token.get("RAY_AUTH_MODE", "token"), **worker_environment(1)}
+        environment = {"RAY_AUTH_MODE": token.get("RAY_AUTH_MODE", "token"), **worker_environment(1), **PATIENT}
         ranks = tuple(range(len(plan.devices)))
         return HostProcess(head, ranks, with_environment(environment, words), log=self.log("rank-0"),
                            keep_open=self.keep_open, said=first_line(token))  # fmt: skip
