@@ -31,7 +31,12 @@ def run(words: Sequence[str], environment: Mapping[str, str] | None = None) -> i
     signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
     at_end_of_input(asked.set)
     process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL)
-    threading.Thread(target=lambda: asked.wait() and process.terminate(), daemon=True).start()
+
+    def stop() -> None:
+        asked.wait()
+        process.terminate()
+
+    threading.Thread(target=stop, daemon=True).start()
     code = process.wait()
     return code if code >= 0 else 128 - code
 
