@@ -289,7 +289,8 @@ def ssh(lab, tmp_path):
          "-o", "PidFile=none"],
         stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    listens = [*state.enter(lab, "star"), sys.executable, "-c", "import socket; socket.create_connection(('10.77.2.1', 22))"]
+    connect = "import socket; socket.create_connection(('10.77.2.1', 22))"
+    listens = [*state.enter(lab, "star"), sys.executable, "-c", connect]
     until = time.monotonic() + 60
     while subprocess.run(listens, stderr=subprocess.DEVNULL).returncode:
         assert time.monotonic() < until and server.poll() is None
