@@ -48,7 +48,7 @@ from farspan import models
 from farspan.cli.clusters import of_lab
 from farspan.corpus.made import make
 from farspan.domain.cluster import Cluster
-from farspan.domain.codec import convert
+from farspan.domain.codec import convert, cut_unfinished_line
 from farspan.domain.engine import engine
 from farspan.domain.plan import Plan
 from farspan.domain.train import Schedule, TrainSpec
@@ -235,7 +235,9 @@ def afresh(one: Done, about: dict[str, Any]) -> Afresh:
 
 def run_afresh(scenarios: list[Done]) -> None:
     """All that were not run afresh yet, and how many choices are near the best by these trials."""
-    with open(RESULTS.with_name("regret_afresh.jsonl"), "ab+") as file:
+    path = RESULTS.with_name("regret_afresh.jsonl")
+    with open(path, "ab+") as file:
+        cut_unfinished_line(path)
         file.seek(0)
         found = [msgspec.json.decode(line, type=Afresh) for line in file.read().splitlines()]
         done = {(one.seed, one.number) for one in found}

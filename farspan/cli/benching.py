@@ -8,6 +8,7 @@ import os
 import platform
 import random
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -70,7 +71,7 @@ class Results:
         except msgspec.DecodeError as error:
             raise Refusal(
                 "version-mismatch", what="the results were written by another version of farspan", where=self.path,
-                fact=str(error), remedy=f"move {self.folder} away, and measure again",
+                fact=str(error), remedy=f"mv {shlex.quote(str(self.folder))} ELSEWHERE   (then measure again)",
             ) from None  # fmt: skip
 
     def plan(self, hash_: str) -> Plan:
@@ -96,7 +97,7 @@ class Results:
     def held(self) -> IO[bytes]:
         """One measures into the folder at a time, until this is closed. Raises Refusal (run-busy)."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        return locked(self.path, "this matrix is being measured already", self.folder)
+        return locked(self.folder / ".lock", "this matrix is being measured already", self.folder)
 
     def write_table(self) -> None:
         """All rows as one table, a column a field."""
@@ -133,19 +134,15 @@ def measure(matrix: Matrix, results: Results, console: Console, *, agreed: bool,
     """Measure what is missing, cluster by cluster, and return all rows. Without `agreed`, refuses a long matrix."""
     check_techniques(matrix)
     positive(parse_seconds, matrix.deadline, "deadline", "5m")
-    rows, wanted = results.read(), cells(matrix)
-    if others := sorted({row.farspan for row in rows} - {farspan.__version__}):
-        raise Refusal(
-            "version-mismatch", what="the results were measured with another version of farspan", where=results.path,
-            fact=f"with {', '.join(others)}; this is {farspan.__version__}",
-            remedy=f"measure into another folder: -o {results.folder}-2",
-        )  # fmt: skip
-    known = {row.key for row in rows if not (retry and row.status == "failed")}
-    some, many = wanted, not agreed and len(wanted) - len(known) > MANY
-    if many:
-        some = random.Random(matrix.seed).sample(wanted, MANY)
-    console.say(f"{len(wanted):,} cells: pricing {f'{MANY} of them' if many else 'them'}")
     with contextlib.ExitStack() as stack:
+        stack.enter_context(results.held())  # Before anything that would disturb who measures here.
+        rows, wanted = results.read(), cells(matrix)
+        refuse_other_versions(results, rows)
+        known = {row.key for row in rows if not (retry and row.status == "failed")}
+        some, many = wanted, not agreed and len(wanted) - len(known) > MANY
+        if many:
+            some = random.Random(matrix.seed).sample(wanted, MANY)
+        console.say(f"{len(wanted):,} cells: pricing {f'{MANY} of them' if many else 'them'}")
         remove_orphans(matrix)
         found: list[Todo] = []
         for label in matrix.clusters:
@@ -154,20 +151,13 @@ def measure(matrix: Matrix, results: Results, console: Console, *, agreed: bool,
         if not many:
             refuse_impossible(found)
         todo = [one for one in found if one.key not in known]
-        scale = len(wanted) / len(some)
-        seconds = scale * sum(one.seconds(matrix) for one in todo)
+        seconds = len(wanted) / len(some) * sum(one.seconds(matrix) for one in todo)
         if many or (not agreed and (len(todo) > MANY or seconds > LONG_S)):
-            count = f"{scale * len(todo):,.0f}"
-            raise Refusal(
-                "usage", what=f"the matrix has {count} cells to measure", where=f"matrix {matrix.name}",
-                fact=f"they are predicted to take {format_seconds(seconds)}",
-                remedy="add --yes, or make the lists shorter",
-            )  # fmt: skip
+            raise too_long(matrix, len(wanted) / len(some) * len(todo), seconds)
         console.say(
             f"{len(wanted)} cells, {len(wanted) - len(todo)} of them measured already, {len(todo)} to measure: about "
             f"{format_seconds(seconds)}"
         )
-        stack.enter_context(results.held())
         stack.callback(results.write_table)
         reprice(results, found)
         for number, one in enumerate(todo):
@@ -175,6 +165,23 @@ def measure(matrix: Matrix, results: Results, console: Console, *, agreed: bool,
             results.add(row, plan, one.case.cluster)
             console.say(f"{number + 1}/{len(todo)} {line(row)}")
     return results.read()
+
+
+def refuse_other_versions(results: Results, rows: Sequence[Row]) -> None:
+    if others := sorted({row.farspan for row in rows} - {farspan.__version__}):
+        raise Refusal(
+            "version-mismatch", what="the results were measured with another version of farspan", where=results.path,
+            fact=f"with {', '.join(others)}; this is {farspan.__version__}",
+            remedy=f"measure into another folder: -o {shlex.quote(f'{results.folder}-2')}",
+        )  # fmt: skip
+
+
+def too_long(matrix: Matrix, count: float, seconds: float) -> Refusal:
+    return Refusal(
+        "usage", what=f"the matrix has {count:,.0f} cells to measure", where=f"matrix {matrix.name}",
+        fact=f"they are predicted to take {format_seconds(seconds)}",
+        remedy="add --yes, or make the lists shorter",
+    )  # fmt: skip
 
 
 def meant(matrix: Matrix, wanted: Sequence[Cell], cluster: Cluster, rows: Sequence[Row]) -> list[Todo]:

@@ -148,7 +148,7 @@ def _orders(runs: Sequence[Run], measured: Sequence[Measurement | None]) -> tupl
     same_text = len({run.corpus.hash for run in runs}) == 1 or len({text(run) for run in runs}) == 1
     same_tokens = same_text and len({tokenizer(run) for run in runs}) == 1
     whole = all(run.plan.train.validate_tokens == 0 for run in runs)
-    nats = same_tokens and (whole or len({validated(run) for run in runs}) == 1)
+    nats = same_tokens and (whole or len({validated(run) for run in runs} - {None}) < 2)
     bits = nats or (same_text and whole)
     one_model = len({run.plan.model for run in runs}) == 1
     # As many steps of as many tokens: only then less time, or money, is better.

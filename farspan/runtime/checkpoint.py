@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -27,9 +27,9 @@ from farspan.domain.units import format_bytes
 MODEL, OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 #: Bytes beside the tensors, at most.
 HEADERS = 2**20
-#: A file's tensors, by name; and a file's name with them.
+#: A file's tensors, by name; and a file's name with what collects them.
 Tensors = Mapping[str, torch.Tensor]
-File = tuple[str, Tensors]
+File = tuple[str, Callable[[], Tensors]]
 #: What is held while files are written, and nothing, where nobody else could end this process.
 Writing = AbstractContextManager[object]
 ALONE: Writing = nullcontext()
@@ -82,10 +82,11 @@ def check_disk(folder: Path, needed: int) -> None:
 
 
 def write(
-    folder: Path, files: Iterable[File], progress: Progress, keep: int, writing: Writing = ALONE
+    folder: Path, files: Sequence[File], progress: Progress, keep: int, writing: Writing = ALONE
 ) -> tuple[Path, int]:  # fmt: skip
     """Write the checkpoint of `progress.step`, then delete all but the newest `keep`. Returns its path and bytes.
-    `writing` is entered while a file is written, not while `files` is waited for."""
+    `writing` is entered while a file is written, and until all is in its place after the last, not while one is
+    collected."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{progress.step:08d}"
     size = _write_folder(path, files, progress, writing)
@@ -97,7 +98,7 @@ def write(
 def write_best(path: Path, weights: Tensors, progress: Progress, writing: Writing = ALONE) -> None:
     """Keep the weights of the best validation loss; the previous best stays until they are whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    _write_folder(path, [(MODEL, weights)], progress, writing)
+    _write_folder(path, [(MODEL, lambda: weights)], progress, writing)
 
 
 def mend(folder: Path) -> None:
@@ -111,22 +112,25 @@ def mend(folder: Path) -> None:
             os.rename(old, replaced)
 
 
-def _write_folder(path: Path, files: Iterable[File], progress: Progress, writing: Writing) -> int:
+def _write_folder(path: Path, files: Sequence[File], progress: Progress, writing: Writing) -> int:
     mend(path.parent)
     for unfinished in path.parent.glob(".*.tmp"):
         shutil.rmtree(unfinished)
     temporary, sums = path.with_name(f".{path.name}.tmp"), dict[str, str]()
     temporary.mkdir(parents=True)
-    for name, tensors in files:
+    size = 0
+    for name, collect in files:
+        tensors = collect()
         with writing:
             check_disk(path.parent, sum(tensor.nbytes for tensor in tensors.values()) + HEADERS)
             save_file(dict(tensors), temporary / name)
             _sync(temporary / name)
             sums[name] = _sha256(temporary / name)
-        del tensors  # The next file is collected before the loop would let go of this one.
-    with writing:
-        save(Saved(progress=progress, sha256=sums), temporary / _STATE)
-        return _put(temporary, path)
+            if len(sums) == len(files):  # Now it needs nobody else, whoever is lost meanwhile.
+                save(Saved(progress=progress, sha256=sums), temporary / _STATE)
+                size = _put(temporary, path)
+        del tensors  # Before the next file is collected.
+    return size
 
 
 def _put(temporary: Path, path: Path) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -80,8 +79,6 @@ class Group:
         self._heartbeat = Heartbeat(store, rank, world) if store is not None else None
         self._store, self._ranks, self._introduced = store, dict[str, int](), 0
         if store is not None:
-            # Heartbeats end whoever lost a peer, with a message; PyTorch's own watch of NCCL would abort before it.
-            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
             dist.init_process_group(
                 backend(_kinds(store, rank, world, device)), store=store, rank=rank, world_size=world,
                 timeout=timedelta(seconds=BUSY_S),
@@ -257,8 +254,8 @@ def _beats(rank: int) -> str:
     return f"farspan/beats/{rank}"
 
 
-def _ends(rank: int, time: int) -> str:
-    return f"farspan/ends/{rank}/{time}"
+def _ends(rank: int, round_: int) -> str:
+    return f"farspan/ends/{rank}/{round_}"
 
 
 def _kind(rank: int) -> str:

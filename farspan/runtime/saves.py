@@ -6,8 +6,8 @@ met at, `optimizer` the outer momentum, and `replica-N` each one's own masters a
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -25,16 +25,17 @@ class Saves:
         self._executor, self._folder, self._keep = executor, folder, keep
         self._whole, self._state = executor.whole, executor.state
 
-    def collect(self) -> Iterator[checkpoint.File]:
-        """The files of a checkpoint, on rank 0; one by one, as all together may be more than its memory holds."""
+    def files(self) -> list[checkpoint.File]:
+        """The files of a checkpoint, each to be collected when it is written: all together may be more than the memory
+        of rank 0 holds."""
         outer = self._executor.outer
-        yield MODEL, self.weights()
         if outer is None:
-            yield OPTIMIZER, self._named(0, moments=True)
-            return
-        yield OPTIMIZER, _prefixed("momentum", self._whole.collect(outer.momentum))
-        for r in range(len(self._executor.place.plan.replicas)):
-            yield f"replica-{r}.safetensors", self._named(r, moments=True, masters=True)
+            return [(MODEL, self.weights), (OPTIMIZER, partial(self._named, 0, moments=True))]
+        momentum, replicas = outer.momentum, range(len(self._executor.place.plan.replicas))
+        return [
+            (MODEL, self.weights), (OPTIMIZER, lambda: _prefixed("momentum", self._whole.collect(momentum))),
+            *((f"replica-{r}.safetensors", partial(self._named, r, moments=True, masters=True)) for r in replicas),
+        ]  # fmt: skip
 
     def weights(self) -> dict[str, Tensor]:
         """The model of the run, on rank 0: what replicas last met at."""
@@ -51,10 +52,10 @@ class Saves:
     def write(self, progress: Progress, writing: checkpoint.Writing) -> tuple[Path, int] | None:
         """Write a checkpoint; rank 0 returns its path and bytes. `writing` is entered while files are written, not
         while workers are waited for."""
-        files = self.collect()
         if self._executor.place.rank == 0:
-            return checkpoint.write(self._folder, files, progress, self._keep, writing)
-        deque(files, maxlen=0)
+            return checkpoint.write(self._folder, self.files(), progress, self._keep, writing)
+        for _, collect in self.files():
+            collect()
         return None
 
     # -- restoring -----------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import platform
 import secrets
 import shutil
 import socket
@@ -119,10 +120,11 @@ def _is_corpus(folder: Path, digest: str) -> bool:
 
 def _fetch(offer: Offer, part: str, folder: Path) -> None:
     """Receive a part beside `folder`, then move its files there."""
-    for left in folder.parent.glob(f".{folder.name}.*.tmp"):  # By a worker that was killed while it fetched.
+    own = f".{folder.name}.{platform.node()}"  # The folder may lie on a disk that hosts share.
+    for left in folder.parent.glob(f"{own}.*.tmp"):  # By a worker that was killed while it fetched.
         if not psutil.pid_exists(int(left.name.split(".")[-2])):
             shutil.rmtree(left, ignore_errors=True)
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    temporary = folder.with_name(f"{own}.{os.getpid()}.tmp")
     temporary.mkdir(parents=True)
     try:
         with socket.create_connection((offer.address, offer.port), timeout=QUIET_S) as connection:

@@ -127,8 +127,8 @@ def train(plan: Plan, run: RunFolder, rank: int, world: int, store: dist.Store |
         # Before anything else: what is built waits for the other workers, too.
         group.watch(lost)
         group.introduce()
-        trainer = start(plan, run, group, log.write, parent)
         try:
+            trainer = start(plan, run, group, log.write, parent)
             reason = trainer.run()
             if reason != "interrupted":
                 weights = trainer.saves.weights()

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from farspan.domain.run import RunFolder
 from farspan.runtime import checkpoint
+from tests import tiny
 from tests.runtime import jobs
 from tests.runtime.fleet import Fleet
 from tests.runtime.plans import HAND_PICKED
@@ -62,7 +63,7 @@ def test_an_exchange_under_way_is_taken_up_by_workers_that_had_not_moved_too(fle
     files = {file.name: checkpoint.read(newest, file.name) for file in newest.glob("*.safetensors")}
     for name, tensor in files[checkpoint.MODEL].items():
         files["replica-1.safetensors"][f"master.{name}"] = tensor
-    checkpoint.write(checkpoints, files.items(), checkpoint.verify(newest), keep=3)
+    checkpoint.write(checkpoints, tiny.collected(files), checkpoint.verify(newest), keep=3)
     again = fleet.run(jobs.train, case.world, plan, case.path)
     assert {one.reason for one in again} == {"done"}
     assert len(first[0].losses) + len(again[0].losses) == STEPS

@@ -178,13 +178,31 @@ def damage(path: Path, how: str) -> None:
 def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(tmp_path, how, name):
     folder = tmp_path / "checkpoints"
     for step in (3, 7):
-        checkpoint.write(folder, _files().items(), checkpoint.Progress(step=step, plan="p", elapsed_s=1.0), keep=2)
+        checkpoint.write(
+            folder, tiny.collected(_files()), checkpoint.Progress(step=step, plan="p", elapsed_s=1.0), keep=2
+        )
     damage(folder / "step-00000007" / name, how)
     if (how, name) == ("flip", "state.json"):
         damage(folder / "step-00000007" / name, "truncate")
     with pytest.raises(checkpoint.Corrupt):
         checkpoint.verify(folder / "step-00000007")
     assert checkpoint.verify(folder / "step-00000003").step == 3
+
+
+def test_a_checkpoint_whose_last_file_is_written_is_in_its_place_before_anybody_may_end_the_worker(tmp_path):
+    """A worker that has lost another one ends as soon as nothing is being written."""
+    folder, there = tmp_path / "checkpoints", []
+
+    class Writing:
+        def __enter__(self):
+            pass
+
+        def __exit__(self, *error):
+            there.append([path.name for path in checkpoint.newest_first(folder)])
+
+    progress = checkpoint.Progress(step=3, plan="p", elapsed_s=1.0)
+    checkpoint.write(folder, tiny.collected(_files()), progress, keep=2, writing=Writing())
+    assert there == [[], ["step-00000003"]]
 
 
 def test_what_a_kill_put_aside_while_a_folder_was_replaced_comes_back(tmp_path):
@@ -260,7 +278,7 @@ def poison(run: RunFolder) -> None:
     files = _files()
     files[checkpoint.MODEL]["tok.weight"][:3] = float("inf")
     progress = checkpoint.Progress(step=1, plan=run.load_plan().hash, elapsed_s=0.0)
-    checkpoint.write(run.checkpoints, files.items(), progress, keep=3)
+    checkpoint.write(run.checkpoints, tiny.collected(files), progress, keep=3)
 
 
 def test_the_message_names_the_rank_whose_own_loss_is_not_finite(tmp_path):
@@ -272,7 +290,7 @@ def test_the_message_names_the_rank_whose_own_loss_is_not_finite(tmp_path):
     files = _files(plan.model)
     files[checkpoint.MODEL]["tok.weight"][np.setdiff1d(second, first)] = float("nan")
     progress = checkpoint.Progress(step=1, plan=plan.hash, elapsed_s=0.0)
-    checkpoint.write(run.checkpoints, files.items(), progress, keep=3)
+    checkpoint.write(run.checkpoints, tiny.collected(files), progress, keep=3)
     with pytest.raises(Refusal) as refusal:
         launch(run)
     assert refusal.value.problem.where == "rank 1, among samples 6 to 11"
@@ -314,7 +332,9 @@ def test_a_first_validation_that_is_not_finite_ends_the_run(tmp_path):
     train.tofile(tmp_path / "corpus" / "train.bin")
     files = _files(plan.model)
     files[checkpoint.MODEL]["tok.weight"][299] = float("nan")
-    checkpoint.write(run.checkpoints, files.items(), checkpoint.Progress(step=1, plan=plan.hash, elapsed_s=0.0), keep=3)
+    checkpoint.write(
+        run.checkpoints, tiny.collected(files), checkpoint.Progress(step=1, plan=plan.hash, elapsed_s=0.0), keep=3
+    )
     with pytest.raises(Refusal, match="validation loss is not finite") as refusal:
         launch(run)
     assert refusal.value.problem.code == "non-finite"
