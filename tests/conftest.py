@@ -1,7 +1,7 @@
 """Tests marked `timed` say something of times that were measured, which is true of a machine that nobody disturbs.
 
-They get three tries. Where the last fails, too, while the host of a virtual machine gave its cores to others, the test
-is skipped and says so.
+They get three tries. Where one fails while the host of a virtual machine gave its cores to others, the test is skipped
+and says so.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
         return (yield)
     except (Exception, pytest.fail.Exception):
         taken, of = (after - was for after, was in zip(ticks(), before, strict=True))
-        if item.execution_count == TRIES and taken > TAKEN * of:
+        if taken > TAKEN * of:
             pytest.skip(f"waits for a host that leaves this machine its cores: it took {taken / of:.0%} of their time")
         raise
 

@@ -43,7 +43,7 @@ SHORT = ("--set", "parallel.allow=[data, zero1]", "--set", "train.steps=6", "--s
 
 def test_what_is_chosen_is_measured_written_and_trains(farspan, desk, lab):
     asked = ("select", "run.yaml", "--cluster", f"lab:{lab}", *SHORT, *LARGER, "--json")
-    found = answer(farspan(*asked, "--budget", "60s", "-o", "chosen.json"))
+    found = answer(farspan(*asked, "--budget", "40s", "-o", "chosen.json"))
     assert found["tried"] and all(one["trial"]["status"] == "ok" for one in found["tried"])
     best = found["candidates"][found["chosen"]]
     assert best["trial"]["step_s"] == min(one["trial"]["step_s"] for one in found["tried"])
@@ -52,7 +52,7 @@ def test_what_is_chosen_is_measured_written_and_trains(farspan, desk, lab):
     assert plan.technique == best["technique"] and "is chosen" in found["why"] and "measured" in found["why"]
 
     # The same question again: what was measured is kept, and takes nothing of the budget.
-    again = answer(farspan(*asked, "--budget", "60s", "-o", "again.json"))
+    again = answer(farspan(*asked, "--budget", "10s", "-o", "again.json"))
     kept = {one["trial"]["plan"] for one in found["tried"]}
     assert any(one["trial"]["plan"] in kept and one["trial"]["took_s"] == 0 for one in again["tried"])
 
