@@ -124,7 +124,7 @@ def left_over(run):
 
 
 def test_resuming_on_two_sites_goes_on_where_the_run_stopped(sites, tmp_path):
-    train = replace(TRAIN, steps=60, validate_every=20)  # Far more than are made before it can be interrupted.
+    train = replace(TRAIN, steps=30, validate_every=10)  # Far more than are made before it can be interrupted.
     whole = tiny.run_folder(tmp_path / "whole" / "run", planned(train))
     expected = losses(whole, "local", sites[1])
     run = tiny.run_folder(tmp_path / "cut" / "run", planned(train))
@@ -239,7 +239,7 @@ def test_whatever_the_plan_a_killed_worker_ends_all_within_half_a_minute(sites, 
 @pytest.mark.timed
 def test_a_pipeline_whose_link_is_cut_in_mid_step_ends_and_goes_on_later(sites, tmp_path):
     lab, cluster = sites
-    run = tiny.run_folder(tmp_path / "cut-pipe", divided("pipeline", replace(LONG, steps=60, checkpoint_every_s=0.01)))
+    run = tiny.run_folder(tmp_path / "cut-pipe", divided("pipeline", replace(LONG, steps=30, checkpoint_every_s=0.01)))
     try:
         problem, took = lost(
             run, "local", cluster, lambda: state.change(lab.lab.name, ["utah", "star"], {"up": False}, one_way=False)
