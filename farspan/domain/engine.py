@@ -77,6 +77,8 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     socket_s: float = 0.0
     #: Seconds that a message which is waited for waits in the mean for each other worker on its receiver's core.
     turn_s: float = 0.0
+    #: Seconds that a byte of such a message takes longer for each of them.
+    turn_byte_s: float = 0.0
     #: Passes of a gradient's fp32 bytes through memory until it is encoded, decoded and added, by the bits that it
     #: travels in; and of a parameter's where replicas meet.
     coding_passes: dict[int, float] = {}

@@ -245,18 +245,19 @@ def _begins(simulated: Simulated, stages: int) -> list[float]:
 class Tie(NamedTuple):
     """What a tied table costs the first and the last stage: seconds that both wait after their sums; or seconds of the
     head's gradient on its way to the table, which leaves when the last stage ends, and of the gradient of the step's
-    own rows on its way back."""
+    own rows on its way back; and what those bytes take of the first stage's processors."""
 
     both: float = 0.0
     across: float = 0.0
     back: float = 0.0
+    taken: float = 0.0
 
     def waits(self, summed: list[float], ends: list[float]) -> list[float]:
         """Seconds that each stage waits, given when its passes and the sums of its gradients ended."""
         found = [0.0] * len(ends)
         found[0] = found[-1] = self.both
         if self.across:
-            found[0] = max(0.0, ends[-1] + self.across - summed[0])
+            found[0] = max(self.taken, ends[-1] + self.across - summed[0])
         return found
 
 
@@ -273,7 +274,8 @@ def _tie(replica: Replica, costs: Costs) -> Tie:
     wire = costs.network.wire(last.mesh.ranks[-1], first.mesh.ranks[0], collective=False, streams=streams)
     across = costs.network.send_s(wire, size) + wire.delay_s
     ends = (first.mesh.ranks[0], last.mesh.ranks[-1])
-    if wire.sites[0] != wire.sites[1]:
+    crosses = wire.sites[0] != wire.sites[1]
+    if crosses:
         across += max(carried_s(costs.network, ends, costs.network.sites[rank], size) for rank in ends)
     if not costs.engine.receives_ahead:
         return Tie(both=2 * across)
@@ -281,7 +283,8 @@ def _tie(replica: Replica, costs: Costs) -> Tie:
     rounded = first.grad_sync.bits < 32 and len(first.mesh.batch) > 1
     touched = 1.0 if rounded else min(1.0, replica.batch * costs.train.seq_len / costs.graph.sizes["v"])
     back = costs.network.send_s(wire, touched * size) + wire.delay_s
-    return Tie(across=across, back=back)
+    carried = carried_s(costs.network, ends, costs.network.sites[ends[0]], (1 + touched) * size) if crosses else 0.0
+    return Tie(across=across, back=back, taken=carried)
 
 
 def _outer(plan: Plan, costs: Costs, slowest: Step) -> tuple[float, dict[str, float]]:

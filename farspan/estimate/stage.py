@@ -158,10 +158,14 @@ class Costs:
 
     def waited_s(self, name: Collective, group: Sequence[int], size: float, concurrent: int) -> float:
         """Seconds of a collective that everyone waits for: each step of its ring, there and back, also for the turn of
-        the worker that must answer."""
+        the worker that must answer; and its bytes for those who spin beside it on one core."""
         took: float = getattr(self.network, f"{name}_s")(group, size, concurrent=concurrent)
-        steps = (len(group) - 1) * (2 if name == "all_reduce" else 1)
-        return took + 2 * steps * max(self._turns[rank] for rank in group)
+        n = len(group)
+        steps = (n - 1) * (2 if name == "all_reduce" else 1)
+        part = size / n / (n if name == "all_to_all" else 1)
+        turn = max(self._turns[rank] for rank in group)
+        others = max(self.signature[rank][1] for rank in group) - 1
+        return took + steps * (2 * turn + others * self.engine.turn_byte_s * part)
 
     def stream_s(self, rank: int, size: float) -> float:
         """Seconds of a device to stream so many bytes through its memory."""

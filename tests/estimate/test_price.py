@@ -15,7 +15,7 @@ from farspan.domain.model import train_flops_per_token
 from farspan.domain.plan import Edge, GradSync, Plan, Replica, Sync
 from farspan.estimate.devices import devices
 from farspan.estimate.loss import loss
-from farspan.estimate.price import RESERVE, edges, estimate, step
+from farspan.estimate.price import RESERVE, Tie, _tie, edges, estimate, step
 from farspan.estimate.replicas import token_efficiency
 from tests.estimate.parts import (
     ENGINES,
@@ -233,6 +233,11 @@ def test_tied_tables_meet_while_other_stages_work():
     down = 4 * 16 * 64 / 1e6 + 1e-3 + 0.05
     assert seconds(thin) == pytest.approx(first.forward + down + last.forward + last.backward + table + update)
     assert step(thin, using).sent["A"] == step(thin, using).sent["B"] == 4 * 16 * 64 + 4 * 96 * 64
+    # Its bytes, and those of the rows sent back, keep the first stage's processors from its passes.
+    moved = costs(there, plain(move_cost=2.0, socket_s=1e-7))
+    crossing = 4 * 96 * 64 + 4 * 16 * 64
+    assert _tie(thin, moved).taken == pytest.approx(2 * 1e-7 * crossing)
+    assert Tie(across=1.0, taken=0.2).waits([5.0, 4.0], [4.5, 3.9]) == [0.2, 0.0]
     # Without receives posted ahead both ends wait for it there and back; as a collective, for its sum.
     late = seconds(receives_ahead=False) - seconds(receives_ahead=False, tied=False)
     assert late == pytest.approx(2 * table)

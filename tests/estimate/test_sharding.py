@@ -221,6 +221,15 @@ def test_megatron_block_pays_two_sums_each_way():
     crowd = crowd.with_hosts(lambda host: msgspec.structs.replace(host, cpus=1, local_rate=1e6))
     crowded = costs(crowd, plain(turn_s=0.5))
     assert crowded.unit_wait((0, 1), using.graph.block, 2, splits, 1)[0] == pytest.approx(2 * (one + 4 * 2 * 0.5))
+    # Beside two others each byte that a ring of two brings by, a whole sum's bytes, takes longer as well.
+    spun = costs(crowd, plain(turn_s=0.5, turn_byte_s=1e-3))
+    assert spun.waited_s("all_reduce", (0, 1), 100.0, 1) - crowded.waited_s("all_reduce", (0, 1), 100.0, 1) == (
+        pytest.approx(2 * 1e-3 * 100)
+    )
+    # Who sends to everyone sends each a part of its own part.
+    for name, share in (("all_gather", 2 / 3), ("all_to_all", 2 / 9)):
+        three = [using.waited_s(name, (0, 1, 2), 900.0, 1) for using in (spun, crowded)]
+        assert three[0] - three[1] == pytest.approx(2 * 1e-3 * 900 * share)
     # Rows divided over the axis leave norms' gradients to be summed after the step.
     halves = stage(
         mesh(0, 1, tensor=2), (4,), splits=dict.fromkeys([op.name for op in using.graph.block], "b"), units=(1, 2)
