@@ -7,9 +7,8 @@ import itertools
 import os
 import platform
 import random
-import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -18,13 +17,13 @@ from typing import IO, NamedTuple
 import msgspec
 
 import farspan
-from farspan.cli import clusters
+from farspan.cli.bench_clusters import There, bare, clusters_of, figures_hash
 from farspan.cli.clusters import reached_by
 from farspan.cli.console import Console
-from farspan.cli.planfile import cluster_hash
+from farspan.cli.trying import TRIAL_S, Paces
 from farspan.corpus.made import make
 from farspan.domain.bench import Cell, Matrix, Row, Status, cells, figures, latest
-from farspan.domain.cluster import Cluster, Device, Host
+from farspan.domain.cluster import Cluster
 from farspan.domain.codec import content_hash, cut_unfinished_line, load, save
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.engine import engine
@@ -41,15 +40,11 @@ from farspan.planning.quantities import positive
 
 #: A matrix of more cells, or of more seconds, asks first; so many of them, drawn by its seed, say what all would take.
 MANY, LONG_S = 200, 3600.0
-#: The cluster that is this machine.
-HERE = "here"
 #: Tokens of the made-up corpus that every cell trains on.
 TOKENS = 2_000_000
 #: Steps that are predicted to take longer than this together are made fewer times: one that warms up, and one that is
 #: timed, at least.
 LONGEST_S = 20.0
-#: A lab of a matrix, by its process: several are up at once, and one of the file's own name may be the user's.
-LAB = "bench-{}-{}"
 #: Seconds of a cell beside its steps, for the time that is said before a matrix is begun.
 CELL_S = 15.0
 
@@ -117,6 +112,8 @@ class Todo(NamedTuple):
 
     key: str
     case: Case
+    #: As its file or its lab says, before a trial.
+    cluster: Cluster
     corpus: Path
     launcher: str
 
@@ -131,7 +128,7 @@ class Todo(NamedTuple):
 
 
 def measure(matrix: Matrix, results: Results, console: Console, *, agreed: bool, retry: bool = False) -> list[Row]:
-    """Measure what is missing, cluster by cluster, and return all rows. Without `agreed`, refuses a long matrix."""
+    """Measure what is missing and return all rows. Without `agreed`, refuses a long matrix."""
     check_techniques(matrix)
     positive(parse_seconds, matrix.deadline, "deadline", "5m")
     with contextlib.ExitStack() as stack:
@@ -143,17 +140,20 @@ def measure(matrix: Matrix, results: Results, console: Console, *, agreed: bool,
         if many:
             some = random.Random(matrix.seed).sample(wanted, MANY)
         console.say(f"{len(wanted):,} cells: pricing {f'{MANY} of them' if many else 'them'}")
-        remove_orphans(matrix)
-        found: list[Todo] = []
-        for label in matrix.clusters:
-            if there := [cell for cell in some if cell.cluster == label]:
-                found += meant(matrix, there, stack.enter_context(cluster_of(matrix, label)), rows)
+        there = stack.enter_context(clusters_of(matrix, {cell.cluster: None for cell in some}))
+        refuse_changed(there, rows)
+        paces = Paces(results.folder / "trials", matrix, there)
+        found, todo = meanings(matrix, some, there, paces, known)
         if not many:
             refuse_impossible(found)
-        todo = [one for one in found if one.key not in known]
-        seconds = len(wanted) / len(some) * sum(one.seconds(matrix) for one in todo)
+        untried = paces.missing(one.case for one in todo)
+        seconds = len(wanted) / len(some) * sum(one.seconds(matrix) for one in todo) + TRIAL_S * len(untried)
         if many or (not agreed and (len(todo) > MANY or seconds > LONG_S)):
             raise too_long(matrix, len(wanted) / len(some) * len(todo), seconds)
+        if untried:
+            paces.make(untried, console)
+            found, todo = meanings(matrix, some, there, paces, known)
+        seconds = sum(one.seconds(matrix) for one in todo)
         console.say(
             f"{len(wanted)} cells, {len(wanted) - len(todo)} of them measured already, {len(todo)} to measure: about "
             f"{format_seconds(seconds)}"
@@ -162,9 +162,17 @@ def measure(matrix: Matrix, results: Results, console: Console, *, agreed: bool,
         reprice(results, found)
         for number, one in enumerate(todo):
             row, plan = measured(matrix, one)
-            results.add(row, plan, one.case.cluster)
+            results.add(row, plan, one.cluster)
             console.say(f"{number + 1}/{len(todo)} {line(row)}")
     return results.read()
+
+
+def meanings(
+    matrix: Matrix, wanted: Sequence[Cell], there: There, paces: Paces, known: Collection[str]
+) -> tuple[list[Todo], list[Todo]]:  # fmt: skip
+    """What cells mean, all and those that are not `known` by their keys."""
+    found = [meant(matrix, cell, there[cell.cluster], paces) for cell in wanted]
+    return found, [one for one in found if one.key not in known]
 
 
 def refuse_other_versions(results: Results, rows: Sequence[Row]) -> None:
@@ -184,23 +192,25 @@ def too_long(matrix: Matrix, count: float, seconds: float) -> Refusal:
     )  # fmt: skip
 
 
-def meant(matrix: Matrix, wanted: Sequence[Cell], cluster: Cluster, rows: Sequence[Row]) -> list[Todo]:
-    """The cells of a cluster as plans. Refuses rows that were measured on it when it was another."""
-    here, found = figures_hash(cluster), []
+def refuse_changed(there: There, rows: Sequence[Row]) -> None:
+    """Refuse rows that were measured on a cluster when it was another."""
     for row in rows:
-        if row.cell.cluster == wanted[0].cluster and row.cluster_hash != here:
+        _, here = there.get(row.cell.cluster, (None, row.cluster_hash))
+        if row.cluster_hash != here:
             raise Refusal(
                 "plan-mismatch", what=f"the cluster {row.cell.cluster!r} changed since it was measured",
                 where="key clusters", fact=f"rows are of cluster {row.cluster_hash}, this is {here}",
                 remedy="give it another name in the matrix, or measure into another folder: -o FOLDER",
             )  # fmt: skip
-    asked = matrix.clusters[wanted[0].cluster]
+
+
+def meant(matrix: Matrix, cell: Cell, there: tuple[Cluster, str], paces: Paces) -> Todo:
+    """A cell as a plan, priced on its cluster as far as that was tried."""
+    (cluster, here), asked = there, matrix.clusters[cell.cluster]
     launcher = reached_by(asked) or "local" if isinstance(asked, str) else "local"
-    for cell in wanted:
-        folder, manifest = corpus(spec_of(matrix.models[cell.model]).vocab_size, matrix.seed)
-        one = case(cell, matrix, cluster, engine("farspan"), manifest.hash)
-        found.append(Todo(key_of(matrix, one, here), one, folder, launcher))
-    return found
+    folder, manifest = corpus(spec_of(matrix.models[cell.model]).vocab_size, matrix.seed)
+    one = case(cell, matrix, paces.cluster(cell), engine("farspan"), manifest.hash)
+    return Todo(key_of(matrix, one, here), one, cluster, folder, launcher)
 
 
 def refuse_impossible(found: Sequence[Todo]) -> None:
@@ -262,7 +272,7 @@ def reprice(results: Results, found: Sequence[Todo]) -> None:
         if row is not None and row.usd_per_hour != usd:
             row = msgspec.structs.replace(row, usd_per_hour=usd)
             told = {} if row.step_s is None else msgspec.structs.asdict(figures(row, row.step_s))
-            results.add(msgspec.structs.replace(row, **told), None, one.case.cluster)
+            results.add(msgspec.structs.replace(row, **told), None, one.cluster)
 
 
 def hourly(one: Case) -> float | None:
@@ -288,7 +298,7 @@ def row_of(matrix: Matrix, todo: Todo, at: str, *, status: Status, cause: str) -
     used = dict.fromkeys(device.host for device in plan.devices) if plan else {}
     links = [one.cluster.link(a, b) for a, b in itertools.combinations(used, 2)]
     return Row(
-        matrix=matrix.name, cell=one.cell, key=todo.key, cluster_hash=figures_hash(one.cluster),
+        matrix=matrix.name, cell=one.cell, key=todo.key, cluster_hash=figures_hash(todo.cluster),
         model_hash=content_hash(one.model), plan_hash=None if plan is None else plan.hash, status=status, cause=cause,
         used=len(one.places) or (int(one.cell.devices) if one.cell.devices.isdigit() else 0), rows=one.train.batch,
         parameters=parameters(one.model),
@@ -312,75 +322,3 @@ def line(row: Row) -> str:
         return f"{row.cell}: {row.status}, {row.cause}"
     said = f", predicted {short_time(row.predicted_s)}" if row.predicted_s is not None else ""
     return f"{row.cell}: {short_time(row.step_s)} a step{said}"
-
-
-# -- clusters ----------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def cluster_of(matrix: Matrix, label: str) -> Iterator[Cluster]:
-    """A cluster of the matrix, its lab up for as long as the `with` lasts."""
-    asked = matrix.clusters[label]
-    if asked == HERE:
-        from farspan.launch.probe import Probe
-
-        with Probe() as probe:
-            found = probe.describe("auto", None)
-            # A worker a core, with its share of all memory: what is free just now is another cluster each time.
-            if found.devices[0].backend == "cpu" and (cores := found.hosts[0].cpus):
-                found = probe.describe("cpu", cores)
-                found = found.with_devices(lambda host, index: msgspec.structs.replace(
-                    host.devices[index], memory=(host.memory or host.devices[index].memory) // cores
-                ))  # fmt: skip
-        yield priced(found, matrix)
-        return
-    if isinstance(asked, str):
-        yield priced(clusters.find(asked), matrix)
-        return
-    from farspan.lab import spec, state
-
-    name = LAB.format(os.getpid(), list(matrix.clusters).index(label))
-    made = spec.changed(spec.load_lab(asked.lab), asked.window, asked.bandwidth, asked.memory)
-    status = state.up(msgspec.structs.replace(made, name=name))
-    try:
-        yield priced(clusters.of_lab(status), matrix)
-    finally:
-        state.down(name)
-
-
-def remove_orphans(matrix: Matrix) -> None:
-    """Remove the labs of matrices whose process was killed before it could."""
-    if all(isinstance(asked, str) for asked in matrix.clusters.values()):
-        return
-    from farspan.lab import state
-
-    for name in state.names():
-        owner = re.fullmatch(LAB.format(r"(\d+)", r"\d+"), name)
-        if owner and not Path("/proc", owner[1]).exists():
-            state.down(name)
-
-
-def priced(cluster: Cluster, matrix: Matrix) -> Cluster:
-    """The cluster with the matrix's prices where it has none of its own."""
-
-    def device_of(host: Host, index: int) -> Device:
-        device = host.devices[index]
-        known = device.usd_per_hour is not None
-        price = matrix.prices.get(device.kind, matrix.prices.get("any"))
-        return device if known else msgspec.structs.replace(device, usd_per_hour=price)
-
-    return cluster.with_devices(device_of)
-
-
-def bare(cluster: Cluster) -> Cluster:
-    """A cluster's figures, without ways to enter it and prices, which change no step: what stays the same where it is
-    made anew each time, and all that is written down of it."""
-    return cluster.with_hosts(lambda host: msgspec.structs.replace(
-        host, folder=None, address=None, interface=None, python="python3", enter=None,
-        devices=tuple(msgspec.structs.replace(device, enter=None, usd_per_hour=None) for device in host.devices),
-    ))  # fmt: skip
-
-
-def figures_hash(cluster: Cluster) -> str:
-    """The name of a cluster's figures, the same on another day."""
-    return cluster_hash(bare(cluster))

@@ -112,7 +112,7 @@ def _prober(config: RunConfig, given: Cluster | None) -> Iterator[tuple[Probe, C
     from farspan.launch.probe import Probe
 
     require_torch()
-    with Probe(given.hosts[0], threads=given.devices[0].threads, device=0) if given else Probe() as probe:
+    with Probe(given.machines[0], threads=given.devices[0].threads, device=0) if given else Probe() as probe:
         workers = config.parallel.workers
         yield probe, given or probe.describe(config.parallel.device, None if workers == "auto" else workers)
 

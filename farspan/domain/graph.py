@@ -93,12 +93,13 @@ class OpGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return total - (self.size("vd") if both else 0)
 
 
-def forward_flops(graph: OpGraph, op: Operator, rows: int, seq_len: int) -> float:
-    """FLOPs of one forward pass over `rows` sequences: 2 a multiply-add, attention's two products counted whole."""
+def forward_flops(graph: OpGraph, op: Operator, rows: int, seq_len: int, keys: float | None = None) -> float:
+    """FLOPs of one forward pass over `rows` sequences: 2 a multiply-add; attention's two products are counted whole, or
+    with so many `keys` a query."""
     if op.kind == "matmul":
         return 2.0 * math.prod(graph.size(dim, b=rows, s=seq_len) for dim in set(op.einsum) - set(",->"))
     if op.kind == "attention":
-        return 4.0 * seq_len * graph.size("bsnr", b=rows, s=seq_len)
+        return 4.0 * (seq_len if keys is None else keys) * graph.size("bsnr", b=rows, s=seq_len)
     return 0.0
 
 
@@ -108,8 +109,8 @@ def replayed(unit: tuple[Operator, ...]) -> tuple[Operator, ...]:
     return unit[:-1]
 
 
-def backward_flops(graph: OpGraph, op: Operator, rows: int, seq_len: int, flash: bool) -> float:
-    """FLOPs of the backward pass: a product for each input; flash attention also computes its scores again
-    (arXiv 2307.08691, section 2.3: 5 products for the forward pass's 2)."""
-    factor = 2.5 if op.kind == "attention" and flash else 2.0
-    return factor * forward_flops(graph, op, rows, seq_len)
+def backward_flops(graph: OpGraph, op: Operator, rows: int, seq_len: int, keys: float | None) -> float:
+    """FLOPs of the backward pass: a product for each input; flash attention, which keeps the scores of no `keys`, also
+    computes them again (arXiv 2307.08691, section 2.3: 5 products for the forward pass's 2)."""
+    factor = 2.5 if op.kind == "attention" and keys is None else 2.0
+    return factor * forward_flops(graph, op, rows, seq_len, keys)

@@ -75,12 +75,12 @@ class Rates:
 
 
 def work(
-    graph: OpGraph, op: Operator, rows: int, seq_len: int, width: int, share: float, weight_share: float, flash: bool,
-    passes: float = 1.0, gradient_passes: float = 0.0,
+    graph: OpGraph, op: Operator, rows: int, seq_len: int, width: int, share: float, weight_share: float,
+    keys: float | None, passes: float = 1.0, gradient_passes: float = 0.0,
 ) -> tuple[Work, Work]:  # fmt: skip
     """The forward and the backward pass of one operator over `rows` sequences, of which a device does `share`. What is
     not fused goes through memory so many times, and a new gradient in fp32 until it is added to that of earlier
-    microbatches (`Engine.passes`, `gradient_passes`)."""
+    microbatches (`Engine.passes`, `gradient_passes`). `keys`: `estimate.memory.scored_keys`."""
     size = {"b": rows, "s": seq_len}
     activations = sum(graph.size(dims, **size) for dims in (op.inputs[0], op.output)) * share
     weights = sum(graph.size(weight.dims) for weight in op.weights) * weight_share
@@ -89,17 +89,18 @@ def work(
         # Rows that are looked up, not the table; its gradient is as large as the table, zeros first.
         added += 4 * min(1.0, gradient_passes) * weights
         activations, weights = 2 * graph.size("bsd", **size), 0.0
-    if op.kind == "attention" and not flash:
+    scored = op.kind == "attention" and keys is not None
+    if scored and keys is not None:
         # Scores and probabilities go to memory and back.
-        activations += 4 * seq_len * graph.size("bsn", **size) * graph.sizes["r"] / graph.sizes["e"] * share
+        activations += 4 * keys * graph.size("bsn", **size) * graph.sizes["r"] / graph.sizes["e"] * share
     if op.kind == "loss":
         # fp32 probabilities beside the logits.
         activations *= 3
-    if op.kind in ("pointwise", "loss") or (op.kind == "attention" and not flash):
+    if scored or op.kind in ("pointwise", "loss"):
         activations *= passes
     moved = width * (activations + weights)
     summed = "".join(dim for dim in op.inputs[-1] if dim not in op.output) if op.kind == "matmul" else "d"
     m, k, n = rows * seq_len, graph.size(summed), max(1, round(graph.size(op.output[2:] or "d") * share))
-    forward = Work(forward_flops(graph, op, rows, seq_len) * share, moved, m, k, n)
-    backward = Work(backward_flops(graph, op, rows, seq_len, flash) * share, 2 * moved, m, k, n, added)
+    forward = Work(forward_flops(graph, op, rows, seq_len, keys) * share, moved, m, k, n)
+    backward = Work(backward_flops(graph, op, rows, seq_len, keys) * share, 2 * moved, m, k, n, added)
     return forward, backward

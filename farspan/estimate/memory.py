@@ -14,9 +14,10 @@ from farspan.estimate.sharding import RESIDUAL, weight_share
 
 #: The runtime makes logits this many bytes at a time, so that long batches with large vocabularies stay small.
 LOGITS_CHUNK_BYTES = 64 * 2**20
-#: Up to so many positions attention on CPUs goes through whole score matrices and keeps the probabilities, which beats
-#: the flash kernel there; its memory grows with the square.
-CPU_SCORES_POSITIONS = 1024
+#: Up to so many positions attention on CPUs goes through score matrices and keeps the probabilities, which beats the
+#: flash kernel there; its memory grows with the square. It takes so many queries at a time, by the bytes of a number:
+#: the fastest of 64, 128 and 256 at 256 to 1,024 positions on one core of an Intel with AMX (docs/log.md).
+CPU_SCORES_POSITIONS, CPU_QUERIES = 1024, {2: 128, 4: 64, 8: 64}
 #: Bytes a parameter of replicas that meet: the parameters of their last meeting, and the outer momentum (arXiv
 #: 2311.08105); while an exchange goes on, what it left from too.
 MEETING, OVERLAPPING = 8, 12
@@ -36,9 +37,22 @@ def local_parameters(graph: OpGraph, units: tuple[int, int], splits: dict[str, s
     return total
 
 
-def keeps_scores(train: TrainSpec, backend: str) -> bool:
-    """Whether attention keeps its S x S probabilities for the backward pass."""
-    return train.attention == "vanilla" or (backend == "cpu" and train.seq_len <= CPU_SCORES_POSITIONS)
+def query_blocks(length: int, width: int) -> list[slice]:
+    """The queries that attention on CPUs takes at a time, of numbers of so many bytes."""
+    most = CPU_QUERIES[width]
+    return [slice(start, min(start + most, length)) for start in range(0, length, most)]
+
+
+def scored_keys(train: TrainSpec, backend: str) -> float | None:
+    """Keys for which attention computes, and keeps, a query's scores, in the mean: all by the textbook, on CPUs those
+    up to the last query of its block; None where flash attention keeps none."""
+    S = train.seq_len
+    if train.attention == "vanilla":
+        return S
+    if backend != "cpu" or S > CPU_SCORES_POSITIONS:
+        return None
+    scores: int = sum((part.stop - part.start) * part.stop for part in query_blocks(S, BYTES[train.precision]))
+    return scores / S
 
 
 def kept_per_row(
@@ -49,13 +63,13 @@ def kept_per_row(
     for op in unit:
         split, keeps = splits.get(op.name, ""), op.keeps
         width = 4 if op.upcasts and backend == "cpu" else working
-        if op.kind == "attention" and keeps_scores(train, backend):
-            # Whole scores need contiguous q, k and v: copies, which outlive the projection.
+        if op.kind == "attention" and (keys := scored_keys(train, backend)) is not None:
+            # Scores as matrices need contiguous q, k and v: copies, which outlive the projection.
             keeps = op.keeps[:1]
             heads = graph.size("nr") // graph.sizes["e"]
             # The textbook's softmax is in fp32; what it multiplies is a copy where that is not the precision.
             score = 4 + working if train.attention == "vanilla" and working < 4 else working
-            total += score * heads * train.seq_len**2 / (ways if split else 1)
+            total += score * heads * train.seq_len * keys / (ways if split else 1)
         for dims in keeps:
             divided = split == "b" or (split and split in dims)
             total += width * graph.size(dims, b=1, s=train.seq_len) / (ways if divided else 1)

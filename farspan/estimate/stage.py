@@ -16,10 +16,10 @@ from farspan.domain.train import TrainSpec
 from farspan.estimate.compute import BYTES, Rates, work
 from farspan.estimate.memory import (
     activations_per_row,
-    keeps_scores,
     local_parameters,
     logits_bytes,
     replayed_per_row,
+    scored_keys,
     state_bytes,
 )
 from farspan.estimate.network import Network
@@ -110,10 +110,10 @@ class Costs:
 
     def _roofline(self, kind: int, op: Operator, rows: int, split: str, ways: int) -> tuple[float, float]:
         shares = [weight_share(op, weight.dims, split, ways) for weight in op.weights]
-        flash = not keeps_scores(self.train, self._devices[kind].backend)
+        keys = scored_keys(self.train, self._devices[kind].backend)
         forward, backward = work(
             self.graph, op, rows, self.train.seq_len, self.width, work_share(split, ways),
-            min(shares, default=1.0), flash,
+            min(shares, default=1.0), keys,
             self.engine.passes, self.engine.gradient_passes,
         )  # fmt: skip
         rates = self.rates[kind]

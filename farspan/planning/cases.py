@@ -57,6 +57,11 @@ def spec_of(asked: str | Shape) -> ModelSpec:
         ) from None  # fmt: skip
 
 
+def seq_len_of(cell: Cell, model: ModelSpec) -> int:
+    """Tokens of a cell's sequences."""
+    return cell.seq_len or model.context
+
+
 def places_of(cluster: Cluster, devices: str) -> tuple[int, ...] | Problem:
     """The devices that a cell means, by place; the Problem device-missing where the cluster has them not."""
     everything = [site.name for site in cluster.sites for host in site.hosts for _ in host.devices]
@@ -90,7 +95,7 @@ def case(cell: Cell, matrix: Matrix, cluster: Cluster, engine: Engine, corpus: s
     """The plan of a cell, priced on its cluster. Raises Refusal for what the matrix says that cannot be."""
     model, there = spec_of(matrix.models[cell.model]), places_of(cluster, cell.devices)
     places = () if isinstance(there, Problem) else there
-    seq_len = cell.seq_len or model.context
+    seq_len = seq_len_of(cell, model)
     batch = cell.batch * max(1, len(places))
     train = TrainSpec(
         steps=max(1, round(positive(parse_count, matrix.tokens, "tokens", "10M") / (batch * seq_len))), batch=batch,

@@ -83,7 +83,9 @@ def _typical(run: Run, traces: Traces) -> dict[int, float]:
     """The traced steps that say something about the others, and what their seconds are multiplied by."""
     usual = median(timed.step.step_s for timed in run.history.steps if timed.warm)
     took = {step: traces.of(traces.ranks[0], step)[1].step_s for step in traces.steps}
-    return {step: min(1.0, usual / step_s) for step, step_s in took.items() if step_s <= TYPICAL * usual}
+    like = {step: min(1.0, usual / step_s) for step, step_s in took.items() if step_s <= TYPICAL * usual}
+    # Where every one was slower the run has changed since its first steps, and they say how.
+    return like or (dict.fromkeys(took, 1.0) if len(took) > 1 else {})
 
 
 def _devices(traces: Traces, steps: dict[int, float], devices: dict[int, Expected]) -> Iterator[Drift]:

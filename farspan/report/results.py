@@ -55,7 +55,18 @@ def points(rows: Iterable[Row], *, predicted: bool = False) -> list[Point]:
     groups: dict[str, list[Row]] = {}
     for row in (one for one in rows if one.used):
         groups.setdefault(msgspec.json.encode(msgspec.structs.replace(row.cell, repeat=0)).decode(), []).append(row)
-    return [(_foretold(group[-1]) if predicted else _measured(group)) for group in groups.values()]
+    newest = map(_newest, groups.values())
+    return [(_foretold(group[-1]) if predicted else _measured(group)) for group in newest]
+
+
+def _newest(group: Sequence[Row]) -> list[Row]:
+    """Those repeats that mean what the newest one does: a matrix that changed may ask for fewer of them."""
+
+    def meaning(row: Row) -> tuple[object, ...]:
+        return row.cluster_hash, row.model_hash, row.plan_hash, row.run_tokens
+
+    last = meaning(max(group, key=lambda row: row.at))
+    return [row for row in group if meaning(row) == last]
 
 
 def _measured(group: Sequence[Row]) -> Point:

@@ -10,6 +10,7 @@ from farspan.domain.plan import Plan
 from farspan.domain.problems import command
 from farspan.domain.results import Estimate, Measurement
 from farspan.domain.units import format_bytes, format_count, format_seconds, format_usd, short_time
+from farspan.estimate.price import RESERVE
 from farspan.report.compared import Compared
 from farspan.report.compared_text import memory_rows, part_rows, sentences
 from farspan.report.history import COMPLETE, Run
@@ -107,13 +108,18 @@ def report(run: Run, found: Compared | None = None) -> str:
 def comparison(run: Run, measured: Measurement | None) -> list[tuple[str, str, str, str]]:
     """Rows (what, predicted, measured, measured / predicted), or none where either side is missing.
 
-    The predicted time and money of a run that ended early are those of the steps that it did.
+    The predicted time and money of a run that ended early are those of the steps that it did; under a deadline fewer
+    may have been foretold than the plan has.
     """
     estimate = run.history.estimate
     if estimate is None or measured is None:
         return []
-    share = measured.steps / run.plan.train.steps
-    part = "" if share == 1 else f" of {counted(measured.steps, 'step')}"
+    train = run.plan.train
+    foretold = train.steps
+    if train.deadline_s is not None:
+        foretold = max(1, min(foretold, round((1 - RESERVE) * estimate.run_s / estimate.step_s)))
+    share = measured.steps / foretold
+    part = "" if measured.steps == train.steps else f" of {counted(measured.steps, 'step')}"
     rows = [
         _row("step time", estimate.step_s, measured.step_s, short_time),
         _row(f"run time{part}", estimate.run_s * share, measured.run_s, format_seconds),

@@ -25,7 +25,9 @@ SITE_S = 1e-3
 def pace(rate: int) -> None:
     """Let every connection that this process has open now, and that leaves its site, send so many bytes a second: what
     all workers of a site send at once must not overflow the queue of the line that they share, as every packet lost
-    there costs round trips."""
+    there costs round trips. A rate that the option cannot hold, 2 GB/s and more, needs no pacing."""
+    if rate >= 2**31:
+        return
     for one in _connections():
         if _rtt_s(one) > SITE_S:
             one.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, rate)

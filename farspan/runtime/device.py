@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import platform
+import re
 import resource
 import sys
 from pathlib import Path
@@ -22,6 +23,8 @@ from farspan.domain.run import commit
 
 #: glibc's malloc.h.
 _M_MMAP_THRESHOLD = -3
+#: What errors say where memory is full: PyTorch's of CPUs, CUDA's and NCCL's, cuBLAS's and cuDNN's.
+FULL = re.compile(r"can't allocate memory|out of memory|ALLOC_FAILED", re.IGNORECASE)
 
 
 def open_device(planned: PlannedDevice) -> torch.device:
@@ -79,6 +82,11 @@ def detect(backend: str, workers: int | None) -> Cluster:
         )
     host = Host(name=platform.node(), devices=tuple(devices), cpus=cores, memory=memory.total, enter=())
     return Cluster(sites=(Site(name="here", hosts=(host,)),))
+
+
+def memory_is_full(error: BaseException) -> bool:
+    """Whether an error means that a device's memory, or the host's, is full; each library has words of its own."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or bool(FULL.search(str(error)))
 
 
 def settle(device: torch.device) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from farspan.estimate.memory import CPU_SCORES_POSITIONS, LOGITS_CHUNK_BYTES
+from farspan.estimate.memory import CPU_SCORES_POSITIONS, LOGITS_CHUNK_BYTES, query_blocks
 
 
 @functools.lru_cache(maxsize=8)
@@ -24,7 +24,8 @@ def _future_mask(length: int, dtype: torch.dtype, device: torch.device) -> Tenso
 
 
 class MatrixAttention(torch.autograd.Function):
-    """Causal attention by batched matrix products; keeps the probabilities for the backward pass.
+    """Causal attention by batched matrix products, so many queries at a time with the keys up to the last of them: what
+    lies in the future of all of them is never computed. Keeps the probabilities for the backward pass.
 
     q (B, H, S, E), k and v (B, K, S, E) -> (B, H, S, E). Equations as in arXiv 1706.03762, section 3.2.1.
     """
@@ -33,25 +34,46 @@ class MatrixAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         B, H, S, E = q.shape
         K = k.shape[1]
-        q_GTE = q.reshape(B * K, H // K * S, E)
-        k_GSE, v_GSE = k.reshape(B * K, S, E), v.reshape(B * K, S, E)
-        scores = torch.bmm(q_GTE, k_GSE.transpose(1, 2)).view(B * H, S, S)
-        scores.mul_(1 / math.sqrt(E)).add_(_future_mask(S, q.dtype, q.device))
-        p_GTS = torch.softmax(scores, dim=-1).view(B * K, -1, S)
-        ctx.save_for_backward(q_GTE, k_GSE, v_GSE, p_GTS)
-        return torch.bmm(p_GTS, v_GSE).view(B, H, S, E)
+        q_GRSE, k_GSE, v_GSE = q.reshape(B * K, H // K, S, E), k.reshape(B * K, S, E), v.reshape(B * K, S, E)
+        y_GRSE, kept = torch.empty_like(q_GRSE), []
+        for part in query_blocks(S, q.element_size()):
+            stop, T = part.stop, part.stop - part.start
+            queries_GTE = q_GRSE[:, :, part].reshape(B * K, -1, E)
+            scores = torch.bmm(queries_GTE, k_GSE[:, :stop].transpose(1, 2)).view(B * H, T, stop)
+            scores.mul_(1 / math.sqrt(E))[:, :, part].add_(_future_mask(T, q.dtype, q.device))
+            p_GTS = torch.softmax(scores, dim=-1).view(B * K, -1, stop)
+            y_GRSE[:, :, part] = torch.bmm(p_GTS, v_GSE[:, :stop]).view(B * K, -1, T, E)
+            kept.append(p_GTS)
+        ctx.save_for_backward(q_GRSE, k_GSE, v_GSE, *kept)
+        return y_GRSE.view(B, H, S, E)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q_GTE, k_GSE, v_GSE, p_GTS = ctx.saved_tensors
-        B, H, S, E = gradients[0].shape
-        do_GTE = gradients[0].reshape(q_GTE.shape)
-        dv = torch.bmm(p_GTS.transpose(1, 2), do_GTE)
-        dp = torch.bmm(do_GTE, v_GSE.transpose(1, 2))
-        ds = torch._softmax_backward_data(dp, p_GTS, -1, p_GTS.dtype).mul_(1 / math.sqrt(E))
-        dq = torch.bmm(ds, k_GSE)
-        dk = torch.bmm(ds.transpose(1, 2), q_GTE)
-        return dq.view(B, H, S, E), dk.view(B, -1, S, E), dv.view(B, -1, S, E)
+        q_GRSE, k_GSE, v_GSE, *kept = ctx.saved_tensors
+        G, R, S, E = q_GRSE.shape
+        dy_GRSE, dq_GRSE = gradients[0].reshape(G, R, S, E), torch.empty_like(q_GRSE)
+        dk_GSE = dv_GSE = None
+        blocks = query_blocks(S, q_GRSE.element_size())
+        for part, p_GTS in zip(reversed(blocks), reversed(kept), strict=True):  # The last one writes to every key.
+            stop = part.stop
+            dy_GTE = dy_GRSE[:, :, part].reshape(G, -1, E)
+            dp = torch.bmm(dy_GTE, v_GSE[:, :stop].transpose(1, 2))
+            ds_GTS = torch._softmax_backward_data(dp, p_GTS, -1, p_GTS.dtype).mul_(1 / math.sqrt(E))
+            dq_GRSE[:, :, part] = torch.bmm(ds_GTS, k_GSE[:, :stop]).view(G, R, -1, E)
+            queries_GTE = q_GRSE[:, :, part].reshape(G, -1, E)
+            dk_GSE = _added(dk_GSE, ds_GTS.transpose(1, 2), queries_GTE)
+            dv_GSE = _added(dv_GSE, p_GTS.transpose(1, 2), dy_GTE)
+        assert dk_GSE is not None and dv_GSE is not None
+        B = gradients[0].shape[0]
+        return dq_GRSE.view(B, -1, S, E), dk_GSE.view(B, -1, S, E), dv_GSE.view(B, -1, S, E)
+
+
+def _added(whole: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b`, added to the first rows of what is there."""
+    if whole is None:
+        return torch.bmm(a, b)
+    whole[:, : a.shape[1]].baddbmm_(a, b)
+    return whole
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -173,6 +195,8 @@ def _sharded_loss_and_gradient_(logits_NV: Tensor, targets_N: Tensor, shard: Sha
 
 def head_loss(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, shard: Shard | None = None) -> Tensor:
     """Summed cross-entropy in nats (fp32 scalar) of `x @ weight.T` against targets; -1 marks targets to skip."""
+    if not torch.is_grad_enabled():  # Which a Function is not told of: it would make gradients all the same.
+        x_ND, weight_VD = x_ND.detach(), weight_VD.detach()
     return HeadLoss.apply(x_ND, weight_VD, targets_N, shard)
 
 

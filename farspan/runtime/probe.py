@@ -12,7 +12,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
@@ -23,8 +23,8 @@ from farspan.domain.plan import PlannedDevice
 from farspan.domain.probe import ProbeResult, Speed
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.train import Precision, TrainSpec
-from farspan.runtime.device import detect, open_device, peak_memory, settle
-from farspan.runtime.model import Decoder, initialise
+from farspan.runtime.device import detect, memory_is_full, open_device, peak_memory, settle
+from farspan.runtime.model import Decoder, drawn
 from farspan.runtime.rates import allreduce_seconds, device_rates
 from farspan.runtime.state import TrainState, learning_rate
 from farspan.runtime.units import unit_times
@@ -118,19 +118,24 @@ def measure(request: Measure) -> ProbeResult:
     tokens = request.train.batch * request.train.seq_len
     # fp32 last: a process's peak memory only grows, and the leaner precisions must not be given fp32's.
     for precision in sorted(request.precisions, key=lambda name: name == "fp32"):
-        # The lower quartile: what others do on the machine during so few steps only ever adds time.
-        step_s = statistics.quantiles(_step_times(request, precision, device), n=4)[0]
+        step_s = quick(_step_times(request, precision, device))
         speeds[precision] = Speed(step_s=step_s, tokens_per_s=tokens / step_s, memory_bytes=peak_memory(device))
         gc.collect()
     return ProbeResult(rows=request.train.batch, seq_len=request.train.seq_len, speeds=speeds)
 
 
+def quick(times: Sequence[float]) -> float:
+    """The lower quartile: what others do on the machine during so few steps only ever adds time. Of fewer than four,
+    whose quartile would lie beyond them, the least."""
+    return min(times) if len(times) < 4 else statistics.quantiles(times, n=4)[0]
+
+
 def _step_times(request: Measure, precision: Precision, device: torch.device) -> list[float]:
     train = request.train
-    model = Decoder(request.model, attention=train.attention, recompute=train.recompute)
-    initialise(model, train.seed)
-    model.to(device)
-    state = TrainState(model, precision)
+    with torch.device("meta"):  # As a worker does: a second copy of its values would be counted as its memory.
+        model = Decoder(request.model, attention=train.attention, recompute=train.recompute)
+    state = TrainState(model, precision, device)
+    state.load(drawn(request.model, train.seed))
     generator = torch.Generator().manual_seed(train.seed)
     shape = (request.train.batch, train.seq_len + 1)
     tokens = torch.randint(request.model.vocab_size, shape, generator=generator).to(device)
@@ -175,7 +180,7 @@ def main() -> None:
             reply = {"problem": refusal.problem}
         except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
             reply = {"problem": Problem(
-                code="out-of-memory" if "memory" in str(error) else "worker-lost", what="a trial step failed",
+                code="out-of-memory" if memory_is_full(error) else "worker-lost", what="a trial step failed",
                 where="probe", fact=" ".join(str(error).split())[:300],
                 remedy="set a smaller train.batch.global or model in run.yaml",
             )}  # fmt: skip

@@ -35,7 +35,7 @@ from farspan.domain.units import format_bytes
 from farspan.runtime import checkpoint, huggingface
 from farspan.runtime.collective import SILENCE_S, Group, How, meet
 from farspan.runtime.data import Windows
-from farspan.runtime.device import environment, hold, open_device
+from farspan.runtime.device import environment, hold, memory_is_full, open_device
 from farspan.runtime.events import EventLog
 from farspan.runtime.executor import Executor
 from farspan.runtime.generate import generate
@@ -201,7 +201,7 @@ def as_problem(error: BaseException, plan: Plan | None, run: RunFolder, rank: in
     if isinstance(error, Refusal):
         return error.problem
     message = " ".join(str(error).split())
-    if plan and (isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in message):
+    if plan and memory_is_full(error):
         predicted = _predicted_bytes(plan, run, rank)
         return Problem(
             code="out-of-memory",
@@ -211,7 +211,8 @@ def as_problem(error: BaseException, plan: Plan | None, run: RunFolder, rank: in
             remedy=f"lower train.batch.global (now {plan.train.batch} sequences of {plan.train.seq_len}) or set "
             "train.recompute: true in run.yaml",
         )
-    if (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in message:
+    full = (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in message
+    if full and "/dev/shm" not in message:  # Which is memory that NCCL's processes share.
         return Problem(
             code="disk-full", what="the disk became full while training", where=str(run.path), fact=message[:300],
             remedy=f"free some space there, then: {command('resume', run.path)}",
@@ -270,6 +271,7 @@ def check_version(store: dist.Store, rank: int) -> None:
 def leave_word(problem: Problem, run: RunFolder, rank: int) -> None:
     """Say to the launcher what ends this worker; where the disk is full the exit code alone has to."""
     with suppress(OSError):
+        run.logs.mkdir(parents=True, exist_ok=True)  # A host with a disk of its own may not have it yet.
         save(problem, run.logs / f"rank-{rank}.problem.json")
 
 

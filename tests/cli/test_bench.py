@@ -17,9 +17,10 @@ import pytest
 from farspan import __version__ as farspan_version
 from farspan.cli.benching import Results
 from farspan.cli.commands.bench import path_of
+from farspan.cli.trying import Tried
 from farspan.domain.bench import Matrix, Row, cells
 from farspan.domain.clusterfile import load_cluster
-from farspan.domain.codec import convert, load_yaml, save
+from farspan.domain.codec import convert, load, load_yaml, save
 from farspan.domain.engine import engine
 from farspan.domain.model import parameters
 from farspan.domain.plan import Plan
@@ -81,10 +82,29 @@ def test_every_cell_has_a_row_and_none_is_measured_twice(farspan, folder):
     table = pq.read_table(folder / "bench/small/results.parquet")
     assert table.num_rows == 6 and {"cell_technique", "step_s", "predicted_s"} <= set(table.column_names)
 
+    # The model was tried once, on one device of as many sequences as a cell's: what a cell of that device is foretold.
+    (path,) = (folder / "bench/small/trials").iterdir()
+    tried = load(path, Tried).probe
+    assert (tried.rows, tried.seq_len) == (4, 32) and done.stdout.count("trying tiny on one cpu-avx2 of here") == 1
+    assert rows["data", "1"].predicted_s == pytest.approx(tried.speeds["fp32"].step_s)
+
     before = (folder / "bench/small/rows.jsonl").read_bytes()
     again = farspan("bench", "matrix.yaml", cwd=folder)
+    assert "trying" not in again.stdout
     assert "6 of them measured already, 0 to measure" in again.stdout
     assert (folder / "bench/small/rows.jsonl").read_bytes() == before
+
+
+def test_a_device_that_cannot_be_tried_is_predicted(farspan, folder):
+    (folder / "here.yaml").write_text(CLUSTER.replace("enter: []", "enter: ['false']"))
+    (folder / "matrix.yaml").write_text(MATRIX.replace("[data, 'published:Pipeshard', diloco]", "[data, diloco]"))
+    done = farspan("bench", "matrix.yaml", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("cannot be tried there") == 1
+    (path,) = (folder / "bench/small/trials").iterdir()
+    assert load(path, Tried).probe is None
+    rows = [row for row in rows_of(folder) if row.cell.technique == "data"]
+    assert len(rows) == 2 and all(row.status == "failed" and row.predicted_s > 0 for row in rows)
 
 
 def test_what_was_interrupted_goes_on(farspan, folder, environment):

@@ -9,7 +9,8 @@ from farspan import models
 from farspan.domain.cluster import Host, MatmulRate
 from farspan.domain.plan import GradSync
 from farspan.estimate.compute import UNKNOWN_BANDWIDTH, UNKNOWN_FLOPS, Rates, Work, work
-from tests.estimate.parts import TIED, UNTIED, cluster, costs, device, mesh, plain, stage
+from farspan.estimate.memory import scored_keys
+from tests.estimate.parts import TIED, UNTIED, cluster, costs, device, mesh, plain, stage, train
 
 BIG = Work(flops=4e12, bytes=1e9, m=1, k=1, n=1)
 STREAM = Work(flops=1e6, bytes=5e11, m=1, k=1, n=1)
@@ -75,8 +76,8 @@ def test_work_of_the_operators_of_a_block_by_hand():
     graph, (rows, s, d, f) = models.graph(TIED), (3, 16, 64, 256)
     ops = {op.name: op for op in graph.block}
 
-    def of(name, flash=True, share=1.0):
-        return work(graph, ops[name], rows, s, 4, share, share, flash)
+    def of(name, keys=None, share=1.0):
+        return work(graph, ops[name], rows, s, 4, share, share, keys)
 
     forward, backward = of("mlp.up")
     assert forward == Work(2 * rows * s * d * f, 4 * (rows * s * (d + f) + d * f + f), rows * s, d, f)
@@ -90,10 +91,26 @@ def test_work_of_the_operators_of_a_block_by_hand():
     assert attention.bytes == 4 * rows * s * 4 * d
     assert back.flops == 2.5 * attention.flops
     # In memory, scores of 4 heads are written, read, written as probabilities and read.
-    vanilla, back = of("attn", flash=False)
+    vanilla, back = of("attn", keys=s)
     assert vanilla.bytes == 4 * (rows * s * 4 * d + 4 * rows * 4 * s * s)
     assert back.flops == 2 * vanilla.flops
+    # Blocks of queries leave out what is in the future of all of them.
+    blocks, back = of("attn", keys=10)
+    assert blocks.bytes == 4 * (rows * s * 4 * d + 4 * rows * 4 * s * 10)
+    assert (blocks.flops, back.flops) == (4 * rows * s * 10 * d, 8 * rows * s * 10 * d)
     assert of("mlp.act")[0].flops == 0
+
+
+def test_scores_are_computed_for_the_keys_up_to_the_end_of_a_block():
+    def keys(seq_len, precision="fp32", backend="cpu", attention="sdpa"):
+        asked = train(seq_len=seq_len, precision=precision, attention=attention)
+        return scored_keys(asked, backend)
+
+    assert keys(256) == (64 + 128 + 192 + 256) / 4
+    assert keys(256, "bf16") == (128 + 256) / 2
+    assert keys(100) == (64 * 64 + 36 * 100) / 100
+    assert keys(100, "bf16") == keys(100, attention="vanilla") == keys(100, backend="cuda", attention="vanilla") == 100
+    assert keys(2048) is None and keys(256, backend="cuda") is None
 
 
 def test_a_gradient_is_read_and_added_to_that_of_earlier_microbatches():
@@ -101,7 +118,7 @@ def test_a_gradient_is_read_and_added_to_that_of_earlier_microbatches():
     ops = {op.name: op for op in (*graph.embedding, *graph.block)}
 
     def apart(name, **changes):
-        return work(graph, ops[name], 3, 16, 4, 1.0, 1.0, True, **changes)[1].apart
+        return work(graph, ops[name], 3, 16, 4, 1.0, 1.0, None, **changes)[1].apart
 
     assert apart("mlp.up") == apart("tok") == 0
     assert apart("mlp.up", gradient_passes=3) == 3 * 4 * (d * f + f)
@@ -113,11 +130,11 @@ def test_a_gradient_is_read_and_added_to_that_of_earlier_microbatches():
 
 def test_embedding_moves_rows_that_are_looked_up_and_not_the_table():
     graph = models.graph(TIED)
-    forward, _ = work(graph, graph.embedding[0], 2, 16, 4, 1.0, 1.0, True)
+    forward, _ = work(graph, graph.embedding[0], 2, 16, 4, 1.0, 1.0, None)
     assert forward.flops == 0
     assert forward.bytes == 4 * 2 * 2 * 16 * 64
     # The loss reads and writes probabilities beside the logits.
-    loss, _ = work(graph, graph.head[-1], 2, 16, 4, 1.0, 1.0, True)
+    loss, _ = work(graph, graph.head[-1], 2, 16, 4, 1.0, 1.0, None)
     assert (loss.flops, loss.bytes) == (0, 4 * 3 * 2 * 16 * (96 + 1))
 
 

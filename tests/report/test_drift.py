@@ -74,6 +74,10 @@ def test_a_step_that_stood_still_says_nothing_of_the_others(tmp_path: Path):
     # A traced step that was somewhat slow counts as if it had not been.
     (one,) = drifts(tmp_path / "two", steps=30, traced=(3,), slow={3: 1.2}, paces=(1, 1, 2))
     assert one.factor == pytest.approx(2, rel=0.05)
+    # Where all of several were slow, that is how the run goes on.
+    changed = drifts(tmp_path / "all", steps=30, traced=(20, 25), slow={20: 3.0, 25: 3.0})
+    assert {one.what for one in changed} == {"device", "messages"}
+    assert changed[0].factor == pytest.approx(3, rel=0.1)
 
 
 def test_what_hardly_matters_is_left_out(tmp_path: Path):

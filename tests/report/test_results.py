@@ -74,6 +74,14 @@ def test_a_value_is_the_median_of_its_repeats():
     assert (found.step_s, found.minutes, found.span) == (1.1, pytest.approx(110), (100, 300))
 
 
+def test_repeats_of_a_matrix_that_changed_are_another_answer():
+    old = [row(step_s=s, repeat=i, plan_hash="old") for i, s in enumerate((1.0, 3.0, 1.1))]
+    (found,) = results.points([row(step_s=2.0, at="2026-11-22T10:00:00"), *old[1:]])
+    assert (found.step_s, found.span) == (2.0, None)
+    (found,) = results.points([row(step_s=2.0, status="failed", at="2026-11-22T10:00:00"), *old[1:]])
+    assert found.step_s is None and found.row.status == "failed"
+
+
 def test_the_table_is_the_papers_with_the_fastest_marked():
     four, two, *_ = results.tables(results.points(study()))
     assert four.title == "gpt2m on 4 devices, minutes" and two.title == "gpt2m on 2 devices, minutes"

@@ -76,6 +76,11 @@ def test_a_partial_run_is_compared_with_its_share_of_the_prediction(tmp_path):
     line = next(line for line in text.splitlines() if "run time" in line)
     assert line.split("  ")[0] == "run time of 50 steps"
     assert line.split()[-1] == "2.00" and "5.0 s" in line and "10 s" in line
+    # Its deadline let 40 of the 100 steps be foretold, in 0.9 of 4.44 s: 50 take as much longer.
+    plan = msgspec.structs.replace(plan, train=msgspec.structs.replace(plan.train, deadline_s=4.0 / 0.9))
+    start = msgspec.structs.replace(started(0.0, plan=plan), estimate=msgspec.structs.replace(estimate, run_s=4 / 0.9))
+    text = report(open_run(write_run(tmp_path / "short", [start, *events[1:]], plan)))
+    assert "5.6 s" in next(line for line in text.splitlines() if "run time of 50 steps" in line)
 
 
 def test_before_the_first_step_there_is_still_a_summary(tmp_path):

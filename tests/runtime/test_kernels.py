@@ -19,7 +19,7 @@ def _grads(output: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tenso
 
 @settings(max_examples=30, deadline=None)
 @given(
-    rows=st.integers(1, 3), kv_heads=st.integers(1, 3), repeat=st.integers(1, 3), length=st.integers(1, 17),
+    rows=st.integers(1, 3), kv_heads=st.integers(1, 3), repeat=st.integers(1, 3), length=st.integers(1, 150),
     size=st.integers(1, 9), seed=st.integers(0, 2**20),
 )  # fmt: skip
 def test_matrix_attention_equals_the_textbook(rows, kv_heads, repeat, length, size, seed):
@@ -64,6 +64,17 @@ def test_head_loss_in_bf16_stays_within_bf16_of_fp32():
     ours = kernels.head_loss(x.bfloat16(), weight.bfloat16(), targets)
     assert ours.dtype == torch.float32
     assert abs(float(ours - exact)) / float(exact) < 2**-8
+
+
+def test_head_loss_makes_gradients_only_where_they_are_asked_for(monkeypatch):
+    x, weight = torch.randn(6, 4, requires_grad=True), torch.randn(11, 4, requires_grad=True)
+    products = []
+    plain = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *given, **more: products.append(given) or plain(*given, **more))
+    with torch.no_grad():
+        validated = kernels.head_loss(x, weight, torch.arange(6))
+    assert len(products) == 1 and not validated.requires_grad
+    assert float(kernels.head_loss(x, weight, torch.arange(6))) == float(validated) and len(products) == 4
 
 
 def test_head_loss_of_uniform_logits_is_log_v():

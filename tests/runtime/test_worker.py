@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import signal
@@ -26,6 +27,7 @@ from farspan.runtime.executor import Outcome
 from farspan.runtime.model import Decoder, drawn, initialise
 from farspan.runtime.place import Place
 from farspan.runtime.state import learning_rate
+from farspan.runtime.worker import as_problem, leave_word
 from tests import tiny
 
 NAN = math.nan
@@ -387,3 +389,24 @@ def test_two_interrupts_end_the_workers_at_once(tmp_path):
         threading.Timer(0.0, workers.interrupt).start()
         with pytest.raises(Refusal):
             list(workers)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (MemoryError(), "out-of-memory"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"), "out-of-memory"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), "out-of-memory"),
+        (RuntimeError("NCCL error: Cuda failure 2 'out of memory'"), "out-of-memory"),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), "worker-lost"),
+        (OSError(errno.ENOSPC, "No space left on device"), "disk-full"),
+        (RuntimeError("PytorchStreamWriter failed: No space left on device"), "disk-full"),
+        (RuntimeError("Error creating /dev/shm/nccl-AbC: No space left on device"), "worker-lost"),
+    ],
+)
+def test_what_ends_a_worker_is_told_for_what_it_is(tmp_path, error, code):
+    run = RunFolder(tmp_path / "run")
+    told = as_problem(error, tiny.plan(TRAIN), run, 0)
+    assert told.code == code
+    leave_word(told, run, 3)  # Into a folder that is not there yet, as on another host.
+    assert (run.logs / "rank-3.problem.json").exists()

@@ -16,6 +16,7 @@ from farspan.domain.run import RunFolder
 from farspan.launch.hosts import interpreter
 from farspan.launch.meeting import Meeting, arrange
 from farspan.launch.workers import (
+    SAVE_S,
     HostProcess,
     Process,
     Workers,
@@ -51,7 +52,9 @@ def commands(plan: Plan, run: RunFolder, hosts: tuple[Host, ...], meeting: Meeti
         here = [device for device in plan.devices if device.host == host.name]
         folder = run_folder(host, plan, run)
         made.append(with_environment(
-            worker_environment(max(device.threads for device in here)) | place(host, meeting),
+            # By itself it kills workers that still save 30 s after it was told to end.
+            worker_environment(max(device.threads for device in here)) | place(host, meeting)
+            | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{SAVE_S:.0f}"},
             [
                 interpreter(host), "-m", "torch.distributed.run", f"--nnodes={len(hosts)}", f"--node-rank={node}",
                 f"--nproc-per-node={len(here)}", f"--master-addr={meeting.address}",

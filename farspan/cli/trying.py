@@ -1,0 +1,106 @@
+"""What a bench tries before it predicts: every model for a few steps on one device, as `farspan train` does."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from farspan import models
+from farspan.cli.bench_clusters import There
+from farspan.cli.console import Console
+from farspan.domain.bench import Cell, Matrix
+from farspan.domain.cluster import Cluster
+from farspan.domain.codec import content_hash, load, save
+from farspan.domain.engine import engine
+from farspan.domain.model import ModelSpec
+from farspan.domain.plan import PlannedDevice
+from farspan.domain.probe import ProbeResult
+from farspan.domain.problems import Problem, Refusal
+from farspan.domain.train import TrainSpec
+from farspan.launch.probe import Probe
+from farspan.planning import pace
+from farspan.planning.cases import Case, seq_len_of, spec_of
+from farspan.techniques import Task, data
+
+#: Seconds of steps in a trial, and what it takes with the start of its process: for the time that is said before.
+STEPS_S, TRIAL_S = 4.0, 12.0
+
+
+class Tried(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A trial of a model on a cluster's first device, or why there is none: then nothing corrects its predictions."""
+
+    probe: ProbeResult | None = None
+    why: str = ""
+
+
+class Paces:
+    """The clusters of a matrix as trials found their first devices. A trial is made once and kept in `folder`, so that
+    a matrix that goes on is priced as it was begun."""
+
+    def __init__(self, folder: Path, matrix: Matrix, there: There) -> None:
+        self._folder, self._matrix, self._there = folder, matrix, there
+        self._known: dict[Path, Tried] = {}
+
+    def cluster(self, cell: Cell) -> Cluster:
+        """The cell's cluster, with the pace and the memory of its model's trial where there is one."""
+        plain, model = self._there[cell.cluster][0], spec_of(self._matrix.models[cell.model])
+        found = self._tried(self._path(cell, model))
+        if found is None or found.probe is None:
+            return plain
+        train = TrainSpec(
+            steps=1, batch=found.probe.rows, seq_len=found.probe.seq_len, precision=cell.precision,
+            attention=cell.attention,
+        )  # fmt: skip
+        return pace.calibrated(plain, model, train, engine("farspan"), found.probe)
+
+    def missing(self, cases: Iterable[Case]) -> dict[Path, Case]:
+        """The first case of every trial that is yet to be made, by the trial's file."""
+        found: dict[Path, Case] = {}
+        for one in cases:
+            path = self._path(one.cell, one.model)
+            if not isinstance(one.made, Problem) and self._tried(path) is None:
+                found.setdefault(path, one)
+        return found
+
+    def make(self, cases: Mapping[Path, Case], console: Console) -> None:
+        """Try every case that is missing."""
+        for path, one in cases.items():
+            plain = self._there[one.cell.cluster][0]
+            kind = plain.devices[0].kind
+            console.say(f"trying {one.cell.model} on one {kind} of {one.cell.cluster}: {one.cell.precision}")
+            found = tried(one, plain)
+            if found.probe is None:
+                console.say(f"it cannot be tried there and is predicted alone: {found.why}")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save(found, path)
+
+    def _path(self, cell: Cell, model: ModelSpec) -> Path:
+        """The file of the trial that a cell is priced by: batch, technique and devices are not its own."""
+        seq_len, hash_ = seq_len_of(cell, model), self._there[cell.cluster][1]
+        return self._folder / f"{content_hash(model, hash_, cell.precision, seq_len, cell.attention)}.json"
+
+    def _tried(self, path: Path) -> Tried | None:
+        if path not in self._known and path.exists():
+            self._known[path] = load(path, Tried)
+        return self._known.get(path)
+
+
+def tried(one: Case, plain: Cluster) -> Tried:
+    """A few steps of a case's model on the first device, of as many of its sequences as fit there."""
+    host, device = plain.machines[0], plain.devices[0]
+    train = msgspec.structs.replace(one.train, batch=one.cell.batch, steps=1)
+    drafted = data.plan(Task(one.model, models.graph(one.model), plain, train, engine("farspan"), only=(0,)))
+    if isinstance(drafted, Problem):
+        return Tried(why=f"{drafted.what}: {drafted.fact}")
+    train = msgspec.structs.replace(train, batch=drafted.replicas[0].micro_rows(0, 0))
+    at = PlannedDevice(host=host.name, backend=device.backend, index=0, threads=device.threads)
+    try:
+        with Probe(host, threads=device.threads, device=0) as probe:
+            return Tried(probe=probe.measure(at, one.model, train, precisions=(train.precision,), seconds=STEPS_S))
+    except Refusal as refusal:
+        return Tried(why=f"{refusal.problem.what}: {refusal.problem.fact}")
+    except (OSError, subprocess.SubprocessError) as error:
+        return Tried(why=str(error))
