@@ -75,6 +75,8 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     move_cost: float = 0.0
     #: Seconds of a core that a byte through its sockets takes, in or out, where no link says.
     socket_s: float = 0.0
+    #: Seconds of a core that each message of a sum takes beside its bytes: threads wake for it, and others stop.
+    message_busy_s: float = 0.0
     #: Seconds that a message which is waited for waits in the mean for each other worker on its receiver's core.
     turn_s: float = 0.0
     #: Seconds that a byte of such a message takes longer for each of them.

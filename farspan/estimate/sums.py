@@ -135,7 +135,7 @@ def _busy(costs: Costs, stage: Stage, microbatches: int, messages: float) -> flo
     weights are gathered after the update nobody has anything else to do."""
     mesh, network, whole = stage.mesh, costs.network, 4.0 * costs.parameters(stage)
     by_sites = stage.grad_sync.topology == "hierarchical"
-    inside = 0.0
+    inside, rounds = 0.0, 1
     if stage.zero == 0:
         for group in mesh.transposed:
             parts = network.by_site(group).values() if by_sites else (group,)
@@ -146,7 +146,7 @@ def _busy(costs: Costs, stage: Stage, microbatches: int, messages: float) -> flo
     gone = _sent(costs, stage, microbatches, gathers=stage.zero == 3)
     sockets = max((carried_s(network, mesh.ranks, name, 2 * size) for name, size in gone.items()), default=0.0)
     here = inside + _coding(costs, stage, messages) + _scattered(costs, stage, microbatches)
-    return costs.engine.move_cost * here + sockets
+    return costs.engine.move_cost * here + sockets + costs.engine.message_busy_s * rounds * messages
 
 
 def carried_s(network: Network, ranks: Sequence[int], site: str, size: float) -> float:

@@ -161,13 +161,16 @@ def _loss_and_gradient_(logits_NV: Tensor, targets_N: Tensor, shard: Shard | Non
         part, target = logits_NV[start : start + step], targets_N[start : start + step]
         valid = target >= 0
         index = target.clamp(min=0).unsqueeze(1)
-        log_p = torch.log_softmax(part, dim=-1, dtype=loss.dtype)
+        # Row by row, so that on a CPU it may write where it reads.
+        out = part if part.dtype == loss.dtype and part.device.type == "cpu" else None
+        log_p = torch.log_softmax(part, dim=-1, dtype=loss.dtype, out=out)
         loss -= (log_p.gather(1, index).squeeze(1) * valid).sum()
         p = log_p.exp_()
         p.scatter_add_(1, index, torch.full_like(index, -1, dtype=p.dtype))
         if part.device.type != "cpu" or not bool(valid.all()):  # Asking a GPU would wait for it.
             p.mul_(valid.unsqueeze(1))
-        part.copy_(p)
+        if out is None:
+            part.copy_(p)
     return loss
 
 

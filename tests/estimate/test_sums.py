@@ -1,5 +1,7 @@
 """What sums between sites take of processors that also compute, by hand."""
 
+import math
+
 import msgspec
 import pytest
 
@@ -35,6 +37,21 @@ def test_a_core_adds_inside_encodes_its_share_and_carries_what_crosses(bits):
     found = summed(using, bits)
     assert found.busy == pytest.approx(MOVE_COST * (inside + coding + carried))
     assert found.sent == {"A": pytest.approx(whole * bits / 32), "B": pytest.approx(whole * bits / 32)}
+
+
+def test_every_message_of_every_round_wakes_its_threads():
+    there = cluster([[CPU] * 2])
+
+    def woken(zero, bucket_bytes, microbatches):
+        made = stage(mesh(0, 1), (8, 8), zero=zero, grad_sync=GradSync(bucket_bytes=bucket_bytes))
+        asked = [costs(there, plain(cpu={"move_cost": 1.0, "message_busy_s": each})) for each in (0.0, 0.5)]
+        plainly, busy = (sync(using, made, microbatches).busy for using in asked)
+        return busy - plainly
+
+    whole = 4 * costs(there, plain()).graph.parameters()
+    assert woken(0, 10**9, 4) == pytest.approx(0.5)
+    assert woken(0, 10**4, 4) == woken(1, 10**4, 4) == pytest.approx(0.5 * math.ceil(whole / 10**4))
+    assert woken(2, 10**4, 4) == pytest.approx(4 * 0.5 * math.ceil(whole / 10**4))
 
 
 def test_one_bucket_is_encoded_by_one_worker_of_a_site():

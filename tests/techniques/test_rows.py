@@ -37,7 +37,7 @@ def test_what_techniques_emit_divides_every_microbatch_evenly(seed: int):
     assert all(even(*stage) for plan in planned(seed) for stage in by_rows(plan))
 
 
-@pytest.mark.parametrize("seed", [3, 118])
+@pytest.mark.parametrize("seed", [31, 118])
 def test_some_of_it_does_so_in_several_microbatches(seed: int):
     assert any(one.microbatches > 1 for plan in planned(seed) for one, _ in by_rows(plan))
 
