@@ -54,6 +54,7 @@ class Results:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.path, self.table = folder, folder / "rows.jsonl", folder / "results.parquet"
+        self.trials = folder / "trials"
 
     def read(self) -> list[Row]:
         """Each cell's last row; a last line that a killed process left unfinished is left out. Raises Refusal for rows
@@ -142,7 +143,7 @@ def measure(matrix: Matrix, results: Results, console: Console, *, agreed: bool,
         console.say(f"{len(wanted):,} cells: pricing {f'{MANY} of them' if many else 'them'}")
         there = stack.enter_context(clusters_of(matrix, {cell.cluster: None for cell in some}))
         refuse_changed(there, rows)
-        paces = Paces(results.folder / "trials", matrix, there)
+        paces = Paces(results.trials, matrix, there)
         found, todo = meanings(matrix, some, there, paces, known)
         if not many:
             refuse_impossible(found)

@@ -103,6 +103,7 @@ def drawn_slices(*, predicted: bool) -> list[Drawn]:
 def drawn_bench(rows: Sequence[Row], folder: Path, *, predicted: bool) -> list[Drawn]:
     """A bench's clusters with the plan of each that was fastest, or was predicted to be."""
     from farspan.cli.benching import Results
+    from farspan.cli.trying import as_tried
     from farspan.report.drawn import Drawn
 
     results, found = Results(folder), list[Drawn]()
@@ -115,8 +116,8 @@ def drawn_bench(rows: Sequence[Row], folder: Path, *, predicted: bool) -> list[D
         if top is None or top.plan_hash is None:
             found.append(Drawn(name, cluster))
         else:
-            told = f"{top.cell.technique} of {top.cell.model}"
-            found.append(_drawn(name, results.plan(top.plan_hash), cluster, told))
+            told, plan = f"{top.cell.technique} of {top.cell.model}", results.plan(top.plan_hash)
+            found.append(_drawn(name, plan, as_tried(results.trials, cluster, top.cluster_hash, plan), told))
     return found
 
 

@@ -16,7 +16,7 @@ from farspan.domain.cluster import Cluster
 from farspan.domain.codec import content_hash, load, save
 from farspan.domain.engine import engine
 from farspan.domain.model import ModelSpec
-from farspan.domain.plan import PlannedDevice
+from farspan.domain.plan import Plan, PlannedDevice
 from farspan.domain.probe import ProbeResult
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.train import TrainSpec
@@ -47,14 +47,11 @@ class Paces:
     def cluster(self, cell: Cell) -> Cluster:
         """The cell's cluster, with the pace and the memory of its model's trial where there is one."""
         plain, model = self._there[cell.cluster][0], spec_of(self._matrix.models[cell.model])
-        found = self._tried(self._path(cell, model))
-        if found is None or found.probe is None:
-            return plain
         train = TrainSpec(
-            steps=1, batch=found.probe.rows, seq_len=found.probe.seq_len, precision=cell.precision,
+            steps=1, batch=cell.batch, seq_len=seq_len_of(cell, model), precision=cell.precision,
             attention=cell.attention,
         )  # fmt: skip
-        return pace.calibrated(plain, model, train, engine("farspan"), found.probe)
+        return paced(plain, self._tried(self._path(cell, model)), model, train)
 
     def missing(self, cases: Iterable[Case]) -> dict[Path, Case]:
         """The first case of every trial that is yet to be made, by the trial's file."""
@@ -79,13 +76,32 @@ class Paces:
 
     def _path(self, cell: Cell, model: ModelSpec) -> Path:
         """The file of the trial that a cell is priced by: batch, technique and devices are not its own."""
-        seq_len, hash_ = seq_len_of(cell, model), self._there[cell.cluster][1]
-        return self._folder / f"{content_hash(model, hash_, cell.precision, seq_len, cell.attention)}.json"
+        hash_ = self._there[cell.cluster][1]
+        return path_of(self._folder, hash_, model, cell.precision, seq_len_of(cell, model), cell.attention)
 
     def _tried(self, path: Path) -> Tried | None:
         if path not in self._known and path.exists():
             self._known[path] = load(path, Tried)
         return self._known.get(path)
+
+
+def path_of(folder: Path, cluster_hash: str, model: ModelSpec, *more: object) -> Path:
+    """The file of a trial of a model at a precision, length of sequences and attention."""
+    return folder / f"{content_hash(model, cluster_hash, *more)}.json"
+
+
+def paced(plain: Cluster, found: Tried | None, model: ModelSpec, train: TrainSpec) -> Cluster:
+    """The cluster as the trial found its first device; as it is where there is none."""
+    if found is None or found.probe is None:
+        return plain
+    return pace.calibrated(plain, model, train, engine("farspan"), found.probe)
+
+
+def as_tried(folder: Path, plain: Cluster, cluster_hash: str, plan: Plan) -> Cluster:
+    """The cluster as a plan of a bench was priced on it, whose trials lie in `folder`."""
+    train = plan.train
+    path = path_of(folder, cluster_hash, plan.model, train.precision, train.seq_len, train.attention)
+    return paced(plain, load(path, Tried) if path.exists() else None, plan.model, train)
 
 
 def tried(one: Case, plain: Cluster) -> Tried:

@@ -17,7 +17,7 @@ import pytest
 from farspan import __version__ as farspan_version
 from farspan.cli.benching import Results
 from farspan.cli.commands.bench import path_of
-from farspan.cli.trying import Tried
+from farspan.cli.trying import Tried, as_tried
 from farspan.domain.bench import Matrix, Row, cells
 from farspan.domain.clusterfile import load_cluster
 from farspan.domain.codec import convert, load, load_yaml, save
@@ -25,8 +25,10 @@ from farspan.domain.engine import engine
 from farspan.domain.model import parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem
+from farspan.estimate.price import price
 from farspan.lab import state
 from farspan.planning.cases import case, check_techniques, spec_of
+from farspan.planning.why import costs_of
 from tests.launch.conftest import up
 
 DEVICE = "{kind: cpu-avx2, memory: 4GB}"
@@ -87,6 +89,13 @@ def test_every_cell_has_a_row_and_none_is_measured_twice(farspan, folder):
     tried = load(path, Tried).probe
     assert (tried.rows, tried.seq_len) == (4, 32) and done.stdout.count("trying tiny on one cpu-avx2 of here") == 1
     assert rows["data", "1"].predicted_s == pytest.approx(tried.speeds["fp32"].step_s)
+
+    # What is drawn of a plan is what it was priced at.
+    row, results = rows["data", "1"], Results(folder / "bench/small")
+    plan, plain = results.plan(row.plan_hash), results.cluster(row.cluster_hash)
+    there = as_tried(results.trials, plain, row.cluster_hash, plan)
+    assert price(plan, costs_of(plan, there)).step_s == pytest.approx(row.predicted_s)
+    assert price(plan, costs_of(plan, plain)).step_s != pytest.approx(row.predicted_s)
 
     before = (folder / "bench/small/rows.jsonl").read_bytes()
     again = farspan("bench", "matrix.yaml", cwd=folder)

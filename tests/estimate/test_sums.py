@@ -42,8 +42,9 @@ def test_a_core_adds_inside_encodes_its_share_and_carries_what_crosses(bits):
 def test_every_message_of_every_round_wakes_its_threads():
     there = cluster([[CPU] * 2])
 
-    def woken(zero, bucket_bytes, microbatches):
-        made = stage(mesh(0, 1), (8, 8), zero=zero, grad_sync=GradSync(bucket_bytes=bucket_bytes))
+    def woken(zero, bucket_bytes, microbatches, ranks=(0, 1)):
+        rows = (8,) * len(ranks)
+        made = stage(mesh(*ranks), rows, zero=zero, grad_sync=GradSync(bucket_bytes=bucket_bytes))
         asked = [costs(there, plain(cpu={"move_cost": 1.0, "message_busy_s": each})) for each in (0.0, 0.5)]
         plainly, busy = (sync(using, made, microbatches).busy for using in asked)
         return busy - plainly
@@ -51,6 +52,7 @@ def test_every_message_of_every_round_wakes_its_threads():
     whole = 4 * costs(there, plain()).graph.parameters()
     assert woken(0, 10**9, 4) == pytest.approx(0.5)
     assert woken(0, 10**4, 4) == woken(1, 10**4, 4) == pytest.approx(0.5 * math.ceil(whole / 10**4))
+    assert woken(0, 10**4, 4, ranks=(0,)) == 0
     assert woken(2, 10**4, 4) == pytest.approx(4 * 0.5 * math.ceil(whole / 10**4))
 
 

@@ -64,7 +64,7 @@ def test_so_does_a_plan_of_the_planners(fleet: Fleet, folder: Path, number: int)
 
 
 def test_so_does_one_whose_operators_divide_the_rows_of_every_microbatch(fleet: Fleet, folder: Path):
-    plan = planned(16)[0]
+    plan = planned(31)[1]
     stage = plan.replicas[0].stages[0]
     assert plan.replicas[0].microbatches > 1 and stage.mesh.size("tensor") == 2 and "b" in stage.splits.values()
     assert not verify(fleet, folder, plan).faults
