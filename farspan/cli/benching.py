@@ -147,7 +147,7 @@ def measure(matrix: Matrix, results: Results, console: Console, *, agreed: bool,
         found, todo = meanings(matrix, some, there, paces, known)
         if not many:
             refuse_impossible(found)
-        untried = paces.missing(one.case for one in todo)
+        untried = paces.missing((one.case for one in todo), retry=retry)
         seconds = len(wanted) / len(some) * sum(one.seconds(matrix) for one in todo) + TRIAL_S * len(untried)
         if many or (not agreed and (len(todo) > MANY or seconds > LONG_S)):
             raise too_long(matrix, len(wanted) / len(some) * len(todo), seconds)

@@ -119,10 +119,8 @@ def _prober(config: RunConfig, given: Cluster | None) -> Iterator[tuple[Probe, C
 
 def _trials(config: RunConfig, probe: Probe, cluster: Cluster, console: Console) -> dict[str, Any]:
     """The two measurements that resolving asks for, made on the cluster's first device."""
-    from farspan import models
     from farspan.domain.engine import engine
     from farspan.planning import pace
-    from farspan.techniques import Task, data
 
     device = first_device(cluster)
     precisions = cluster.devices[0].dtypes if config.train.precision == "auto" else (config.train.precision,)
@@ -131,14 +129,12 @@ def _trials(config: RunConfig, probe: Probe, cluster: Cluster, console: Console)
         return len(cluster.devices) / pace.crowding(cluster) * max(probe.matmul_flops(device, precisions).values())
 
     def measure(model: ModelSpec, train: TrainSpec) -> ProbeResult:
-        # As many rows as fit; a model that one device cannot hold may still be divided over several.
-        drafted = data.plan(Task(model, models.graph(model), cluster, train, engine("farspan"), only=(0,)))
-        if isinstance(drafted, Problem) and len(cluster.devices) == 1:
-            raise Refusal.of(drafted)
-        if isinstance(drafted, Problem):
+        tried = pace.fitting(model, train, cluster, engine("farspan"))
+        if isinstance(tried, Problem) and len(cluster.devices) == 1:
+            raise Refusal.of(tried)
+        if isinstance(tried, Problem):  # A model that one device cannot hold may still be divided over several.
             console.say(f"the model is not tried on one {cluster.devices[0].kind}, which cannot hold it: predicted")
             return pace.predicted(model, train, cluster, engine("farspan"), precisions)
-        tried = msgspec.structs.replace(train, batch=drafted.replicas[0].micro_rows(0, 0))
         console.say(f"trying the model on {cluster.devices[0].kind}: {', '.join(precisions)}")
         return probe.measure(device, model, tried, precisions=precisions, seconds=PROBE_S)
 
@@ -205,7 +201,7 @@ def given_cluster(config: RunConfig, *, reach: bool) -> Cluster | None:
         return None
     cluster, workers = clusters.find(config.parallel.cluster), config.parallel.workers
     if reach:
-        with Agent(cluster.hosts[0]):  # Or a refusal that says why it cannot be reached.
+        with Agent(cluster.machines[0]):  # Or a refusal that says why it cannot be reached.
             pass
     if workers == "auto":
         return cluster

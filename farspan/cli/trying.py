@@ -8,25 +8,24 @@ from pathlib import Path
 
 import msgspec
 
-from farspan import models
 from farspan.cli.bench_clusters import There
 from farspan.cli.console import Console
+from farspan.cli.job import PROBE_S, first_device
 from farspan.domain.bench import Cell, Matrix
 from farspan.domain.cluster import Cluster
 from farspan.domain.codec import content_hash, load, save
 from farspan.domain.engine import engine
 from farspan.domain.model import ModelSpec
-from farspan.domain.plan import Plan, PlannedDevice
+from farspan.domain.plan import Plan
 from farspan.domain.probe import ProbeResult
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.train import TrainSpec
 from farspan.launch.probe import Probe
 from farspan.planning import pace
 from farspan.planning.cases import Case, seq_len_of, spec_of
-from farspan.techniques import Task, data
 
-#: Seconds of steps in a trial, and what it takes with the start of its process: for the time that is said before.
-STEPS_S, TRIAL_S = 4.0, 12.0
+#: What a trial takes with the start of its process: for the time that is said before.
+TRIAL_S = 12.0
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,14 +50,16 @@ class Paces:
             steps=1, batch=cell.batch, seq_len=seq_len_of(cell, model), precision=cell.precision,
             attention=cell.attention,
         )  # fmt: skip
-        return paced(plain, self._tried(self._path(cell, model)), model, train)
+        return _as_found(plain, self._tried(self._path(cell, model)), model, train)
 
-    def missing(self, cases: Iterable[Case]) -> dict[Path, Case]:
-        """The first case of every trial that is yet to be made, by the trial's file."""
+    def missing(self, cases: Iterable[Case], *, retry: bool) -> dict[Path, Case]:
+        """The first case of every trial that is yet to be made, with `retry` also of those that failed, by the trial's
+        file."""
         found: dict[Path, Case] = {}
         for one in cases:
             path = self._path(one.cell, one.model)
-            if not isinstance(one.made, Problem) and self._tried(path) is None:
+            known = self._tried(path)
+            if not isinstance(one.made, Problem) and (known is None or (retry and known.probe is None)):
                 found.setdefault(path, one)
         return found
 
@@ -68,7 +69,7 @@ class Paces:
             plain = self._there[one.cell.cluster][0]
             kind = plain.devices[0].kind
             console.say(f"trying {one.cell.model} on one {kind} of {one.cell.cluster}: {one.cell.precision}")
-            found = tried(one, plain)
+            found = self._known[path] = tried(one, plain)
             if found.probe is None:
                 console.say(f"it cannot be tried there and is predicted alone: {found.why}")
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +78,7 @@ class Paces:
     def _path(self, cell: Cell, model: ModelSpec) -> Path:
         """The file of the trial that a cell is priced by: batch, technique and devices are not its own."""
         hash_ = self._there[cell.cluster][1]
-        return path_of(self._folder, hash_, model, cell.precision, seq_len_of(cell, model), cell.attention)
+        return trial_file(self._folder, hash_, model, cell.precision, seq_len_of(cell, model), cell.attention)
 
     def _tried(self, path: Path) -> Tried | None:
         if path not in self._known and path.exists():
@@ -85,12 +86,12 @@ class Paces:
         return self._known.get(path)
 
 
-def path_of(folder: Path, cluster_hash: str, model: ModelSpec, *more: object) -> Path:
+def trial_file(folder: Path, cluster_hash: str, model: ModelSpec, *more: object) -> Path:
     """The file of a trial of a model at a precision, length of sequences and attention."""
     return folder / f"{content_hash(model, cluster_hash, *more)}.json"
 
 
-def paced(plain: Cluster, found: Tried | None, model: ModelSpec, train: TrainSpec) -> Cluster:
+def _as_found(plain: Cluster, found: Tried | None, model: ModelSpec, train: TrainSpec) -> Cluster:
     """The cluster as the trial found its first device; as it is where there is none."""
     if found is None or found.probe is None:
         return plain
@@ -100,22 +101,19 @@ def paced(plain: Cluster, found: Tried | None, model: ModelSpec, train: TrainSpe
 def as_tried(folder: Path, plain: Cluster, cluster_hash: str, plan: Plan) -> Cluster:
     """The cluster as a plan of a bench was priced on it, whose trials lie in `folder`."""
     train = plan.train
-    path = path_of(folder, cluster_hash, plan.model, train.precision, train.seq_len, train.attention)
-    return paced(plain, load(path, Tried) if path.exists() else None, plan.model, train)
+    path = trial_file(folder, cluster_hash, plan.model, train.precision, train.seq_len, train.attention)
+    return _as_found(plain, load(path, Tried) if path.exists() else None, plan.model, train)
 
 
 def tried(one: Case, plain: Cluster) -> Tried:
     """A few steps of a case's model on the first device, of as many of its sequences as fit there."""
-    host, device = plain.machines[0], plain.devices[0]
-    train = msgspec.structs.replace(one.train, batch=one.cell.batch, steps=1)
-    drafted = data.plan(Task(one.model, models.graph(one.model), plain, train, engine("farspan"), only=(0,)))
-    if isinstance(drafted, Problem):
-        return Tried(why=f"{drafted.what}: {drafted.fact}")
-    train = msgspec.structs.replace(train, batch=drafted.replicas[0].micro_rows(0, 0))
-    at = PlannedDevice(host=host.name, backend=device.backend, index=0, threads=device.threads)
+    asked = msgspec.structs.replace(one.train, batch=one.cell.batch, steps=1)
+    train, at = pace.fitting(one.model, asked, plain, engine("farspan")), first_device(plain)
+    if isinstance(train, Problem):
+        return Tried(why=f"{train.what}: {train.fact}")
     try:
-        with Probe(host, threads=device.threads, device=0) as probe:
-            return Tried(probe=probe.measure(at, one.model, train, precisions=(train.precision,), seconds=STEPS_S))
+        with Probe(plain.machines[0], threads=at.threads, device=0) as probe:
+            return Tried(probe=probe.measure(at, one.model, train, precisions=(train.precision,), seconds=PROBE_S))
     except Refusal as refusal:
         return Tried(why=f"{refusal.problem.what}: {refusal.problem.fact}")
     except (OSError, subprocess.SubprocessError) as error:

@@ -89,14 +89,14 @@ def work(
         # Rows that are looked up, not the table; its gradient is as large as the table, zeros first.
         added += 4 * min(1.0, gradient_passes) * weights
         activations, weights = 2 * graph.size("bsd", **size), 0.0
-    scored = op.kind == "attention" and keys is not None
-    if scored and keys is not None:
+    scored = keys if op.kind == "attention" else None
+    if scored is not None:
         # Scores and probabilities go to memory and back.
-        activations += 4 * keys * graph.size("bsn", **size) * graph.sizes["r"] / graph.sizes["e"] * share
+        activations += 4 * scored * graph.size("bsn", **size) * graph.sizes["r"] / graph.sizes["e"] * share
     if op.kind == "loss":
         # fp32 probabilities beside the logits.
         activations *= 3
-    if scored or op.kind in ("pointwise", "loss"):
+    if scored is not None or op.kind in ("pointwise", "loss"):
         activations *= passes
     moved = width * (activations + weights)
     summed = "".join(dim for dim in op.inputs[-1] if dim not in op.output) if op.kind == "matmul" else "d"

@@ -158,7 +158,7 @@ class Costs:
 
     def waited_s(self, name: Collective, group: Sequence[int], size: float, concurrent: int) -> float:
         """Seconds of a collective that everyone waits for: each step of its ring, there and back, also for the turn of
-        the worker that must answer; and its bytes for those who spin beside it on one core."""
+        the worker that must answer; and for its bytes where others share that one's core."""
         took: float = getattr(self.network, f"{name}_s")(group, size, concurrent=concurrent)
         n = len(group)
         steps = (n - 1) * (2 if name == "all_reduce" else 1)

@@ -12,9 +12,11 @@ from farspan.domain.engine import Engine
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import GradSync, Inputs, Mesh, Plan, PlannedDevice, Replica, Stage
 from farspan.domain.probe import ProbeResult, Speed
+from farspan.domain.problems import Problem
 from farspan.domain.results import Estimate
 from farspan.domain.train import Precision, TrainSpec
 from farspan.estimate.price import estimate
+from farspan.techniques import Task, data
 
 
 def crowding(cluster: Cluster) -> float:
@@ -52,6 +54,14 @@ def on_one_device(model: ModelSpec, train: TrainSpec, cluster: Cluster, engine: 
         inputs=Inputs(cluster="", corpus=""),
     )  # fmt: skip
     return estimate(plan, graph, cluster, engine)
+
+
+def fitting(model: ModelSpec, train: TrainSpec, cluster: Cluster, engine: Engine) -> TrainSpec | Problem:
+    """The training with as many of its sequences at a time as fit on the first device; or what it lacks for one."""
+    drafted = data.plan(Task(model, models.graph(model), cluster, train, engine, only=(0,)))
+    if isinstance(drafted, Problem):
+        return drafted
+    return msgspec.structs.replace(train, batch=drafted.replicas[0].micro_rows(0, 0))
 
 
 def predicted(

@@ -114,6 +114,7 @@ def test_a_device_that_cannot_be_tried_is_predicted(farspan, folder):
     assert load(path, Tried).probe is None
     rows = [row for row in rows_of(folder) if row.cell.technique == "data"]
     assert len(rows) == 2 and all(row.status == "failed" and row.predicted_s > 0 for row in rows)
+    assert "cannot be tried there" in farspan("bench", "matrix.yaml", "--retry", cwd=folder).stdout
 
 
 def test_what_was_interrupted_goes_on(farspan, folder, environment):
