@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -276,6 +277,8 @@ def leave_word(problem: Problem, run: RunFolder, rank: int) -> None:
 
 
 def main() -> int:
+    # PyTorch 2.13 gives collectives names that 2.11 lacks; the last words of a log are for what went wrong.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     run, plan = RunFolder(Path(sys.argv[2]).expanduser()), None
     rank, world, parent = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.getppid()
     try:

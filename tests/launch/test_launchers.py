@@ -111,6 +111,7 @@ def test_divided_models_on_two_sites_lose_what_one_process_loses(sites, alone, t
     assert losses(run, "local", sites[1]) == pytest.approx(alone, abs=1e-5)
     # What workers on hosts with a disk of their own have recorded was fetched for the report.
     assert all((run.logs / f"rank-{rank}.events.jsonl").exists() for rank in (1, 2, 3))
+    assert not [log.name for log in run.logs.glob("*.log") if "Warning" in log.read_text()]
 
 
 def left_over(run):
