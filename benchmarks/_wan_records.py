@@ -24,7 +24,7 @@ class Session(_Record, frozen=True, kw_only=True, tag="session"):
 
     command: tuple[str, ...]
     commit: str
-    #: Whether tracked files differ from the commit.
+    #: Whether tracked files, results left out, differ from the commit.
     changed: bool
     versions: dict[str, str]
     cpu: str

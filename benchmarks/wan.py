@@ -242,8 +242,9 @@ def started(session: str, labs: dict[float, str]) -> Session:
     status = cells.status(next(iter(labs.values())))
     return Session(
         session=session, command=tuple(sys.argv), realtime=status.realtime, bandwidth=BANDWIDTH,
-        changed=bool(_git("status", "--porcelain", "-uno")), cores=os.cpu_count() or 1, kernel=platform.release(),
-        congestion=status.lab.congestion, windows=windows, **said_of_here(),
+        changed=bool(_git("status", "--porcelain", "-uno", ":/", ":!results")),
+        cores=os.cpu_count() or 1, kernel=platform.release(), congestion=status.lab.congestion, windows=windows,
+        **said_of_here(),
     )  # fmt: skip
 
 
