@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from farspan.estimate.memory import CPU_SCORES_POSITIONS, LOGITS_CHUNK_BYTES, query_blocks
+from farspan.estimate.memory import LOGITS_CHUNK_BYTES, keeps_scores, query_blocks
 
 
 @functools.lru_cache(maxsize=8)
@@ -78,7 +78,7 @@ def _added(whole: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q (B, H, S, E), k and v (B, K, S, E) -> (B, H, S, E), by the fastest exact path for the device and length."""
-    if q.device.type == "cpu" and q.shape[2] <= CPU_SCORES_POSITIONS:
+    if keeps_scores(q.shape[2], q.element_size(), q.device.type):
         return MatrixAttention.apply(q, k, v)
     return torch.nn.functional.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]

@@ -134,6 +134,30 @@ class TrainState:
         return made
 
     def _collector(self, index: int) -> Callable[[Tensor], None]:
+        return self._into_lasting(index) if self.division.zero < 2 else self._into_leaving(index)
+
+    def _into_lasting(self, index: int) -> Callable[[Tensor], None]:
+        """Into a bucket that is there all the time: once a step's first gradient is, it is the parameter's own, to
+        which torch adds the later ones, without Python, where both have one dtype."""
+        part, same = self.view(self.collected, index), self.dtype == torch.float32  # type: ignore[arg-type]
+
+        def collect(parameter: Tensor) -> None:
+            if index not in self._begun:
+                assert parameter.grad is not None
+                part.copy_(parameter.grad)
+                self._begun.add(index)
+                parameter.grad = part if same else None
+            elif not same:
+                assert parameter.grad is not None
+                part.add_(parameter.grad)
+                parameter.grad = None
+            if self.on_grad is not None:
+                self.on_grad(index)
+
+        return collect
+
+    def _into_leaving(self, index: int) -> Callable[[Tensor], None]:
+        """Into a bucket that is new whenever the one before has been sent."""
         b, start = self.home[index]
         shape, size, members = self.shapes[index], self.buckets[b].size, self.buckets[b].members
         filled = sum(self.shapes[member].numel() for member in members)
@@ -198,6 +222,8 @@ class TrainState:
     def clear(self) -> None:
         """Gradients begin anew: every parameter's must be given before the next update."""
         self._begun.clear()
+        for parameter in self.parameters:
+            parameter.grad = None
         for bucket, part in zip(self.buckets, self.grad, strict=True):
             if self.division.zero >= 2 and bucket.ways > 1:
                 part.zero_()  # To which every microbatch's part is added.

@@ -111,6 +111,7 @@ def test_scores_are_computed_for_the_keys_up_to_the_end_of_a_block():
     assert keys(100) == (64 * 64 + 36 * 100) / 100
     assert keys(100, "bf16") == keys(100, attention="vanilla") == keys(100, backend="cuda", attention="vanilla") == 100
     assert keys(2048) is None and keys(256, backend="cuda") is None
+    assert keys(64) is None and keys(64, "bf16") == keys(64, attention="vanilla") == 64
 
 
 def test_a_gradient_is_read_and_added_to_that_of_earlier_microbatches():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from farspan.domain.train import Optimizer, Schedule
-from farspan.runtime.state import TrainState, learning_rate
+from farspan.runtime.state import Division, TrainState, learning_rate
 
 
 def _model() -> nn.Module:
@@ -40,18 +40,22 @@ def test_updates_equal_torch_adamw_with_decay_on_matrices_only():
         state.update(optimizer, 1e-2, 6, 1.0)
 
 
-def test_gradients_accumulate_in_fp32_over_backward_passes():
-    model = _model()
-    state = TrainState(model, "bf16")
-    x = torch.randn(64, 5)
-    whole = _model()
-    (whole(x) ** 2).sum().backward()
-    for part in x.split(4):
-        (model(part.bfloat16()) ** 2).sum().backward()
-    assert all(grad.dtype == torch.float32 for grad in state.grad)
+@pytest.mark.parametrize(("precision", "bound"), [("bf16", 0.02), ("fp32", 1e-5)])
+@pytest.mark.parametrize("zero", [0, 2])
+def test_gradients_accumulate_in_fp32_over_backward_passes_and_begin_anew(precision, bound, zero):
+    model, whole = _model(), _model()
+    state = TrainState(model, precision, division=Division(zero=zero))
     exact = dict(whole.named_parameters())
-    for i, name in enumerate(state.names):
-        assert float((state.view(state.grad, i) - exact[name].grad).norm() / exact[name].grad.norm()) < 0.02
+    for _ in range(3):
+        x = torch.randn(64, 5)
+        whole.zero_grad()
+        (whole(x) ** 2).sum().backward()
+        for part in x.to(state.dtype).split(4):
+            (model(part) ** 2).sum().backward()
+        assert all(grad.dtype == torch.float32 for grad in state.grad)
+        for i, name in enumerate(state.names):
+            assert float((state.view(state.grad, i) - exact[name].grad).norm() / exact[name].grad.norm()) < bound
+        state.clear()
 
 
 def test_masters_stay_fp32_and_small_updates_are_not_lost_to_bf16():
