@@ -20,6 +20,7 @@ import farspan
 from farspan.cli.bench_clusters import There, bare, clusters_of, figures_hash
 from farspan.cli.clusters import reached_by
 from farspan.cli.console import Console
+from farspan.cli.planfile import lasting
 from farspan.cli.trying import TRIAL_S, Paces
 from farspan.corpus.made import make
 from farspan.domain.bench import Cell, Matrix, Row, Status, cells, figures, latest
@@ -34,7 +35,8 @@ from farspan.domain.run import cache_folder, commit
 from farspan.domain.units import format_seconds, parse_count, parse_seconds, short_time
 from farspan.launch.lock import locked
 from farspan.launch.trial import WARMUP, Limits, Question, apart, predicted_s
-from farspan.planning.cases import Case, case, check_techniques, key_of, spec_of
+from farspan.planning.cases import MATRIX, Case, case, check_techniques, key_of, spec_of
+from farspan.planning.pace import hourly_price
 from farspan.planning.published import alpa_tflops
 from farspan.planning.quantities import positive
 
@@ -131,12 +133,12 @@ class Todo(NamedTuple):
 def measure(matrix: Matrix, results: Results, console: Console, *, agreed: bool, retry: bool = False) -> list[Row]:
     """Measure what is missing and return all rows. Without `agreed`, refuses a long matrix."""
     check_techniques(matrix)
-    positive(parse_seconds, matrix.deadline, "deadline", "5m")
+    positive(parse_seconds, matrix.deadline, "deadline", "5m", MATRIX)
     with contextlib.ExitStack() as stack:
         stack.enter_context(results.held())  # Before anything that would disturb who measures here.
         rows, wanted = results.read(), cells(matrix)
         refuse_other_versions(results, rows)
-        known = {row.key for row in rows if not (retry and row.status == "failed")}
+        known = {row.key for row in rows if not (retry and may_pass(row))}
         some, many = wanted, not agreed and len(wanted) - len(known) > MANY
         if many:
             some = random.Random(matrix.seed).sample(wanted, MANY)
@@ -154,7 +156,9 @@ def measure(matrix: Matrix, results: Results, console: Console, *, agreed: bool,
         if untried:
             paces.make(untried, console)
             found, todo = meanings(matrix, some, there, paces, known)
-        seconds = sum(one.seconds(matrix) for one in todo)
+            seconds = sum(one.seconds(matrix) for one in todo)
+            if not agreed and seconds > LONG_S:  # Longer than it seemed before the trials, which are kept.
+                raise too_long(matrix, len(todo), seconds)
         console.say(
             f"{len(wanted)} cells, {len(wanted) - len(todo)} of them measured already, {len(todo)} to measure: about "
             f"{format_seconds(seconds)}"
@@ -174,6 +178,11 @@ def meanings(
     """What cells mean, all and those that are not `known` by their keys."""
     found = [meant(matrix, cell, there[cell.cluster], paces) for cell in wanted]
     return found, [one for one in found if one.key not in known]
+
+
+def may_pass(row: Row) -> bool:
+    """Whether a cell may run another time: it failed, or was killed, maybe for another program's memory."""
+    return row.status == "failed" or (row.status == "oom" and "SIGKILL" in row.cause)
 
 
 def refuse_other_versions(results: Results, rows: Sequence[Row]) -> None:
@@ -211,6 +220,8 @@ def meant(matrix: Matrix, cell: Cell, there: tuple[Cluster, str], paces: Paces) 
     launcher = reached_by(asked) or "local" if isinstance(asked, str) else "local"
     folder, manifest = corpus(spec_of(matrix.models[cell.model]).vocab_size, matrix.seed)
     one = case(cell, matrix, paces.cluster(cell), engine("farspan"), manifest.hash)
+    if isinstance(one.made, Plan):
+        one = one._replace(made=lasting(one.made, bare(cluster)))
     return Todo(key_of(matrix, one, here), one, cluster, folder, launcher)
 
 
@@ -244,7 +255,7 @@ def measured(matrix: Matrix, todo: Todo) -> tuple[Row, Plan | None]:
         short = one.made.code == "out-of-memory"
         cause = f"{one.made.what} ({one.made.fact})"
         return row_of(matrix, todo, at, status="oom" if short else "no-plan", cause=f"not run: {cause}"), None
-    deadline_s = positive(parse_seconds, matrix.deadline, "deadline", "5m")
+    deadline_s = positive(parse_seconds, matrix.deadline, "deadline", "5m", MATRIX)
     warmup, steps = steps_of(matrix, one.estimate.step_s)
     within = Limits(steps=steps, deadline_s=deadline_s, warmup=warmup)
     made = apart(Question(
@@ -269,17 +280,11 @@ def reprice(results: Results, found: Sequence[Todo]) -> None:
     """What was measured at other prices, or at none, is told at those that the matrix has now."""
     known = {row.key: row for row in results.read()}
     for one in found:
-        row, usd = known.get(one.key), hourly(one.case)
+        row, usd = known.get(one.key), hourly_price(one.case.cluster.only(one.case.places))
         if row is not None and row.usd_per_hour != usd:
             row = msgspec.structs.replace(row, usd_per_hour=usd)
             told = {} if row.step_s is None else msgspec.structs.asdict(figures(row, row.step_s))
             results.add(msgspec.structs.replace(row, **told), None, one.cluster)
-
-
-def hourly(one: Case) -> float | None:
-    """Dollars an hour of all devices of a cell; None where one's price is unknown."""
-    prices = [one.cluster.devices[place].usd_per_hour for place in one.places]
-    return None if None in prices else sum(price or 0.0 for price in prices)
 
 
 def steps_of(matrix: Matrix, step_s: float) -> tuple[int, int]:
@@ -295,7 +300,7 @@ def row_of(matrix: Matrix, todo: Todo, at: str, *, status: Status, cause: str) -
     low, high = found.interval if found is not None else (1.0, 1.0)
     step_s = None if found is None else found.step_s
     flops = 1e12 * alpa_tflops(one.model, one.train.batch, one.train.seq_len, 1.0, 1)
-    run_tokens = positive(parse_count, matrix.tokens, "tokens", "10M")
+    run_tokens = positive(parse_count, matrix.tokens, "tokens", "10M", MATRIX)
     used = dict.fromkeys(device.host for device in plan.devices) if plan else {}
     links = [one.cluster.link(a, b) for a, b in itertools.combinations(used, 2)]
     return Row(
@@ -307,7 +312,7 @@ def row_of(matrix: Matrix, todo: Todo, at: str, *, status: Status, cause: str) -
         predicted_s=step_s, predicted_low_s=None if step_s is None else low * step_s,
         predicted_high_s=None if step_s is None else high * step_s,
         predicted_memory_bytes=None if found is None else found.memory_bytes,
-        usd_per_hour=hourly(one),
+        usd_per_hour=hourly_price(one.cluster.only(one.places)),
         rtt_s=max((link.rtt_s for link in links if link is not None), default=None), at=at, seed=matrix.seed,
         farspan=farspan.__version__, commit=commit(), torch=version("torch"), python=platform.python_version(),
     )  # fmt: skip

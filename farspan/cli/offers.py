@@ -76,12 +76,13 @@ def answered(given: argparse.Namespace, console: Console) -> bool:
 # -- what fits ---------------------------------------------------------------------------------------------------------
 
 
-def _train_for(given: argparse.Namespace) -> Callable[[ModelSpec, Cluster], TrainSpec]:
+def train_for(given: argparse.Namespace) -> Callable[[ModelSpec, Cluster], TrainSpec]:
+    """The training that the flags mean, for any model on any cluster."""
     from farspan.planning.question import Question, train_of
 
     question = Question(
         model=given.model or "", tokens=given.tokens, batch=given.batch, seq_len=given.seq_len,
-        precision=given.precision, attention=given.attention, recompute=given.recompute,
+        precision=given.precision, attention=given.attention, recompute=given.recompute, wan_bits=given.wan_bits,
     )  # fmt: skip
     return lambda model, cluster: train_of(question, model, cluster)
 
@@ -91,7 +92,7 @@ def _ground(given: argparse.Namespace) -> Ground:
     from farspan.planning.ladders import Ground
 
     cluster = clusters.find(given.cluster)
-    return Ground(cluster, engine("farspan"), _train_for(given), tuple(given.technique))
+    return Ground(cluster, engine("farspan"), train_for(given), tuple(given.technique))
 
 
 def _need(given: argparse.Namespace, *flags: str) -> None:
@@ -248,7 +249,7 @@ def _rent(given: argparse.Namespace, console: Console) -> None:
           for name, value, scale in (("hours", given.hours, 3600.0), ("usd", given.usd, 1.0)))
     )  # fmt: skip
     found = rent(
-        model, _train_for(given), engine("farspan"), budget=budget, allow=given.technique, kinds=given.device,
+        model, train_for(given), engine("farspan"), budget=budget, allow=given.technique, kinds=given.device,
         bandwidth=positive(parse_rate, given.network, "--network", "100Gbit/s"),
     )  # fmt: skip
     say_rent(found, model, budget, console)

@@ -10,7 +10,8 @@ from farspan.cli.console import Console
 from farspan.cli.paint import paint, painter, width
 from farspan.domain.model import parameters
 from farspan.domain.units import format_bytes, format_count, format_seconds, short_time
-from farspan.planning.compare import best_of, bounds, called, devices_line, joined, spent, verdict
+from farspan.domain.words import joined
+from farspan.planning.compare import best_of, bounds, called, devices_line, spent, verdict
 from farspan.planning.diff import Difference
 from farspan.planning.rank import Candidate, Ranking
 from farspan.planning.why import Why, assumed, choice, reason, why

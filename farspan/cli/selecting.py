@@ -140,6 +140,9 @@ def why(selection: Selection) -> str:
 def nothing_runs(ranking: Ranking, tried: Sequence[tuple[Candidate, Trial]], asked: Asked) -> Refusal:
     """Why no plan can be chosen: what the trials died of, or what is short, and the largest model that fits."""
     failed = [(one, made) for one, made in tried if made.step_s is None]
+    ran = [one for one in ranking.candidates if one.trial is not None and one.trial.step_s is not None]
+    if ran:  # At the pace that was measured it may not be run: a lease ends before it does.
+        return Refusal.of(job.unchosen(ran[0]))
     if failed:
         one, made = failed[0]
         what = f"all {len(failed)} plans that were tried"

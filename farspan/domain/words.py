@@ -1,4 +1,4 @@
-"""Parts of a plan in words, for people."""
+"""Parts of a plan, and lists, in words for people."""
 
 from __future__ import annotations
 
@@ -42,3 +42,8 @@ def listed(words: Sequence[str]) -> str:
     """`2 x 16, 3 x 8`: neighbours that are the same counted."""
     runs = [(word, len(list(group))) for word, group in itertools.groupby(words)]
     return ", ".join(f"{count} x {word}" for word, count in runs)
+
+
+def joined(words: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`; nothing of none."""
+    return " and ".join((", ".join(words[:-1]), words[-1])) if len(words) > 1 else "".join(words)

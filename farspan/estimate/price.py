@@ -212,17 +212,16 @@ def _add_edges(replica: Replica, costs: Costs, sent: dict[str, float]) -> None:
     """Adds the bytes of a step that cross between stages of unlike sites; a tied table's gradient, and its rows back,
     cross between the ends."""
     ranks = [stage.mesh.ranks for stage in replica.stages]
-    crossing = [
-        (ranks[i][-1], ranks[i + 1][0], _edge_bytes(replica, costs, i) * replica.microbatches)
-        for i in range(len(replica.edges))
-    ]
+    sizes = [_edge_bytes(replica, costs, i) * replica.microbatches for i in range(len(replica.edges))]
+    crossing = [(ranks[i][-1], ranks[i + 1][0], size, size) for i, size in enumerate(sizes)]
     if costs.graph.tied and len(ranks) > 1:
-        crossing.append((ranks[0][0], ranks[-1][-1], costs.graph.size("vd") * replica.stages[0].grad_sync.bits / 8))
-    for a, b, size in crossing:
-        sites = (costs.network.sites[a], costs.network.sites[b])
-        if sites[0] != sites[1]:
-            for site in sites:
-                sent[site] = sent.get(site, 0.0) + size
+        whole, rows = tied_bytes(replica, costs)
+        crossing.append((ranks[0][0], ranks[-1][-1], rows, whole))
+    for a, b, down, up in crossing:
+        here, there = costs.network.sites[a], costs.network.sites[b]
+        if here != there:
+            sent[here] = sent.get(here, 0.0) + down
+            sent[there] = sent.get(there, 0.0) + up
 
 
 def _delay(replica: Replica, costs: Costs, a: int, b: int) -> float:
@@ -261,12 +260,23 @@ class Tie(NamedTuple):
         return found
 
 
+def tied_bytes(replica: Replica, costs: Costs) -> tuple[float, float]:
+    """Bytes of a tied table between a pipeline's ends in a step: the head's gradient, and what comes back."""
+    first = replica.stages[0]
+    size = costs.graph.size("vd") * (4.0 if costs.engine.direct else first.grad_sync.bits / 8)
+    # What rounding left of a sum over several workers is in rows of other steps, too (`runtime.tied`).
+    rounded = first.grad_sync.bits < 32 and len(first.mesh.batch) > 1
+    if rounded or not costs.engine.receives_ahead:
+        return size, size
+    return size, size * min(1.0, replica.batch * costs.train.seq_len / costs.graph.sizes["v"])
+
+
 def _tie(replica: Replica, costs: Costs) -> Tie:
     """The exchange of a tied table's gradient between a pipeline's ends."""
     if not costs.graph.tied or len(replica.stages) == 1:
         return Tie()
     first, last = replica.stages[0], replica.stages[-1]
-    size = costs.graph.size("vd") * (4.0 if costs.engine.direct else first.grad_sync.bits / 8)
+    size, touched = tied_bytes(replica, costs)
     if costs.engine.ties_collective:
         # Each device of a stage meets its peer of the other; the update waits for the sum.
         return Tie(both=costs.network.all_reduce_s((first.mesh.ranks[0], last.mesh.ranks[-1]), size))
@@ -279,11 +289,8 @@ def _tie(replica: Replica, costs: Costs) -> Tie:
         across += max(carried_s(costs.network, ends, costs.network.sites[rank], size) for rank in ends)
     if not costs.engine.receives_ahead:
         return Tie(both=2 * across)
-    # What rounding left of a sum over several workers is in rows of other steps, too (`runtime.tied`).
-    rounded = first.grad_sync.bits < 32 and len(first.mesh.batch) > 1
-    touched = 1.0 if rounded else min(1.0, replica.batch * costs.train.seq_len / costs.graph.sizes["v"])
-    back = costs.network.send_s(wire, touched * size) + wire.delay_s
-    carried = carried_s(costs.network, ends, costs.network.sites[ends[0]], (1 + touched) * size) if crosses else 0.0
+    back = costs.network.send_s(wire, touched) + wire.delay_s
+    carried = carried_s(costs.network, ends, costs.network.sites[ends[0]], size + touched) if crosses else 0.0
     return Tie(across=across, back=back, taken=carried)
 
 

@@ -314,6 +314,9 @@ class Costs:
         head = stage.units[1] == self.graph.units and stage.units[0] < stage.units[1]
         split = stage.splits.get("head", "")
         shares = work_share(split, ways), 1 / ways if split and split in "vd" else 1.0
+        if head and engine.logits_chunk is not None:
+            # The head's gradient is made in the forward pass: each further one that is in flight keeps its own.
+            kept += (depth - 1) * self.width * self.graph.size("vd") * shares[1]
         buffers = 2.0 * depth * rows * self.graph.size("bsd", b=1, s=train.seq_len) * self.width if piped else 0
         if len(stage.mesh.ranks) > ways and engine.buckets_copied:
             buffers += stage.grad_sync.bucket_bytes or 0

@@ -18,7 +18,7 @@ from farspan.domain.graph import Operator
 from farspan.domain.plan import GradSync, Plan, Replica, Stage
 from farspan.estimate.memory import local_parameters
 from farspan.estimate.network import Network
-from farspan.estimate.price import edges
+from farspan.estimate.price import edges, tied_bytes
 from farspan.estimate.sharding import RESIDUAL, between, strategy
 from farspan.estimate.stage import Costs, returns_to_residual
 from farspan.estimate.sums import buckets
@@ -227,10 +227,15 @@ def _tied(replica: Replica, costs: Costs, ledger: _Ledger) -> None:
     if not costs.graph.tied or len(replica.stages) == 1:
         return
     a, b = replica.stages[0].mesh.ranks[0], replica.stages[-1].mesh.ranks[-1]
-    size = costs.graph.size("vd") * replica.stages[0].grad_sync.bits / 8
-    ledger.bytes("tied table", costs.network.hosts[a], costs.network.hosts[b], 2 * size)
-    took = costs.network.all_reduce_s
-    ledger.add("tied table", took((a, b), size), took((a, b), 0.0))
+    whole, rows = tied_bytes(replica, costs)
+    ledger.bytes("tied table", costs.network.hosts[a], costs.network.hosts[b], whole + rows)
+    if costs.engine.ties_collective:
+        took = costs.network.all_reduce_s
+        ledger.add("tied table", took((a, b), whole), took((a, b), 0.0))
+    else:
+        wire = costs.network.wire(b, a, collective=False)
+        seconds = [costs.network.send_s(wire, size) + wire.delay_s for size in (whole, rows, 0.0)]
+        ledger.add("tied table", seconds[0] + seconds[1], 2 * seconds[2])
 
 
 def _replicas(plan: Plan, costs: Costs, ledger: _Ledger) -> None:

@@ -81,9 +81,9 @@ class Away:
         """Bring the checkpoints back. Raises Refusal (host-unreachable) that says where they are."""
         folder = quoted(self._there.path)
         try:
-            with subprocess.Popen(
-                command(self._host, ["sh", "-c", f"cd {folder} && tar -cf - checkpoints"]), stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            with self._started(
+                f"cd {folder} && tar -cf - checkpoints", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
             ) as process:  # fmt: skip
                 assert process.stdout is not None
                 with tarfile.open(fileobj=process.stdout, mode="r|") as archive:
@@ -98,12 +98,22 @@ class Away:
     def _ask(self, text: str) -> bytes | None:
         return ask(self._host, text, ANSWER_S)
 
+    def _started(self, text: str, **streams: int) -> subprocess.Popen[bytes]:
+        """A shell command on the host. Raises Refusal (host-unreachable) where what reaches it is not here."""
+        words = command(self._host, ["sh", "-c", text])
+        try:
+            return subprocess.Popen(words, **streams)  # type: ignore[call-overload,no-any-return]
+        except OSError as error:
+            raise Refusal(
+                "host-unreachable", what=f"{self._host.name} cannot be reached", where=f"host {self._host.name}",
+                fact=f"{words[0]}: {error.strerror}", remedy="farspan doctor --cluster, with the same cluster",
+            ) from None  # fmt: skip
+
     def _put(self, files: Iterable[tuple[Path, str]], folder: Path, made: dict[str, bytes] | None = None) -> None:
         where = quoted(folder)
-        with subprocess.Popen(
-            command(self._host, ["sh", "-c", f"mkdir -p {where}/logs && tar -xf - -C {where}"]), stdin=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        ) as process:  # fmt: skip
+        with self._started(
+            f"mkdir -p {where}/logs && tar -xf - -C {where}", stdin=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as process:
             assert process.stdin is not None and process.stderr is not None
             try:
                 with process.stdin, tarfile.open(fileobj=process.stdin, mode="w|") as archive:

@@ -14,6 +14,7 @@ from farspan.launch.examine import Examination, HostFacts, Way, address
 
 #: Clocks further apart than this make events of several hosts hard to read side by side.
 MAX_SKEW_S = 1.0
+#: A small model's checkpoints, its index and a corpus need about this much.
 LITTLE_DISK = 5 * 10**9
 #: Where `tarfile` began to refuse what lies outside its folder.
 OLDEST_PYTHON = (3, 11, 4)

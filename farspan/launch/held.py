@@ -1,7 +1,7 @@
 """A command that stops with its standard input: `python -m farspan.launch.held COMMAND...`.
 
-Clients such as ssh pass input on to a host, but no signals: there the end of the input is the request to stop. It also
-ends where the launcher is gone, however that happened.
+Clients such as ssh pass input on to a host, but no signals: there STOP, or the end of the input, is the request to
+stop, and KILL ends the command at once. The input also ends where the launcher is gone, however that happened.
 """
 
 from __future__ import annotations
@@ -14,29 +14,42 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 
-def at_end_of_input(stop: Callable[[], None]) -> None:
-    """Have `stop` called when standard input has ended."""
+#: What standard input says.
+STOP, KILL = b"s", b"k"
+
+
+def at_end_of_input(stop: Callable[[], None], kill: Callable[[], None] = lambda: None) -> None:
+    """Have `stop` called when standard input says STOP or has ended, and `kill` when it says KILL."""
 
     def read() -> None:
-        while os.read(0, 1):
-            continue
-        stop()
+        while (said := os.read(0, 1)) not in (b"", KILL):
+            if said == STOP:
+                stop()
+        (kill if said == KILL else stop)()
 
     threading.Thread(target=read, daemon=True).start()
 
 
 def run(words: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
     """Run a command until it ends, asked to (SIGTERM) or not; its exit code, as a shell would give it."""
-    asked = threading.Event()
+    asked, killed = threading.Event(), threading.Event()
+
+    def kill() -> None:
+        killed.set()
+        asked.set()
+
     signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
-    at_end_of_input(asked.set)
+    at_end_of_input(asked.set, kill)
     process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL)
 
-    def stop() -> None:
+    def end() -> None:
         asked.wait()
-        process.terminate()
+        if not killed.is_set():
+            process.terminate()
+        killed.wait()
+        process.kill()
 
-    threading.Thread(target=stop, daemon=True).start()
+    threading.Thread(target=end, daemon=True).start()
     code = process.wait()
     return code if code >= 0 else 128 - code
 

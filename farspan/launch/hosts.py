@@ -24,6 +24,9 @@ from farspan.domain.problems import Refusal
 CLIENTS = frozenset({"ssh", "docker", "podman", "kubectl"})
 #: A host that has not answered the first question by then is not reachable (ssh itself gives up after CONNECT_S).
 START_S, CONNECT_S = 12.0, 8
+#: ssh asks a host that says nothing every so many seconds whether it is there, and ends after so many without an answer:
+#: a line that is cut, or that a router has forgotten, would else be waited on for hours.
+ALIVE_S, UNANSWERED = 5, 3
 #: A host answers a question about its files within this.
 ANSWER_S = 30.0
 #: Reads its program from standard input first: command lines have a limit, and ssh needs no quoting for it.
@@ -32,7 +35,11 @@ BOOTSTRAP = "import sys; exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readlin
 
 def _enter(host: Host, device: int | None) -> tuple[str, ...]:
     enter = host.enter if device is None else host.devices[device].enter or host.enter
-    return ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}", host.name) if enter is None else enter
+    options = {
+        "BatchMode": "yes", "ConnectTimeout": CONNECT_S, "ServerAliveInterval": ALIVE_S,
+        "ServerAliveCountMax": UNANSWERED,
+    }  # fmt: skip
+    return ("ssh", *(f"-o{key}={value}" for key, value in options.items()), host.name) if enter is None else enter
 
 
 def command(host: Host, words: Sequence[str], *, device: int | None = None) -> list[str]:
@@ -66,11 +73,11 @@ def quoted(path: Path) -> str:
 
 
 def ask(host: Host, text: str, seconds: float = ANSWER_S) -> bytes | None:
-    """What a shell command on a host prints; None where it fails, or has not ended by then."""
+    """What a shell command on a host prints; None where it fails, cannot be started, or has not ended by then."""
     words = command(host, ["sh", "-c", text])
     try:
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds)
-    except subprocess.TimeoutExpired:
+    except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
 

@@ -25,7 +25,7 @@ from farspan.domain.problems import Problem, Refusal, command
 from farspan.launch.agent import free_port, interfaces
 from farspan.launch.held import at_end_of_input
 from farspan.launch.launchers.ray import LOST, Job, Node
-from farspan.launch.workers import GRACE_S
+from farspan.launch.workers import GRACE_S, worker_environment
 
 POLL_S = 0.2
 #: A node that does not answer for so long is lost; Ray's own health check takes 15 s and more.
@@ -104,9 +104,9 @@ def run(job: Job) -> list[Ended | None]:
     actors = [remote.options(num_cpus=0, label_selector={"ray.io/node-id": nodes[host]}).remote() for host in job.ranks]
     places = ray.get([actor.place.remote() for actor in actors], timeout=JOIN_S)
     for rank, (host, actor, place) in enumerate(zip(job.ranks, actors, places, strict=True)):
-        environment = {
+        environment = worker_environment(job.threads[rank]) | {
             "RANK": str(rank), "WORLD_SIZE": str(len(actors)), "MASTER_ADDR": places[0][0],
-            "MASTER_PORT": str(places[0][1]), "OMP_NUM_THREADS": str(job.threads[rank]),
+            "MASTER_PORT": str(places[0][1]),
         }  # fmt: skip
         if place[2]:
             environment |= {"GLOO_SOCKET_IFNAME": place[2], "NCCL_SOCKET_IFNAME": place[2]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from farspan.domain.problems import command as farspan
 from farspan.domain.results import Estimate, Event, Finished, Started, Step
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.units import format_bytes
+from farspan.launch import held
 from farspan.launch.away import Away
 from farspan.launch.hosts import ask, by_client, command, interpreter, quoted
 from farspan.launch.lock import locked
@@ -37,6 +39,8 @@ GRACE_S = 12.0
 SAVE_S = 600.0
 #: Who was killed is gone within this: a worker of a slow device has memory to give back.
 KILL_S = 60.0
+#: A client, such as ssh, ends so soon after what it runs on a host was killed.
+CLIENT_S = 5.0
 #: A service, such as a Ray node, ends within this.
 SERVICE_S = 30.0
 
@@ -113,7 +117,8 @@ class HostProcess:
         device: int | None = None, said: bytes | None = None,
     ) -> None:  # fmt: skip
         self._host, self._ranks = host, ranks
-        if ranks and said is None and by_client(host, device):
+        self._held = bool(ranks) and said is None and by_client(host, device)
+        if self._held:
             words, said = [interpreter(host), "-m", "farspan.launch.held", *words], b""
         # A session of its own: Ctrl-C reaches only the launcher, which passes it on once.
         # It inherits the run's lock, which holds as long as any worker lives, even without its launcher.
@@ -142,10 +147,21 @@ class HostProcess:
         return _signalled(self._process.poll())
 
     def signal(self, number: signal.Signals) -> None:
-        if number == signal.SIGTERM and self._process.stdin is not None:
+        if self._held and number in (signal.SIGTERM, signal.SIGKILL):
+            self._say(held.STOP if number == signal.SIGTERM else held.KILL)
+            if number == signal.SIGKILL:  # What runs there takes its client with it, unless nothing arrives any more.
+                end = threading.Timer(CLIENT_S, self._process.kill)
+                end.daemon = True
+                end.start()
+        elif number == signal.SIGTERM and self._process.stdin is not None:
             self._process.stdin.close()
         else:
             self._process.send_signal(number)
+
+    def _say(self, word: bytes) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # It has ended already.
+            self._process.stdin.write(word)
 
     def wait(self, timeout: float) -> None:
         self._process.wait(timeout)
@@ -371,7 +387,14 @@ class Workers:
         self._signal(signal.SIGKILL)
         for process in self.processes:
             if process.ranks:
-                process.wait(timeout=KILL_S)
+                try:
+                    process.wait(timeout=KILL_S)
+                except subprocess.TimeoutExpired:
+                    raise Refusal(
+                        "worker-lost", what=f"a worker on {process.host.name} does not end", where=str(self.run.path),
+                        fact=f"killed {KILL_S:.0f} s ago it is still there, as one that waits for a disk or a driver",
+                        remedy="farspan doctor --cluster, with the same cluster",
+                    ) from None  # fmt: skip
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._interrupted_at is None:

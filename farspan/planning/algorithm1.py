@@ -1,8 +1,8 @@
 """Algorithm 1 of arXiv 2602.02632, as printed: a technique for two machines from a few epochs of each.
 
-It compares TFLOP/s a device. Tp is Pipeshard's on both machines; Td1, Ts1 and Td2, Ts2 are Data's and Shard's on the
-first and the second alone; a plan that fails counts as 0. Tz is the best of the four, and delta the share by which one
-must exceed the other:
+It compares mean TFLOP/s a device. Tp is Pipeshard's on both machines; Td1, Ts1 and Td2, Ts2 are Data's and Shard's on
+the first and the second alone; a plan that fails counts as 0. Tz is the best of the four, and delta the share by which
+one must exceed the other:
 
 1. Tz > 0 and (Tp - Tz) / Tz > delta: Pipeshard on both.
 2. Else Tp > 0 and (Tz - Tp) / Tp > delta: the best of Data and Shard on the machine where it is better.
@@ -16,6 +16,7 @@ and there are just two machines.
 from __future__ import annotations
 
 from collections.abc import Callable
+from statistics import fmean
 from typing import Literal
 
 import msgspec
@@ -150,7 +151,8 @@ def _candidate(
     trial, train = measure(made, price(made, task.costs, brief=True).step_s), asked.train
     speed = 0.0
     if trial.step_s is not None:
-        speed = alpa_tflops(asked.model, train.batch, train.seq_len, trial.step_s, len(places))
+        seconds = fmean(trial.steps or (trial.step_s,))
+        speed = alpa_tflops(asked.model, train.batch, train.seq_len, seconds, len(places))
     return Candidate(
         name=name, technique=technique, machine=machine, plan=made, trial=trial, problem=trial.problem, tflops=speed
     )

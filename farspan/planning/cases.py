@@ -26,6 +26,8 @@ from farspan.techniques import Task
 
 #: Before the name of a plan that the FABRIC paper ran.
 PUBLISHED = "published:"
+#: Where refusals say that a key is.
+MATRIX = "the matrix"
 
 
 class Case(NamedTuple):
@@ -43,7 +45,7 @@ class Case(NamedTuple):
 def spec_of(asked: str | Shape) -> ModelSpec:
     """The model that a matrix names. Raises Refusal (out-of-range) for one that cannot be."""
     if isinstance(asked, str):
-        return model_of(asked)
+        return model_of(asked, "models", MATRIX)
     knobs = {"heads": asked.heads} if asked.heads is not None else {}
     try:
         return models.family(asked.family).shape(
@@ -97,10 +99,10 @@ def case(cell: Cell, matrix: Matrix, cluster: Cluster, engine: Engine, corpus: s
     places = () if isinstance(there, Problem) else there
     seq_len = seq_len_of(cell, model)
     batch = cell.batch * max(1, len(places))
+    tokens = positive(parse_count, matrix.tokens, "tokens", "10M", MATRIX)
     train = TrainSpec(
-        steps=max(1, round(positive(parse_count, matrix.tokens, "tokens", "10M") / (batch * seq_len))), batch=batch,
-        seq_len=seq_len, precision=cell.precision, attention=cell.attention, seed=matrix.seed,
-        schedule=Schedule(kind="constant"),
+        steps=max(1, round(tokens / (batch * seq_len))), batch=batch, seq_len=seq_len, precision=cell.precision,
+        attention=cell.attention, seed=matrix.seed, schedule=Schedule(kind="constant"),
     )  # fmt: skip
     made: Plan | Problem
     if isinstance(there, Problem):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from farspan.domain.cluster import Cluster
 from farspan.domain.plan import Plan
 from farspan.domain.units import format_seconds, format_usd
+from farspan.domain.words import joined
 from farspan.planning.rank import Candidate, Ranking
 
 #: Less of a difference than this is none: estimates are rounded to about as much.
@@ -79,11 +80,6 @@ def devices_line(cluster: Cluster, places: Sequence[int]) -> str:
     """`2 rtx6000 and 2 t4`."""
     kinds = [cluster.devices[place].kind for place in places]
     return joined([f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)])
-
-
-def joined(words: Sequence[str]) -> str:
-    """`a, b and c`."""
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}" if words else ""
 
 
 def bounds(one: Candidate) -> tuple[float, float]:

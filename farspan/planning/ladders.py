@@ -18,7 +18,6 @@ from farspan.planning.parts import Part
 from farspan.planning.size import shape_for
 
 Asked = Literal["model", "batch", "memory"]
-ASKED: tuple[Asked, ...] = ("model", "batch", "memory")
 #: Techniques whose plans take milliseconds (one stage, no program to solve), those that divide most first.
 QUICK = ("fsdp", "hsdp", "zero2", "zero1", "data")
 #: Neighbouring rungs of models and of memory differ by about so much; they are three digits long, to be typed.

@@ -23,10 +23,10 @@ from farspan.techniques import Task
 
 #: Shorter sequences than this are not proposed.
 SHORTEST = 128
-#: How many times each host's devices and hosts are multiplied when more devices are proposed, and how many devices that
-#: may make at most.
 #: Techniques that search for longer are asked what they lack on up to so many devices.
 MOST_SEARCHED = 16
+#: How many times each host's devices and hosts are multiplied when more devices are proposed, and how many devices that
+#: may make at most.
 TIMES, MOST_DEVICES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64), 512
 
 

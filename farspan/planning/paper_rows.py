@@ -69,7 +69,7 @@ def fabric(engine: Engine) -> list[Row]:
         predicted = cell.minutes * 60 / steps if cell.status == "ok" else None
         hosts = [host.name for host in case.cluster.hosts]
         link = case.cluster.link(*hosts) if len(hosts) == 2 else None
-        found.append(_row(
+        made = _row(
             "fabric",
             Cell(
                 cluster=case.row.slice, model=case.row.model, technique=case.row.technique, devices=str(devices),
@@ -80,7 +80,10 @@ def fabric(engine: Engine) -> list[Row]:
             used=devices, rows=train.batch, parameters=parameters(case.model), step_tokens=train.tokens_per_step,
             step_flops=flops, run_tokens=run, step_s=step_s, predicted=predicted,
             interval=(low, high), memory=cell.memory_bytes, rtt_s=None if link is None else link.rtt_s,
-        ))  # fmt: skip
+        )  # fmt: skip
+        # Only what was printed: of some rows minutes and TFLOP/s do not agree, of others one is missing.
+        told = {} if case.row.tflops is None else {"tflops_per_device": case.row.tflops}
+        found.append(msgspec.structs.replace(made, minutes=case.row.minutes, **told))
     return found
 
 
@@ -115,6 +118,14 @@ def slm_cost(engine: Engine) -> list[Row]:
             memory=one.memory_bytes, usd_per_hour=usd,
         ))  # fmt: skip
     return found
+
+
+def as_plotted(found: list[Row]) -> list[Row]:
+    """The cost study's printed points alone: each is the best over batch and attention, which are not told (0)."""
+    return [
+        msgspec.structs.replace(row, cell=msgspec.structs.replace(row.cell, batch=0, attention="sdpa"))
+        for row in found if row.step_s is not None
+    ]  # fmt: skip
 
 
 def _row(

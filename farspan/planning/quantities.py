@@ -23,9 +23,9 @@ MOST = 1e15
 SIZES = {"tiny": 3_000_000, "small": 15_000_000, "medium": 60_000_000, "large": 250_000_000, "xl": 1_000_000_000}
 
 
-def out_of_range(key: str, value: object, fact: str, remedy: str) -> Refusal:
-    """The refusal of one value of run.yaml, or of a flag."""
-    what, where = f"{key} = {value} cannot be used", key if key.startswith("--") else f"run.yaml, key {key}"
+def out_of_range(key: str, value: object, fact: str, remedy: str, file: str = "run.yaml") -> Refusal:
+    """The refusal of one value of a file, or of a flag."""
+    what, where = f"{key} = {value} cannot be used", key if key.startswith("--") else f"{file}, key {key}"
     return Refusal("out-of-range", what=what, where=where, fact=fact, remedy=remedy)
 
 
@@ -34,15 +34,17 @@ def given_or(value: object, otherwise: str) -> str:
     return otherwise if value is None or value == "auto" else "run.yaml"
 
 
-def positive(parse: Callable[[Quantity], Number], value: Quantity, key: str, example: str) -> Number:
+def positive(
+    parse: Callable[[Quantity], Number], value: Quantity, key: str, example: str, file: str = "run.yaml"
+) -> Number:
     """`value` read by `parse`; refuses what does not parse, is not above 0, or is beyond all use."""
     remedy = f"set {key} to something like {example}"
     try:
         number = parse(value)
     except (ValueError, OverflowError) as error:
-        raise out_of_range(key, value, str(error), remedy) from None
+        raise out_of_range(key, value, str(error), remedy, file) from None
     if not 0 < number <= MOST:
-        raise out_of_range(key, value, f"it must be above 0 and at most {MOST:g}", remedy)
+        raise out_of_range(key, value, f"it must be above 0 and at most {MOST:g}", remedy, file)
     return number
 
 

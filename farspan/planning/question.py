@@ -40,8 +40,9 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     wan_bits: Literal[8, 16, 32] = 32
 
 
-def model_of(name: str) -> ModelSpec:
-    """A preset, a Hugging Face folder, a plan file, or parameters such as 124M (a Llama of the size study's shape)."""
+def model_of(name: str, flag: str = "--model", file: str = "run.yaml") -> ModelSpec:
+    """A preset, a Hugging Face folder, a plan file, or parameters such as 124M (a Llama of the size study's shape).
+    Raises Refusal (out-of-range) for what is none, at a `flag` or at the key of a `file`."""
     folder = Path(name).expanduser()
     if folder.suffix == ".json" and folder.is_file():
         return load(folder, Plan).model
@@ -51,13 +52,13 @@ def model_of(name: str) -> ModelSpec:
     if name in known:
         return known[name].spec
     if name[:1].isdigit():
-        count = positive(parse_count, name, "--model", "124M")
+        count = positive(parse_count, name, flag, "124M", file)
         return shape_for(DEFAULT_FAMILY, count, vocab_size=VOCABULARY, context=CONTEXT, knobs={})
-    match = nearest(name, known)
+    match, flagged = nearest(name, known) or "gpt2", flag.startswith("--")
     raise Refusal(
-        "out-of-range", what=f"there is no model {name!r}", where="--model",
+        "out-of-range", what=f"there is no model {name!r}", where=flag if flagged else f"{file}, key {flag}",
         fact=f"no parameters such as 124M, folder with config.json, plan file, nor one of {', '.join(known)}",
-        remedy=f"--model {match}" if match else "--model gpt2",
+        remedy=f"{flag} {match}" if flagged else f"use {match}",
     )  # fmt: skip
 
 

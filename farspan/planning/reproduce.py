@@ -108,8 +108,6 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     baseline: int
     #: Most that any rule can have right that knows GPUs, model and technique, but not the slice.
     ceiling: int
-    #: Most that any rule can have right that knows GPUs by their gigabytes only.
-    by_size: int
 
 
 @functools.cache
@@ -213,8 +211,7 @@ def score(found: Sequence[Cell]) -> Score:
         right=sum(cell.status == cell.published_status for cell in definite), of=len(definite),
         balanced=statistics.mean(shares),
         baseline=sum((cell.published_status == "oom") == (cell.model == "gpt2L") for cell in definite),
-        ceiling=_majority(definite, lambda cell: cell.gpus),
-        by_size=_majority(definite, lambda cell: "t4" if "t4" in cell.gpus else cell.gpus[0]),
+        ceiling=_majority(definite),
     )  # fmt: skip
 
 
@@ -226,11 +223,11 @@ def open_cells(found: Sequence[Cell]) -> list[Cell]:
     ]  # fmt: skip
 
 
-def _majority(found: Sequence[Cell], machines: Callable[[Cell], str]) -> int:
-    """Rows right by the more frequent verdict of each (machines, model, technique)."""
+def _majority(found: Sequence[Cell]) -> int:
+    """Rows right by the more frequent verdict of each (GPUs, model, technique)."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for cell in found:
-        groups.setdefault((machines(cell), cell.model, cell.technique), []).append(cell.published_status)
+        groups.setdefault((cell.gpus, cell.model, cell.technique), []).append(cell.published_status)
     return sum(max(Counter(verdicts).values()) for verdicts in groups.values())
 
 

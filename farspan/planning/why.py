@@ -11,6 +11,7 @@ from farspan.domain.cluster import Cluster
 from farspan.domain.engine import engine
 from farspan.domain.plan import Plan
 from farspan.domain.units import format_bytes, format_flops, format_rate, format_seconds, short_time
+from farspan.domain.words import joined
 from farspan.estimate.network import Network
 from farspan.estimate.stage import Costs
 from farspan.estimate.traffic import Exchange, traffic
@@ -22,7 +23,6 @@ from farspan.planning.compare import (
     devices_line,
     difference,
     factor,
-    joined,
     same_plan,
     spent,
     step_s,

@@ -9,9 +9,10 @@ import msgspec
 from farspan.domain.problems import Refusal
 from farspan.domain.results import IN_STEP
 from farspan.domain.run import RunFolder
+from farspan.domain.words import joined
 from farspan.estimate.stage import Costs
 from farspan.report import expected as predicting
-from farspan.report.drift import Drift, drifts, joined
+from farspan.report.drift import Drift, drifts
 from farspan.report.expected import Expected
 from farspan.report.history import Run
 from farspan.report.plan_picture import Mark, part_words

@@ -17,6 +17,7 @@ import msgspec
 from farspan.domain.plan import Replica
 from farspan.domain.results import IN_STEP, Estimate, Span
 from farspan.domain.units import short_time
+from farspan.domain.words import joined
 from farspan.estimate.price import edges
 from farspan.estimate.schedule import Hop
 from farspan.estimate.stage import Costs
@@ -81,7 +82,10 @@ def drifts(
 
 def _typical(run: Run, traces: Traces) -> dict[int, float]:
     """The traced steps that say something about the others, and what their seconds are multiplied by."""
-    usual = median(timed.step.step_s for timed in run.history.steps if timed.warm)
+    warm = [timed.step.step_s for timed in run.history.steps if timed.warm]
+    if not warm:  # As of starts that all ended while they warmed up.
+        return {}
+    usual = median(warm)
     took = {step: traces.of(traces.ranks[0], step)[1].step_s for step in traces.steps}
     like = {step: min(1.0, usual / step_s) for step, step_s in took.items() if step_s <= TYPICAL * usual}
     # Where every one was slower the run has changed since its first steps, and they say how.
@@ -168,8 +172,3 @@ def _sums(replica: Replica, index: int, traces: Traces, steps: dict[int, float],
     )
     if predicted:
         yield Drift(what="gradients", who=joined(hosts), measured_s=measured, predicted_s=predicted)
-
-
-def joined(words: Sequence[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
-    return " and ".join((", ".join(words[:-1]), words[-1])) if len(words) > 1 else words[0]

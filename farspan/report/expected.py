@@ -21,15 +21,14 @@ from farspan.report.plan_picture import Lane, Mark, lanes
 
 
 class Expected(NamedTuple):
-    """One device's step. `compute_s` are its passes and its update, `inside_s` the collectives inside its passes,
-    `exposed_s` those behind its last one; stages count on over replicas."""
+    """One device's step. `compute_s` are its passes and its update, `inside_s` the collectives inside its passes;
+    stages count on over replicas."""
 
     stage: int
     rows: int
     marks: tuple[Mark, ...]
     compute_s: float
     inside_s: float
-    exposed_s: float
 
 
 class Split(NamedTuple):
@@ -75,7 +74,7 @@ def _of_stage(replica: Replica, index: int, lane: Lane, costs: Costs) -> dict[in
     rows = {rank: stage.rows[c] for c, ranks in enumerate(stage.mesh.batch) for rank in ranks}
     for rank, own in stage_devices(replica, index, costs).items():
         marks = _own_marks(lane.marks, slowest.passes, own.passes, replica)
-        found[rank] = Expected(lane.stage, rows[rank], marks, own.compute_s, own.inside_s, slowest.exposed)
+        found[rank] = Expected(lane.stage, rows[rank], marks, own.compute_s, own.inside_s)
     return found
 
 

@@ -6,7 +6,7 @@ A value is the median of a cell's repeats. Where a figure leaves a setting out, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 
 import msgspec
@@ -22,6 +22,13 @@ MOST_GROUPS = 12
 #: Budgets on a figure's axis, and tokens a parameter that its ends buy: a choice, an order of magnitude about the 20
 #: that are compute-optimal.
 BUDGETS, SPENT = 60, (2.0, 200.0)
+#: What a bench may vary beside cluster, model, devices and technique, as tables head it.
+SETTINGS: dict[str, Callable[[Row], object]] = {
+    "a device": lambda row: row.cell.batch,
+    "tokens": lambda row: row.cell.seq_len or "context",
+    "precision": lambda row: row.cell.precision,
+    "attention": lambda row: row.cell.attention,
+}
 MARKS = {"oom": "out of memory", "failed": "failed", "no-plan": "no plan", "ok": "it ran, without a figure"}
 
 
@@ -139,19 +146,30 @@ def bars(
 
 
 def _settings(row: Row) -> str:
-    cell = row.cell
-    return f"{cell.technique}, {cell.batch} a device, {cell.attention}"
+    a_device, *more = (str(setting(row)) for setting in SETTINGS.values())
+    return ", ".join((row.cell.technique, f"{a_device} a device", *more))
+
+
+def _varied(found: Sequence[Point]) -> dict[str, Callable[[Row], object]]:
+    """The settings that points differ in."""
+    return {name: setting for name, setting in SETTINGS.items() if len(distinct(found, setting)) > 1}
+
+
+def crowded(found: Sequence[Point]) -> list[str]:
+    """Clusters with more groups of bars than a figure stays readable with."""
+    return [
+        cluster for cluster in distinct(found, lambda row: row.cell.cluster)
+        if len(_groups([one for one in found if one.row.cell.cluster == cluster])) > MOST_GROUPS
+    ]  # fmt: skip
 
 
 def studies(found: Sequence[Point]) -> list[Bars]:
     """Minutes and TFLOP/s of every technique, a figure a cluster: what runs on which devices, as the FABRIC paper's
     figures 3 to 7 show it."""
     made: list[Bars] = []
-    for cluster in distinct(found, lambda row: row.cell.cluster):
+    for cluster in (one for one in distinct(found, lambda row: row.cell.cluster) if one not in crowded(found)):
         here = [one for one in found if one.row.cell.cluster == cluster]
         models, devices = (distinct(here, key) for key in (_model, _devices))
-        if len(_groups(here)) > MOST_GROUPS:
-            continue
 
         def group(row: Row, both: bool = len(models) > 1, several: bool = len(devices) > 1) -> str:
             parts = ([_model(row)] if both or not several else []) + ([_devices(row)] if several else [])
@@ -328,15 +346,15 @@ def tables(found: Sequence[Point]) -> list[Table]:
 
 
 def lasting(found: Sequence[Point]) -> list[Table]:
-    """Minutes of every technique, a line a cluster, a table for every model on so many devices: the FABRIC paper's
-    tables I and II. `x` is out of memory."""
+    """Minutes of every technique, a line a cluster and setting, a table for every model on so many devices: the FABRIC
+    paper's tables I and II. `x` is out of memory."""
     made = []
     techniques = distinct(found, lambda row: row.cell.technique)
     for model, devices in _groups(found):
         here = [one for one in found if (_model(one.row), _devices(one.row)) == (model, devices)]
-        lines, marks = [], []
-        for cluster in distinct(here, lambda row: row.cell.cluster):
-            row = [one for one in here if one.row.cell.cluster == cluster]
+        lines, marks, varied = [], [], _varied(here)
+        for line in dict.fromkeys(_line(one.row, varied) for one in here):
+            row = [one for one in here if _line(one.row, varied) == line]
             trips = [one.row.rtt_s for one in row if one.row.rtt_s is not None]
             cells, values = [], []
             for technique in techniques:
@@ -345,9 +363,9 @@ def lasting(found: Sequence[Point]) -> list[Table]:
                 values.append(None if top is None else top.minutes)
                 cells.append(_cell(top, mine))
             known = [value for value in values if value is not None]
-            marks.append(2 + values.index(min(known)) if known else None)
-            lines.append((cluster, "" if not trips else f"{1e3 * trips[0]:.4g}", *cells))
-        title, heads = f"{model} on {devices}, minutes", ("", "RTT ms", *techniques)
+            marks.append(len(line) + 1 + values.index(min(known)) if known else None)
+            lines.append((line[0], "" if not trips else f"{1e3 * trips[0]:.4g}", *line[1:], *cells))
+        title, heads = f"{model} on {devices}, minutes", ("", "RTT ms", *varied, *techniques)
         made.append(Table(title, heads, tuple(lines), tuple(marks)))
     return made
 
@@ -359,19 +377,19 @@ def bought(found: Sequence[Point]) -> list[Table]:
     techniques = distinct(found, lambda row: row.cell.technique)
     for model, devices in _groups(found):
         here = [one for one in found if (_model(one.row), _devices(one.row)) == (model, devices)]
-        lines, marks = [], []
-        for setting in dict.fromkeys(_setting(one.row) for one in here):
+        lines, marks, varied = [], [], _varied(here)
+        for line in dict.fromkeys(_line(one.row, varied) for one in here):
             cells, values = [], []
             for technique in techniques:
-                mine = [one for one in here if (_setting(one.row), one.row.cell.technique) == (setting, technique)]
+                mine = [one for one in here if (_line(one.row, varied), one.row.cell.technique) == (line, technique)]
                 top = best(mine, lambda one: one.tokens_per_usd, most=True)
                 values.append(0.0 if top is None else top.tokens_per_usd or 0.0)
                 cells.append(format_count(values[-1]) if values[-1] else _cell(None, mine))
-            marks.append(len(setting) + values.index(max(values)) if any(values) else None)
-            lines.append((*setting, *cells))
+            marks.append(len(line) + values.index(max(values)) if any(values) else None)
+            lines.append((*line, *cells))
         title = f"{model} on {devices}, tokens for a dollar"
         if any(mark is not None for mark in marks):
-            made.append(Table(title, ("", "a device", "attention", *techniques), tuple(lines), tuple(marks)))
+            made.append(Table(title, ("", *varied, *techniques), tuple(lines), tuple(marks)))
     return made
 
 
@@ -380,8 +398,9 @@ def _groups(found: Sequence[Point]) -> list[tuple[str, str]]:
     return list(dict.fromkeys((_model(one.row), _devices(one.row)) for one in found))
 
 
-def _setting(row: Row) -> tuple[str, str, str]:
-    return row.cell.cluster, str(row.cell.batch), row.cell.attention
+def _line(row: Row, varied: Mapping[str, Callable[[Row], object]]) -> tuple[str, ...]:
+    """What begins the line of a table: the cluster, and the settings that vary."""
+    return row.cell.cluster, *(str(setting(row)) for setting in varied.values())
 
 
 def _cell(top: Point | None, mine: Sequence[Point]) -> str:

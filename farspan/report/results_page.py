@@ -55,16 +55,23 @@ def results_page(
     return made.get_template("results.html").render(
         title=title, kind=kind, predicted=predicted, rows=rows, clusters=clusters(drawn),
         drawn=[one for one in drawn if one.picture is not None], plan_style=chart_style("plan.css"), more=more,
-        tables=results.tables(found), studies=results.studies(found), prices=results.prices(found),
-        budgets=results.budgets(found), latency=results.latency(found), truth=results.truth(rows),
-        frontier=results.frontier(found), facts=facts(rows), counts=counts(rows),
+        tables=results.tables(found), studies=results.studies(found), crowded=results.crowded(found),
+        prices=results.prices(found), budgets=results.budgets(found), latency=results.latency(found),
+        truth=results.truth(rows),
+        frontier=results.frontier(found), facts=facts(rows), counts=counts(rows, predicted=predicted),
         chart_style=chart_style("results.css"),
     )  # fmt: skip
 
 
-def counts(rows: Sequence[Row]) -> str:
-    """`36 ok, 3 oom, 1 no-plan`."""
-    return ", ".join(f"{count} {status}" for status, count in Counter(row.status for row in rows).items())
+def counts(rows: Sequence[Row], *, predicted: bool = False) -> str:
+    """`36 ok, 3 oom, 1 no-plan`: as it came out or, with `predicted`, as it was foretold."""
+
+    def status(row: Row) -> str:
+        if not predicted:
+            return row.status
+        return "ok" if row.predicted_s is not None else "oom" if row.status == "ok" else row.status
+
+    return ", ".join(f"{count} {what}" for what, count in Counter(map(status, rows)).items())
 
 
 def facts(rows: Sequence[Row]) -> list[tuple[str, str]]:

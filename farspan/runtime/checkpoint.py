@@ -48,6 +48,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     loss_scale: float = 1.0
     #: Steps in a row without an overflow, which decide when the loss scale doubles.
     quiet: int = 0
+    #: Steps whose update an overflow has cost: the optimizer has counted so many fewer.
+    skipped: int = 0
     #: Steps of the whole run, where its time budget made them fewer than the plan's.
     steps: int | None = None
 

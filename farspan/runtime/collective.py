@@ -66,23 +66,36 @@ def meet(rank: int, world: int) -> dist.Store | None:
             "worker-lost", what=f"the {world} workers did not meet", where=f"rank {rank}", fact=fact,
             remedy="start every rank of the plan, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE",
         ) from None  # fmt: skip
+    connections.expire(CUT_S)  # The store's own: who is asked over a line that is cut says so.
     return store
 
 
-class Group:
-    """All workers of a run, met in `store`. With one worker every exchange is a no-op."""
+def renounce(store: dist.Store, rank: int) -> None:
+    """Say that this worker, which has met the others, will not join their group."""
+    with suppress(dist.DistError):
+        store.compare_set(LOST, "", f"{rank} connection")
 
-    def __init__(self, rank: int, world: int, device: torch.device, store: dist.Store | None = None) -> None:
+
+class Group:
+    """All workers of a run, met in `store`. With one worker every exchange is a no-op. Raises Refusal (worker-lost) for
+    one that does not join; `lost` as for `watch`, from before the workers connect to each other."""
+
+    def __init__(
+        self, rank: int, world: int, device: torch.device, store: dist.Store | None = None,
+        lost: Callable[[int, How], None] | None = None,
+    ) -> None:  # fmt: skip
         self.rank, self.world, self.device = rank, world, device
         #: Held while files are written: a worker whose peers are lost ends when the files are whole, not before.
         self.writing = threading.Lock()
         self._heartbeat = Heartbeat(store, rank, world) if store is not None else None
         self._store, self._ranks, self._introduced = store, dict[str, int](), 0
         if store is not None:
+            kinds = _kinds(store, rank, world, device)
+            if lost is not None:
+                self.watch(lost)
             dist.init_process_group(
-                backend(_kinds(store, rank, world, device)), store=store, rank=rank, world_size=world,
-                timeout=timedelta(seconds=BUSY_S),
-            )  # fmt: skip
+                backend(kinds), store=store, rank=rank, world_size=world, timeout=timedelta(seconds=BUSY_S)
+            )
 
     def watch(self, lost: Callable[[int, How], None]) -> None:
         """From now on call `lost`, in a thread of its own, with the rank of the first worker that is lost, to this one
@@ -240,9 +253,24 @@ class Heartbeat:
 
 
 def _kinds(store: dist.Store, rank: int, world: int, device: torch.device) -> list[str]:
-    """The kinds of device of all workers, which they tell each other: those of a probe have no plan that says so."""
+    """The kinds of device of all workers, which they tell each other: those of a probe have no plan that says so.
+    Raises Refusal (worker-lost) for one that renounces, or has not opened its device within START_S."""
     store.set(_kind(rank), device.type)
-    return [kind.decode() for kind in store.multi_get([_kind(peer) for peer in range(world)])]
+    keys, deadline = [_kind(peer) for peer in range(world)], time.monotonic() + START_S
+    while not store.check(keys):
+        fact, missing = "it had met the others, and could not use its device", []
+        if store.check([LOST]):
+            missing = [str(_loss(store.get(LOST))[0])]
+        elif time.monotonic() > deadline:
+            fact = f"it had met the others, and has not opened its device for {START_S:.0f} s"
+            missing = [str(peer) for peer, key in enumerate(keys) if not store.check([key])]
+        if missing:
+            raise Refusal(
+                "worker-lost", what=f"rank {', '.join(missing)} was lost", where=f"rank {missing[0]}", fact=fact,
+                remedy="see what it says itself: rank-N.log of the run's logs, there",
+            )  # fmt: skip
+        time.sleep(POLL_S)
+    return [kind.decode() for kind in store.multi_get(keys)]
 
 
 def _loss(said: bytes) -> tuple[int, How]:

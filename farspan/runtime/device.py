@@ -90,9 +90,10 @@ def memory_is_full(error: BaseException) -> bool:
 
 
 def settle(device: torch.device) -> None:
-    """Wait until a device has done what it was told; a GPU does so later."""
+    """Wait until a device has computed what it was told; a GPU does so later."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        # One stream computes. What NCCL sums on streams of its own goes on beside the passes, and is none of theirs.
+        torch.cuda.current_stream(device).synchronize()
     elif device.type == "mps":
         torch.mps.synchronize()
 

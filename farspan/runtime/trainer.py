@@ -78,7 +78,8 @@ class Trainer:
         #: Updates made so far, by this start and those before it, and updates in all.
         self.step, self.steps = 0, planned
         self.loss_scale = FIRST_LOSS_SCALE if worker.plan.train.precision == "fp16" else 1.0
-        self.quiet = 0
+        #: Steps in a row without an overflow, and those whose update an overflow has cost.
+        self.quiet = self.skipped = 0
         self._started = self._saved_at = monotonic()
         self._first_step = 0
         self._saved_step = self._validated_step = -1
@@ -182,8 +183,8 @@ class Trainer:
         self.steps = steps
 
     def _step(self, step: int) -> tuple[float, float, int, float]:
-        """One update. Returns the mean loss, the gradient norm before clipping, valid tokens, and the learning rate; of
-        this worker's replica."""
+        """One update. Returns the mean loss and the gradient norm before clipping of this worker's replica, the valid
+        tokens of all, and the learning rate."""
         train, executor = self.w.plan.train, self.w.executor
         valid_tokens, outcome = self.gradients(step)
         norm, loss = outcome.norm / self.loss_scale, outcome.loss / valid_tokens
@@ -192,7 +193,10 @@ class Trainer:
             self._refuse_stray(step, outcome)
             clip = train.optimizer.clip
             excess = max(1.0, norm / clip) if clip else 1.0
-            executor.update(train.optimizer, lr, step + 1, self.loss_scale * excess)
+            executor.update(train.optimizer, lr, step + 1 - self.skipped, self.loss_scale * excess)
+        if len(self.w.plan.replicas) > 1:
+            every = np.arange(step * train.batch, (step + 1) * train.batch)
+            valid_tokens = int(self.w.train.valid(self.order.window(every)).sum())
         return loss, norm, valid_tokens, lr
 
     def gradients(self, step: int) -> tuple[int, Outcome]:
@@ -232,6 +236,7 @@ class Trainer:
         if math.isfinite(loss) and self.loss_scale > 1.0:
             self.loss_scale /= 2
             self.quiet = 0
+            self.skipped += 1
             return False
         # The other replicas go on: only one that is alone can save now.
         if len(self.w.plan.replicas) == 1:
@@ -321,7 +326,7 @@ class Trainer:
     def _current(self) -> Progress:
         return replace(
             self.progress, step=self.step, steps=self.steps, elapsed_s=self.elapsed_s, loss_scale=self.loss_scale,
-            quiet=self.quiet,
+            quiet=self.quiet, skipped=self.skipped,
         )  # fmt: skip
 
     def save(self) -> None:
@@ -363,7 +368,8 @@ class Trainer:
                 fact=f"made by plan {progress.plan}, this is plan {self.w.plan.hash}",
                 remedy="restore this run's plan.json, or start a new run: farspan train run.yaml --run NEW_FOLDER",
             )
-        self.progress, self.loss_scale, self.quiet = progress, progress.loss_scale, progress.quiet
+        self.progress, self.loss_scale = progress, progress.loss_scale
+        self.quiet, self.skipped = progress.quiet, progress.skipped
         self.step = self._saved_step = progress.step
         self.steps = progress.steps or self.w.plan.train.steps
 

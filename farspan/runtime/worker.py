@@ -16,7 +16,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
@@ -34,7 +34,7 @@ from farspan.domain.results import Estimate, Event, Finished, Sampled, Started
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.units import format_bytes
 from farspan.runtime import checkpoint, huggingface
-from farspan.runtime.collective import SILENCE_S, Group, How, meet
+from farspan.runtime.collective import SILENCE_S, Group, How, meet, renounce
 from farspan.runtime.data import Windows
 from farspan.runtime.device import environment, hold, memory_is_full, open_device
 from farspan.runtime.events import EventLog
@@ -107,10 +107,16 @@ def compile_blocks(model: Decoder, device: torch.device) -> None:
 def train(plan: Plan, run: RunFolder, rank: int, world: int, store: dist.Store | None, parent: int) -> None:
     """Train from the newest checkpoint to the end. How it ends is the last event."""
     began = time.monotonic()
-    device = open_device(plan.devices[rank])
+    try:
+        device = open_device(plan.devices[rank])
+    except BaseException:
+        if store is not None:
+            renounce(store, rank)
+        raise
     events = run.events if rank == 0 else run.logs / f"rank-{rank}.events.jsonl"
     trainer: Trainer | None = None
-    with EventLog(events) as log, Group(rank, world, device, store) as group:
+    with ExitStack() as stack:
+        log = stack.enter_context(EventLog(events))
 
         def finish(reason: str, problem: Problem | None = None) -> None:
             if trainer is not None:  # What has not started has no end.
@@ -125,8 +131,7 @@ def train(plan: Plan, run: RunFolder, rank: int, world: int, store: dist.Store |
             # Nothing gentler: the main thread may be in a call that waits for the lost worker.
             os._exit(problem.exit_code)
 
-        # Before anything else: what is built waits for the other workers, too.
-        group.watch(lost)
+        group = stack.enter_context(Group(rank, world, device, store, lost))
         group.introduce()
         try:
             trainer = start(plan, run, group, log.write, parent)

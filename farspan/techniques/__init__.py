@@ -14,9 +14,7 @@ __all__ = ["Task", "Technique", "names", "plan", "technique"]
 
 
 class Technique(Protocol):
-    """What a technique file holds: `SUMMARY`, a line for people, and `plan`."""
-
-    SUMMARY: str
+    """What a technique file holds."""
 
     @staticmethod
     def plan(task: Task) -> Plan | Problem:

@@ -7,8 +7,6 @@ from farspan.domain.problems import Problem
 from farspan.techniques._search.single import over_batch
 from farspan.techniques._task import Task
 
-SUMMARY = "every device holds the whole model and computes a share of each step's sequences"
-
 
 def plan(task: Task) -> Plan | Problem:
     """One stage over all devices, rows in proportion to their speed."""

@@ -18,8 +18,6 @@ from farspan.techniques import data, fsdp, pipeshard, zero2
 from farspan.techniques._search.single import rows_by_speed, too_few_rows
 from farspan.techniques._task import Task, best, cannot
 
-SUMMARY = "a replica a site that meets the others every H steps"
-
 #: Steps between meetings that are tried: those that Charles et al. (arXiv 2503.09799, section 5) compare beyond 1.
 EVERY = (10, 30, 100, 300)
 #: Seconds between meetings at most, where the fewest steps allow: only there workers hear that they shall stop or that

@@ -7,8 +7,6 @@ from farspan.domain.problems import Problem
 from farspan.techniques._search.single import plans, too_few_rows
 from farspan.techniques._task import Task, best, cannot
 
-SUMMARY = "parameters, gradients and optimizer state divided inside each site, copied between sites"
-
 
 def plan(task: Task) -> Plan | Problem:
     """One stage over (site, data): needs as many devices in every site, two at least of both."""

@@ -26,8 +26,6 @@ from farspan.techniques._search.slices import EVERY_RUN, Tables, stage_of
 from farspan.techniques._search.stages import Solution, StageSearch
 from farspan.techniques._task import Task, cannot
 
-SUMMARY = "pipeline stages over sites and hosts, each divided inside by the same integer linear program"
-
 #: Solutions of the stage search that are priced in full: on few devices, and on more than EVERY_RUN.
 PRICED = (32, 16)
 #: Up to so many devices the usual grid is tried too.

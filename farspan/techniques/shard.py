@@ -15,8 +15,6 @@ from farspan.techniques._search.single import one_device, plans, relabelled, sta
 from farspan.techniques._search.slices import cheapest_splits
 from farspan.techniques._task import Task, best
 
-SUMMARY = "operators divided inside hosts by an integer linear program, the batch and the state between them"
-
 ZEROS: tuple[Zero, ...] = (0, 1, 2, 3)
 
 

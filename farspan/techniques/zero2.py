@@ -7,8 +7,6 @@ from farspan.domain.problems import Problem
 from farspan.techniques._search.single import one_device, over_batch
 from farspan.techniques._task import Task
 
-SUMMARY = "data parallelism whose optimizer state and gradients are divided"
-
 
 def plan(task: Task) -> Plan | Problem:
     """One stage over all devices, rows in proportion to their speed."""

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from farspan import __version__ as farspan_version
-from farspan.cli.benching import Results
+from farspan.cli.benching import Results, may_pass
 from farspan.cli.commands.bench import path_of
 from farspan.cli.trying import Tried, as_tried
 from farspan.domain.bench import Matrix, Row, cells
@@ -29,7 +29,9 @@ from farspan.estimate.price import price
 from farspan.lab import state
 from farspan.planning.cases import case, check_techniques, spec_of
 from farspan.planning.why import costs_of
+from farspan.report.results import points
 from tests.launch.conftest import up
+from tests.report.test_results import row as tests_row
 
 DEVICE = "{kind: cpu-avx2, memory: 4GB}"
 CLUSTER = f"sites: {{here: {{hosts: {{me: {{enter: [], devices: [{DEVICE}, {DEVICE}]}}}}}}}}\n"
@@ -219,6 +221,27 @@ def test_what_was_measured_without_prices_is_told_at_those_that_come_later(farsp
     assert row.tokens_per_usd == pytest.approx(3600 * row.tokens_per_s / 0.5)
 
 
+def test_repeats_of_another_day_and_price_count_together(farspan, folder):
+    once = MATRIX.replace("[data, 'published:Pipeshard', diloco]", "[data]").replace("[all, 1]", "[1]")
+    (folder / "matrix.yaml").write_text(once)
+    assert farspan("bench", "matrix.yaml", cwd=folder).returncode == 0
+    (folder / "matrix.yaml").write_text(once.replace("0.5", "0.7") + "repeats: 2\n")
+    assert "2 cells, 1 of them measured already" in farspan("bench", "matrix.yaml", cwd=folder).stdout
+    first, second = Results(folder / "bench/small").read()
+    assert (first.cell.repeat, second.cell.repeat) == (0, 1) and first.plan_hash == second.plan_hash
+    (both,) = points([first, second])
+    assert both.span == (min(first.minutes, second.minutes), max(first.minutes, second.minutes))
+
+
+def test_what_was_killed_may_run_another_time():
+    """Who was killed may have been so for another program's memory; what was predicted not to fit will not fit."""
+    killed = "rank 1 on me was lost: ended by SIGKILL, as the kernel does when memory runs out"
+    said = {"failed": "a crash", "oom": killed}
+    rows = {status: tests_row(status=status, cause=cause) for status, cause in said.items()}
+    assert may_pass(rows["failed"]) and may_pass(rows["oom"])
+    assert not may_pass(tests_row(status="oom", cause="not run: a device lacks 3 GB")) and not may_pass(tests_row())
+
+
 def test_a_folder_takes_the_rows_of_one_bench_at_a_time(farspan, folder):
     with Results(folder / "bench/small").held():
         told = problem(farspan("bench", "matrix.yaml", "--json", cwd=folder))
@@ -291,6 +314,8 @@ def test_rows_that_cannot_be_read_are_refused(farspan, folder):
         (("{layers: 2,", "{layers: 0,"), "out-of-range", "layers"),
         (("name: small", "name: small\ntokens: -4"), "out-of-range", "tokens"),
         (("name: small", "name: small\ndeadline: soon"), "out-of-range", "deadline"),
+        (("{layers: 2, d_model: 32, vocab: 300, context: 32}", "gtp2"), "out-of-range", "key models"),
+        (("{layers: 2, d_model: 32, vocab: 300, context: 32}", "0M"), "out-of-range", "key models"),
     ],
 )  # fmt: skip
 def test_what_a_matrix_may_not_say(farspan, folder, change, code, word):
@@ -299,6 +324,7 @@ def test_what_a_matrix_may_not_say(farspan, folder, change, code, word):
     done = farspan("bench", "matrix.yaml", "--json", cwd=folder)
     told = problem(done)
     assert told["code"] == code and word in " ".join(told.values()), told
+    assert "run.yaml" not in told["where"] and "--" not in told["where"] + told["remedy"], told
     assert not (folder / "bench" / "small" / "rows.jsonl").exists()
 
 

@@ -126,6 +126,17 @@ def test_microbatches_in_flight_hold_activations_and_buffers():
     assert first.total == sum(msgspec.structs.astuple(first))
 
 
+def test_a_heads_gradient_is_kept_for_every_microbatch_in_flight():
+    """It is made in the forward pass, in the working precision, of what a device holds of the head."""
+    there = cluster([[device()] * 2])
+    whole, chunked = (costs(there, plain(logits_chunk=chunk), precision="bf16") for chunk in (None, 1000))
+    last = stage(mesh(0), (8,), (3, 6))
+    more = [chunked.memory_of(last, 2, d, 0).activations - whole.memory_of(last, 2, d, 0).activations for d in (1, 4)]
+    assert more == [0, 3 * 2 * V * D]
+    first = stage(mesh(0), (8,), (0, 3))
+    assert chunked.memory_of(first, 2, 4, 0) == whole.memory_of(first, 2, 4, 0)
+
+
 def test_buffers_of_sums_and_gathers():
     there = cluster([[device(framework=11)] * 2])
     using = costs(there, plain(), precision="bf16")

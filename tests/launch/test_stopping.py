@@ -33,16 +33,35 @@ def held(script: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
-@pytest.mark.parametrize("by", ["input", "signal"])
+@pytest.mark.parametrize("by", ["input", "word", "signal"])
 def test_a_held_command_is_asked_to_stop(by):
     with held(ASKED) as process:
         assert process.stdin is not None and process.stdout is not None
         assert process.stdout.readline() == b"up\n"
         time.sleep(0.2)
         assert process.poll() is None, "its input has not ended"
-        process.stdin.close() if by == "input" else process.send_signal(signal.SIGTERM)
+        if by == "signal":
+            process.send_signal(signal.SIGTERM)
+        elif by == "word":
+            process.stdin.write(b"s")
+            process.stdin.flush()
+        else:
+            process.stdin.close()
         assert process.stdout.read() == b"asked\n"
         assert process.wait(timeout=60) == 7
+
+
+def test_a_held_command_is_ended_at_once_also_after_it_was_asked_to_stop():
+    with held("trap '' TERM; echo up; while :; do sleep 0.05; done") as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        process.stdin.write(b"s")
+        process.stdin.flush()
+        time.sleep(0.5)
+        assert process.poll() is None, "it does not listen"
+        process.stdin.write(b"k")
+        process.stdin.flush()
+        assert process.wait(timeout=60) == 137
 
 
 @pytest.mark.parametrize(("script", "code"), [("exit 3", 3), ("kill -9 $$", 137)])
@@ -125,3 +144,19 @@ def test_an_interrupt_reaches_a_worker_behind_ssh_which_saves(far, tmp_path):
     (saved,) = run.checkpoints.glob("step-*")
     assert checkpoint.verify(saved)
     assert not subprocess.run(["pgrep", "-f", f"farspan.runtime.worker {tmp_path}"], capture_output=True).stdout
+
+
+def test_who_is_ended_behind_ssh_saves_nothing_and_is_gone(far, tmp_path):
+    """As after a trial, whose folder is removed next."""
+    plan = tiny.plan(LONG, micro_rows=2)
+    plan = replace(plan, devices=(replace(plan.devices[0], host="far"),))
+    run = tiny.run_folder(tmp_path / "run", plan)
+    cluster = Cluster(sites=(Site(name="far", hosts=(far,)),))
+    with launch("local", plan, run, cluster) as workers:
+        workers.fetches = False
+        for event in workers:
+            if isinstance(event, Step):
+                break
+        workers.end()
+        assert not subprocess.run(["pgrep", "-f", f"farspan.runtime.worker {tmp_path}"], capture_output=True).stdout
+    assert not list((tmp_path / "far").rglob("step-*"))

@@ -146,6 +146,20 @@ def test_what_kills_the_process_of_a_cell_is_a_result(sites, tmp_path):
     assert "exit code 1" in made.problem.fact and "no-corpus" in made.problem.fact
 
 
+@pytest.mark.parametrize("kind", ["far alone", "both"])
+def test_a_host_that_nothing_here_reaches_is_a_result(corpus, kind):
+    """Its client is not installed."""
+    plan = at_star() if kind == "far alone" else planned()
+    here = tiny.this_machine(planned())
+    (site,) = here.sites
+    (host,) = site.hosts
+    far = replace(host, name="star", enter=("no-such-client", "star"), folder="/tmp/nowhere")
+    near = replace(host, name="utah")
+    cluster = replace(here, sites=(replace(site, hosts=(near, far)),))
+    made = trial(plan, corpus, cluster, "local", FEW)
+    assert made.status == "failed" and "no-such-client" in made.problem.fact, made.problem
+
+
 def test_limits_follow_the_prediction(sites, corpus):
     plan = planned()
     assert limits(plan, sites, 2.0, 5).deadline_s == pytest.approx(30 + 4 * 7 * 2.0)

@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from farspan.domain.bench import Row, figures
-from farspan.planning.paper_rows import rows
+from farspan.planning.paper_rows import as_plotted, rows
 from farspan.planning.published import cost_study, fabric
 from farspan.report import results
 from farspan.report.results_page import results_page
@@ -26,12 +26,10 @@ def cost_rows() -> list[Row]:
 def test_the_fabric_rows_say_what_the_paper_printed():
     for row, printed in zip(fabric_rows(), fabric().rows, strict=True):
         assert (row.cell.cluster, row.cell.technique, row.used) == (printed.slice, printed.technique, printed.devices)
-        if printed.minutes is not None:
-            assert row.minutes == pytest.approx(printed.minutes)
-        elif printed.tflops is not None:
-            assert row.tflops_per_device == pytest.approx(printed.tflops)
-        else:
-            assert row.step_s is None
+        assert row.minutes == printed.minutes
+        if printed.tflops is not None:
+            assert row.tflops_per_device == printed.tflops
+        assert (row.step_s is None) == (printed.minutes is None and printed.tflops is None)
         assert (row.status == "oom") == (printed.status == "oom")
 
 
@@ -67,6 +65,13 @@ def test_a_dollar_buys_what_the_cost_study_plotted():
     for row in printed:
         told = plotted[row.cell.model, row.cell.technique, row.used]
         assert row.tokens_per_usd == pytest.approx(told * 3600 / paper.a100_40_usd_per_hour)
+
+
+def test_what_is_plotted_has_no_setting_that_was_not_told():
+    found = results.points(as_plotted(cost_rows()))
+    assert len(found) == len(cost_study().points)
+    assert all({"a device", "attention"}.isdisjoint(one.heads) for one in results.tables(found))
+    assert {one.name for one in results.prices(found)} == {"usd-devices", "usd-technique"}
 
 
 def test_what_does_not_fit_is_not_foretold():

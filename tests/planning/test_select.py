@@ -262,6 +262,41 @@ def test_loss_for_a_dollar_chooses_the_cheapest_where_the_law_knows_of_no_gain()
     assert chosen == pytest.approx(min(one.estimate.usd for one in found.candidates if one.plan), rel=1e-6)
 
 
+def test_the_papers_algorithm_takes_the_mean_of_steps():
+    """One step of five that a stalled line made nine times as long: a median would not see it."""
+
+    class Stalled(World):
+        def __call__(self, plan: Plan, step_s: float) -> Trial:
+            made = super().__call__(plan, step_s)
+            return msgspec.structs.replace(made, steps=(*(made.step_s,) * 4, 9 * made.step_s))
+
+    here = cluster((FAST,), (SLOW,), rtt_s=1e-3)
+    question = asked(allow=SYNCHRONOUS)
+    even, stalled = (algorithm1.choose(here, question, world(here), 0.1) for world in (World, Stalled))
+    for one, other in zip(even.candidates, stalled.candidates, strict=True):
+        assert other.tflops == pytest.approx(one.tflops / 2.6)
+
+
+def test_where_one_ran_and_may_not_be_chosen_that_is_told():
+    """At its measured pace a lease ends before the run does; the other plan has failed."""
+    here = cluster((FAST, FAST), rtt_s=1e-3)
+    question = asked(allow=("data", "zero1"), parts=False)
+    first = question.rank(here)
+    best = first.candidates[first.chosen]
+    sites = tuple(msgspec.structs.replace(site, lease_s=1.2 * best.time_s) for site in here.sites)
+    leased = msgspec.structs.replace(here, sites=sites)
+
+    class Slow(World):
+        def step_s(self, plan: Plan) -> float:
+            return 1.5 * super().step_s(plan)
+
+    world = Slow(leased, dies=lambda plan: plan.replicas[0].stages[0].zero > 0)
+    found = select(leased, question, world, budget_s=1e6)
+    assert found.ranking.chosen is None and any(made.step_s for _, made in found.tried)
+    told = nothing_runs(found.ranking, found.tried, question).problem
+    assert told.code == "cannot-plan" and "lease" in told.fact
+
+
 def test_a_host_without_devices_is_nobody():
     """A head node, listed first."""
     here = cluster((FAST,), (SLOW,), rtt_s=1e-3)

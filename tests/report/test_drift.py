@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from farspan.cli.reports import paced, write_report
@@ -67,6 +68,13 @@ def test_nothing_is_claimed_without_data(tmp_path: Path):
     assert len(drifts(tmp_path / "traced", steps=10, traced=(2, 3), **slow)) == 3
     # Of a device whose log lies elsewhere nothing is known, nor of links of its pipeline.
     assert drifts(tmp_path / "missing", missing=(2,), **slow) == []
+
+
+def test_starts_that_all_ended_while_they_warmed_up_say_nothing(tmp_path: Path):
+    run = open_run(fleet_run(tmp_path / "run", paces=(1, 1, 3)))
+    cold = tuple(msgspec.structs.replace(one, warm=False) for one in run.history.steps)
+    found = compare(msgspec.structs.replace(run, history=msgspec.structs.replace(run.history, steps=cold)))
+    assert found is not None and not found.drifts
 
 
 def test_a_step_that_stood_still_says_nothing_of_the_others(tmp_path: Path):

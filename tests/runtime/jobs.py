@@ -139,6 +139,12 @@ def overflow(group: Group, plan: Plan, path: Path, scale: float) -> list[tuple[f
         return found
 
 
+def tokens(group: Group, plan: Plan, path: Path) -> int:
+    """Tokens that the first step counts."""
+    with trainer(group, plan, path) as (made, _):
+        return made._step(0)[2]
+
+
 def table(group: Group, plan: Plan, path: Path) -> NDArray[np.float32] | None:
     """The token table as this worker has it after the training, if it has all of it."""
     with trainer(group, plan, path) as (made, events):

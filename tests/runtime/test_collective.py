@@ -122,6 +122,42 @@ def test_nccl_is_for_groups_of_gpus_and_gloo_for_what_is_in_the_memory_of_hosts(
     assert backend(kinds.split()) == wanted
 
 
+STARTING = MEMBER.partition("with Group(")[0]
+
+
+@pytest.mark.parametrize("still", [0, 1])
+def test_who_stands_still_before_all_are_connected_is_lost_and_named(still):
+    """Met, and then nothing: the others wait for connections, which by themselves they would for hours."""
+    program = f"""
+if rank == {still}:
+    collective.dist.init_process_group = lambda *given, **named: stand_still()
+Group(rank, world, torch.device("cpu"), meet(rank, world), lost)
+"""
+    with members(3, "", STARTING + program) as started:
+        watcher = started[1 - still]
+        assert watcher.wait(120) == 3
+        assert watcher.stdout.read().split() == ["lost", str(still)]
+
+
+def test_who_cannot_open_its_device_is_named_by_the_others():
+    program = """
+from farspan.domain.problems import Refusal
+met = meet(rank, world)
+if rank == 1:
+    collective.renounce(met, rank)
+    os._exit(5)
+try:
+    Group(rank, world, torch.device("cpu"), met)
+except Refusal as refusal:
+    print(refusal.problem.what, flush=True)
+    os._exit(3)
+"""
+    with members(3, "", STARTING + program) as started:
+        for rank in (0, 2):
+            assert started[rank].wait(120) == 3
+            assert started[rank].stdout.read() == "rank 1 was lost\n"
+
+
 def test_a_loss_waits_until_what_is_being_written_is_whole():
     program = f"""
 if rank == 1:

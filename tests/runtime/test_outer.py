@@ -53,6 +53,13 @@ def test_steps_do_not_wait_for_a_replica_that_takes_longer_to_come(fleet: Fleet,
     assert all(np.array_equal(*pair) for pair in zip(first, second, strict=True))
 
 
+def test_tokens_of_a_step_are_those_of_all_replicas(fleet: Fleet, folder: Path):
+    two = plan(replica(stage((0, 4), [0], [1])), replica(stage((0, 4), [1], [3])), sync=Sync(every=4), sites=[0, 1])
+    alone = plan(replica(stage((0, 4), [0], [4])), train=two.train)
+    (wanted,) = fleet.run(jobs.tokens, 1, alone, Case(folder, alone).path)
+    assert wanted > 0 and fleet.run(jobs.tokens, 2, two, Case(folder, two).path) == [wanted] * 2
+
+
 def test_a_run_that_stops_early_takes_the_exchange_under_way_as_one_that_ends_there_does(fleet: Fleet, folder: Path):
     base = HAND_PICKED["replicas unlike, overlapped"]
     train = replace(

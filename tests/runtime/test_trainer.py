@@ -14,6 +14,7 @@ from farspan.domain.run import RunFolder
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
 from farspan.runtime import checkpoint, trainer
 from farspan.runtime.collective import Group
+from farspan.runtime.state import TrainState
 from farspan.runtime.trainer import Trainer
 from farspan.runtime.whole import Whole
 from farspan.runtime.worker import build
@@ -136,3 +137,19 @@ def test_fp16_doubles_its_scale_at_the_same_steps_however_often_it_was_resumed(m
     assert [s.loss for start in starts for s in start.steps] == [s.loss for s in whole.steps]
     ours, theirs = weights(run), weights(whole.run)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_fp16_steps_that_overflow_are_no_updates_of_the_optimizer(make, monkeypatch):
+    """AdamW corrects its moments' bias by how many updates they have seen, also after a resumption."""
+    monkeypatch.setattr(trainer, "FIRST_LOSS_SCALE", 2.0**30)
+    counted, update = [], TrainState.update
+    monkeypatch.setattr(
+        TrainState, "update",
+        lambda state, optimizer, lr, step, divisor: (counted.append(step), update(state, optimizer, lr, step, divisor))[1],
+    )  # fmt: skip
+    run = make("run", precision="fp16", steps=40)
+    first, second = Start(run, until=25), Start(run)
+    _, made = first.train()
+    second.train()
+    assert 3 <= made.skipped < 25
+    assert counted == list(range(1, 40 - made.skipped + 1))

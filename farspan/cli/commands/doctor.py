@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 HELP = "say what is wrong and how to fix it"
 
 PACKAGES = ("torch", "numpy", "msgspec", "tokenizers", "tiktoken", "safetensors")
-#: A small model's checkpoints, its index and a corpus need about this much.
-LITTLE_DISK = 5 * 10**9
 #: Streams of the bandwidths that are measured: one shows the window, several the line.
 STREAMS = (1, 8)
 
@@ -137,6 +135,8 @@ def _describe(backend: str) -> Cluster:
 
 
 def _disk_findings() -> list[Problem]:
+    from farspan.launch.findings import LITTLE_DISK
+
     found = []
     corpora = next(path for path in (cache_folder(), *cache_folder().parents) if path.exists())
     for what, path in (("runs", Path()), ("prepared corpora", corpora)):

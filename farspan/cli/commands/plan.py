@@ -72,7 +72,7 @@ def answer(given: argparse.Namespace) -> Ranking:
     """The ranking for --model and --cluster."""
     from farspan.domain.engine import engine
     from farspan.domain.problems import Refusal
-    from farspan.planning.question import Question, model_of, train_of
+    from farspan.planning.question import model_of
 
     if given.cluster is None:
         raise Refusal(
@@ -81,13 +81,8 @@ def answer(given: argparse.Namespace) -> Ranking:
             remedy=f"farspan plan --model {given.model} --cluster fabric/gat-amst",
         )  # fmt: skip
     model, cluster = model_of(given.model), clusters.find(given.cluster)
-    question = Question(
-        model=given.model, tokens=given.tokens, batch=given.batch, seq_len=given.seq_len, precision=given.precision,
-        attention=given.attention, recompute=given.recompute, wan_bits=given.wan_bits,
-    )  # fmt: skip
-    train = train_of(question, model, cluster)
     return rank(
-        model, cluster, train, engine("farspan"), objective=given.objective or "time", allow=given.technique,
+        model, cluster, offers.train_for(given)(model, cluster), engine("farspan"), objective=given.objective or "time", allow=given.technique,
         tolerance=given.tolerance,
     )  # fmt: skip
 

@@ -70,14 +70,13 @@ def bench(folder: Path, console: Console, *, predicted: bool) -> None:
 def paper(name: str, console: Console, *, predicted: bool) -> bool:
     """A paper's tables and figures, as printed or as predicted; whether there is such a paper."""
     from farspan.cli.reports import drawn_slices
-    from farspan.planning.paper_rows import SOURCES, rows, sizes
+    from farspan.planning.paper_rows import SOURCES, as_plotted, rows, sizes
     from farspan.planning.size import fitted_shape
     from farspan.report import results
 
     if name in SOURCES:
         title, fabric = f"{name}, {SOURCES[name]}", name == "fabric"
-        # Of the cost study's grid only some points were plotted; what does not fit is known by prediction alone.
-        found = [row for row in rows(name) if fabric or predicted or row.step_s is not None]
+        found = rows(name) if fabric or predicted else as_plotted(rows(name))
         show(
             found, Path(f"{name}-report"), title, console, predicted=predicted, kind="Paper",
             drawn=drawn_slices(predicted=predicted) if fabric else (),
@@ -106,6 +105,6 @@ def show(
         for line in table([one.heads, *marked]):
             console.say(line)
         console.say()
-    console.say(f"{len(rows)} cells: {counts(rows)}")
+    console.say(f"{len(rows)} cells: {counts(rows, predicted=predicted)}")
     console.say(f"page: {page}; tables for a paper: {tables}")
     console.answer({"folder": str(folder), "page": str(page), "tables": found, "rows": rows})

@@ -139,8 +139,8 @@ def part_counts(stage: Stage) -> Sequence[int]:
     return [count for count in range(1, portions + 1) if portions % count == 0]
 
 
-def over_batch(task: Task, technique: str, zero: Zero, *, axes: str = "data") -> Plan | Problem:
-    """The best plan of one stage over all devices whose batch axes carry state as ZeRO's level says."""
+def over_batch(task: Task, technique: str, zero: Zero) -> Plan | Problem:
+    """The best plan of one stage over all devices whose batch axis carries state as ZeRO's level says."""
     ranks = tuple(task.ranks)
     if task.train.batch < len(ranks):
         return too_few_rows(task, len(ranks))
