@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-
 #: What standard input says.
 STOP, KILL = b"s", b"k"
 

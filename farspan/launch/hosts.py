@@ -24,8 +24,8 @@ from farspan.domain.problems import Refusal
 CLIENTS = frozenset({"ssh", "docker", "podman", "kubectl"})
 #: A host that has not answered the first question by then is not reachable (ssh itself gives up after CONNECT_S).
 START_S, CONNECT_S = 12.0, 8
-#: ssh asks a host that says nothing every so many seconds whether it is there, and ends after so many without an answer:
-#: a line that is cut, or that a router has forgotten, would else be waited on for hours.
+#: ssh asks a host that says nothing every so many seconds whether it is there, and ends after so many times without an
+#: answer: a line that is cut, or that a router has forgotten, would else be waited on for hours.
 ALIVE_S, UNANSWERED = 5, 3
 #: A host answers a question about its files within this.
 ANSWER_S = 30.0

@@ -20,6 +20,8 @@ from farspan.runtime import connections
 START_S = 300.0
 #: A worker that says nothing for this long is lost; each says every BEAT_S that it is there.
 SILENCE_S, BEAT_S = 20.0, 2.0
+#: Who has met the others opens its device, and says so for the first time, within this.
+OPEN_S = 120.0
 #: Where the store does not say within this who is lost, rank 0 is, which keeps it. With SILENCE_S before it and the
 #: seconds that rank 0 stays after it, every worker ends within 30 s.
 ANSWER_S = 3.0
@@ -34,6 +36,8 @@ GLOO, NCCL = "gloo", "cpu:gloo,cuda:nccl"
 #: A connection that the other side's machine has answered nothing on for this long is lost; before heartbeats are, as
 #: it says more.
 CUT_S = 15.0
+#: Beats of a worker that has met the others, and of which nothing was heard since.
+MET = 1
 #: The rank that was lost and how that was noticed, as the first worker that did has written in the store.
 LOST = "farspan/lost"
 
@@ -55,7 +59,7 @@ def meet(rank: int, world: int) -> dist.Store | None:
     store: dist.Store | None = None
     try:
         store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=start))
-        store.add(_beats(rank), 1)
+        store.add(_beats(rank), MET)
         store.wait(list(beats), start)
     except dist.DistError as error:
         fact = " ".join(str(error).split())[:300]
@@ -77,8 +81,8 @@ def renounce(store: dist.Store, rank: int) -> None:
 
 
 class Group:
-    """All workers of a run, met in `store`. With one worker every exchange is a no-op. Raises Refusal (worker-lost) for
-    one that does not join; `lost` as for `watch`, from before the workers connect to each other."""
+    """All workers of a run, met in `store`. With one worker every exchange is a no-op. `lost` is that of `watch`, from
+    before the workers connect to each other."""
 
     def __init__(
         self, rank: int, world: int, device: torch.device, store: dist.Store | None = None,
@@ -89,10 +93,11 @@ class Group:
         self.writing = threading.Lock()
         self._heartbeat = Heartbeat(store, rank, world) if store is not None else None
         self._store, self._ranks, self._introduced = store, dict[str, int](), 0
-        if store is not None:
+        if lost is not None:
+            self.watch(lost)
+        if store is not None and self._heartbeat is not None:
             kinds = _kinds(store, rank, world, device)
-            if lost is not None:
-                self.watch(lost)
+            self._heartbeat.opening.clear()
             dist.init_process_group(
                 backend(kinds), store=store, rank=rank, world_size=world, timeout=timedelta(seconds=BUSY_S)
             )
@@ -188,6 +193,8 @@ class Heartbeat:
     def __init__(self, store: dist.Store, rank: int, world: int) -> None:
         self._store, self._rank = store.clone(), rank
         self._silent_s = dict.fromkeys(range(1, world) if rank == 0 else (0,), 0.0)
+        #: Who may be silent for longer, as its device is opened.
+        self.opening = set(self._silent_s)
         self._ended, self._gone = threading.Event(), list[tuple[int, How]]()
         self._talker = threading.Thread(target=self._talk, daemon=True)
         self._counter: threading.Thread | None = None
@@ -214,8 +221,9 @@ class Heartbeat:
                 self._store.add(_beats(self._rank), 1)
                 for peer in self._silent_s:
                     beats = self._store.add(_beats(peer), 0)
-                    if beats != heard.get(peer, 0):
+                    if beats != heard.get(peer, MET):
                         heard[peer], self._silent_s[peer] = beats, 0.0
+                        self.opening.discard(peer)
                 if self._store.check([LOST]):
                     self._gone.append(_loss(self._store.get(LOST)))
                 if self._ended.wait(BEAT_S):
@@ -226,7 +234,7 @@ class Heartbeat:
         while not self._gone and not self._ended.wait(1.0):
             for peer in self._silent_s:
                 self._silent_s[peer] += 1.0
-                if self._silent_s[peer] > SILENCE_S:
+                if self._silent_s[peer] > (OPEN_S if peer in self.opening else SILENCE_S):
                     self._gone.append(self.tell(peer, "silence"))
         if self._gone:
             self.stay()
@@ -253,24 +261,9 @@ class Heartbeat:
 
 
 def _kinds(store: dist.Store, rank: int, world: int, device: torch.device) -> list[str]:
-    """The kinds of device of all workers, which they tell each other: those of a probe have no plan that says so.
-    Raises Refusal (worker-lost) for one that renounces, or has not opened its device within START_S."""
+    """The kinds of device of all workers, which they tell each other: those of a probe have no plan that says so."""
     store.set(_kind(rank), device.type)
-    keys, deadline = [_kind(peer) for peer in range(world)], time.monotonic() + START_S
-    while not store.check(keys):
-        fact, missing = "it had met the others, and could not use its device", []
-        if store.check([LOST]):
-            missing = [str(_loss(store.get(LOST))[0])]
-        elif time.monotonic() > deadline:
-            fact = f"it had met the others, and has not opened its device for {START_S:.0f} s"
-            missing = [str(peer) for peer, key in enumerate(keys) if not store.check([key])]
-        if missing:
-            raise Refusal(
-                "worker-lost", what=f"rank {', '.join(missing)} was lost", where=f"rank {missing[0]}", fact=fact,
-                remedy="see what it says itself: rank-N.log of the run's logs, there",
-            )  # fmt: skip
-        time.sleep(POLL_S)
-    return [kind.decode() for kind in store.multi_get(keys)]
+    return [kind.decode() for kind in store.multi_get([_kind(peer) for peer in range(world)])]
 
 
 def _loss(said: bytes) -> tuple[int, How]:

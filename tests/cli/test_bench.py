@@ -31,7 +31,7 @@ from farspan.planning.cases import case, check_techniques, spec_of
 from farspan.planning.why import costs_of
 from farspan.report.results import points
 from tests.launch.conftest import up
-from tests.report.test_results import row as tests_row
+from tests.report.test_results import row as made_row
 
 DEVICE = "{kind: cpu-avx2, memory: 4GB}"
 CLUSTER = f"sites: {{here: {{hosts: {{me: {{enter: [], devices: [{DEVICE}, {DEVICE}]}}}}}}}}\n"
@@ -237,9 +237,9 @@ def test_what_was_killed_may_run_another_time():
     """Who was killed may have been so for another program's memory; what was predicted not to fit will not fit."""
     killed = "rank 1 on me was lost: ended by SIGKILL, as the kernel does when memory runs out"
     said = {"failed": "a crash", "oom": killed}
-    rows = {status: tests_row(status=status, cause=cause) for status, cause in said.items()}
+    rows = {status: made_row(status=status, cause=cause) for status, cause in said.items()}
     assert may_pass(rows["failed"]) and may_pass(rows["oom"])
-    assert not may_pass(tests_row(status="oom", cause="not run: a device lacks 3 GB")) and not may_pass(tests_row())
+    assert not may_pass(made_row(status="oom", cause="not run: a device lacks 3 GB")) and not may_pass(made_row())
 
 
 def test_a_folder_takes_the_rows_of_one_bench_at_a_time(farspan, folder):

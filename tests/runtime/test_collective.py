@@ -141,21 +141,33 @@ Group(rank, world, torch.device("cpu"), meet(rank, world), lost)
 
 def test_who_cannot_open_its_device_is_named_by_the_others():
     program = """
-from farspan.domain.problems import Refusal
 met = meet(rank, world)
 if rank == 1:
     collective.renounce(met, rank)
     os._exit(5)
-try:
-    Group(rank, world, torch.device("cpu"), met)
-except Refusal as refusal:
-    print(refusal.problem.what, flush=True)
-    os._exit(3)
+Group(rank, world, torch.device("cpu"), met, lost)
 """
     with members(3, "", STARTING + program) as started:
         for rank in (0, 2):
             assert started[rank].wait(120) == 3
-            assert started[rank].stdout.read() == "rank 1 was lost\n"
+            assert started[rank].stdout.read().split() == ["lost", "1"]
+
+
+def test_who_opens_its_device_is_waited_for_longer_than_who_is_silent():
+    """And no longer than that."""
+    program = f"""
+collective.OPEN_S = {4 * SILENCE_S}
+met = meet(rank, world)
+if rank == 1:
+    time.sleep({2 * SILENCE_S})
+if rank == 2:
+    stand_still()
+Group(rank, world, torch.device("cpu"), met, lost)
+"""
+    with members(3, "", STARTING + program) as started:
+        for rank in (0, 1):
+            assert started[rank].wait(120) == 3
+            assert started[rank].stdout.read().split() == ["lost", "2"]
 
 
 def test_a_loss_waits_until_what_is_being_written_is_whole():

@@ -143,10 +143,12 @@ def test_fp16_steps_that_overflow_are_no_updates_of_the_optimizer(make, monkeypa
     """AdamW corrects its moments' bias by how many updates they have seen, also after a resumption."""
     monkeypatch.setattr(trainer, "FIRST_LOSS_SCALE", 2.0**30)
     counted, update = [], TrainState.update
-    monkeypatch.setattr(
-        TrainState, "update",
-        lambda state, optimizer, lr, step, divisor: (counted.append(step), update(state, optimizer, lr, step, divisor))[1],
-    )  # fmt: skip
+
+    def counting(state, optimizer, lr, step, divisor):
+        counted.append(step)
+        update(state, optimizer, lr, step, divisor)
+
+    monkeypatch.setattr(TrainState, "update", counting)
     run = make("run", precision="fp16", steps=40)
     first, second = Start(run, until=25), Start(run)
     _, made = first.train()

@@ -82,8 +82,8 @@ def answer(given: argparse.Namespace) -> Ranking:
         )  # fmt: skip
     model, cluster = model_of(given.model), clusters.find(given.cluster)
     return rank(
-        model, cluster, offers.train_for(given)(model, cluster), engine("farspan"), objective=given.objective or "time", allow=given.technique,
-        tolerance=given.tolerance,
+        model, cluster, offers.train_for(given)(model, cluster), engine("farspan"),
+        objective=given.objective or "time", allow=given.technique, tolerance=given.tolerance,
     )  # fmt: skip
 
 
