@@ -261,9 +261,17 @@ class Heartbeat:
 
 
 def _kinds(store: dist.Store, rank: int, world: int, device: torch.device) -> list[str]:
-    """The kinds of device of all workers, which they tell each other: those of a probe have no plan that says so."""
-    store.set(_kind(rank), device.type)
-    return [kind.decode() for kind in store.multi_get([_kind(peer) for peer in range(world)])]
+    """The kinds of device of all workers, which they tell each other: those of a probe have no plan that says so.
+    Raises Refusal (worker-lost) where rank 0 has ended, and the store with it."""
+    try:
+        store.set(_kind(rank), device.type)
+        return [kind.decode() for kind in store.multi_get([_kind(peer) for peer in range(world)])]
+    except dist.DistNetworkError:
+        raise Refusal(
+            "worker-lost", what="rank 0 was lost", where=f"rank {rank}",
+            fact="it had met the others, and ended before all had opened their devices",
+            remedy="see what it says itself: logs/rank-0.log of the run",
+        ) from None  # fmt: skip
 
 
 def _loss(said: bytes) -> tuple[int, How]:

@@ -153,6 +153,26 @@ Group(rank, world, torch.device("cpu"), met, lost)
             assert started[rank].stdout.read().split() == ["lost", "1"]
 
 
+def test_where_rank_0_ends_as_all_open_their_devices_it_is_named():
+    program = """
+from farspan.domain.problems import Refusal
+met = meet(rank, world)
+if rank == 0:
+    os._exit(5)
+if rank == 1:
+    time.sleep(1.0)
+try:
+    Group(rank, world, torch.device("cpu"), met, lost)
+except Refusal as refusal:
+    print("lost", refusal.problem.what.removeprefix("rank ").removesuffix(" was lost"), flush=True)
+    os._exit(3)
+"""
+    with members(3, "", STARTING + program) as started:
+        for rank in (1, 2):
+            assert started[rank].wait(120) == 3
+            assert started[rank].stdout.read().split() == ["lost", "0"]
+
+
 def test_who_opens_its_device_is_waited_for_longer_than_who_is_silent():
     """And no longer than that."""
     program = f"""
