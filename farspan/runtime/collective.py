@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Literal, cast
@@ -91,12 +91,14 @@ class Group:
         self.rank, self.world, self.device = rank, world, device
         #: Held while files are written: a worker whose peers are lost ends when the files are whole, not before.
         self.writing = threading.Lock()
-        self._heartbeat = Heartbeat(store, rank, world) if store is not None else None
+        self._heartbeat: Heartbeat | None = None
         self._store, self._ranks, self._introduced = store, dict[str, int](), 0
-        if lost is not None:
-            self.watch(lost)
-        if store is not None and self._heartbeat is not None:
-            kinds = _kinds(store, rank, world, device)
+        if store is not None:
+            with _asking_rank_0(rank):
+                self._heartbeat = Heartbeat(store, rank, world)
+                if lost is not None:
+                    self.watch(lost)
+                kinds = _kinds(store, rank, world, device)
             self._heartbeat.opening.clear()
             dist.init_process_group(
                 backend(kinds), store=store, rank=rank, world_size=world, timeout=timedelta(seconds=BUSY_S)
@@ -191,7 +193,10 @@ class Heartbeat:
     """
 
     def __init__(self, store: dist.Store, rank: int, world: int) -> None:
+        # A store that is gone, with rank 0, would be tried for as long as workers may take to come.
+        store.set_timeout(timedelta(seconds=SILENCE_S))
         self._store, self._rank = store.clone(), rank
+        store.set_timeout(timedelta(seconds=START_S))
         self._silent_s = dict.fromkeys(range(1, world) if rank == 0 else (0,), 0.0)
         #: Who may be silent for longer, as its device is opened.
         self.opening = set(self._silent_s)
@@ -261,11 +266,16 @@ class Heartbeat:
 
 
 def _kinds(store: dist.Store, rank: int, world: int, device: torch.device) -> list[str]:
-    """The kinds of device of all workers, which they tell each other: those of a probe have no plan that says so.
-    Raises Refusal (worker-lost) where rank 0 has ended, and the store with it."""
+    """The kinds of device of all workers, which they tell each other: those of a probe have no plan that says so."""
+    store.set(_kind(rank), device.type)
+    return [kind.decode() for kind in store.multi_get([_kind(peer) for peer in range(world)])]
+
+
+@contextmanager
+def _asking_rank_0(rank: int) -> Iterator[None]:
+    """Raises Refusal (worker-lost) where rank 0 has ended, and the store with it."""
     try:
-        store.set(_kind(rank), device.type)
-        return [kind.decode() for kind in store.multi_get([_kind(peer) for peer in range(world)])]
+        yield
     except dist.DistNetworkError:
         raise Refusal(
             "worker-lost", what="rank 0 was lost", where=f"rank {rank}",
