@@ -32,8 +32,8 @@ SHARE, LEAST_S = 0.03, 60.0
 #: A plan that could be better by less than this is not tried: repeats of one plan differ by as much.
 SAME = 0.03
 #: Factors on a trial's step between which the run's are expected, and on a prediction for devices and links that all
-#: took part in a trial. Choices that hold the median repeat (3 % apart) and nearly all predictions (7 % off in the
-#: median, 27 % at most with a small model) of benchmarks/results/wan.jsonl.
+#: took part in a trial. Choices that hold the median repeat (2 % apart) and nearly all predictions (5 % off in the
+#: median, 22 % at most with a small model) of benchmarks/results/wan.jsonl.
 MEASURED, LEARNED = (0.95, 1.05), (0.8, 1.3)
 #: A plan that was not tried is chosen if its prediction is better than the best trial by more than this.
 UNTRIED = 0.15
