@@ -220,7 +220,7 @@ def meant(matrix: Matrix, cell: Cell, there: tuple[Cluster, str], paces: Paces) 
     launcher = reached_by(asked) or "local" if isinstance(asked, str) else "local"
     folder, manifest = corpus(spec_of(matrix.models[cell.model]).vocab_size, matrix.seed)
     one = case(cell, matrix, paces.cluster(cell), engine("farspan"), manifest.hash)
-    if isinstance(one.made, Plan):
+    if isinstance(one.made, Plan):  # Known again on another day: without the processes of a lab, and prices.
         one = one._replace(made=lasting(one.made, bare(cluster)))
     return Todo(key_of(matrix, one, here), one, cluster, folder, launcher)
 

@@ -244,8 +244,7 @@ class Workers:
 
     def _clear_on(self, host: Host) -> None:
         # Of a host that cannot be entered more is said when workers are started there.
-        with suppress(OSError):
-            ask(host, f"rm -f {quoted(run_folder(host, self.plan, self.run).logs)}/rank-*.problem.json")
+        ask(host, f"rm -f {quoted(run_folder(host, self.plan, self.run).logs)}/rank-*.problem.json")
 
     @property
     def keep_open(self) -> int:

@@ -66,6 +66,13 @@ class World:
         return {rank: one.compute_s for rank, one in found.items()}
 
 
+class Slow(World):
+    """Half as long again as the estimator says."""
+
+    def step_s(self, plan: Plan) -> float:
+        return 1.5 * super().step_s(plan)
+
+
 def chosen(selection):
     return selection.ranking.candidates[selection.ranking.chosen]
 
@@ -228,10 +235,6 @@ def test_a_lease_holds_at_the_measured_pace():
     sites = tuple(msgspec.structs.replace(site, lease_s=1.2 * best.time_s) for site in here.sites)
     leased = msgspec.structs.replace(here, sites=sites)
 
-    class Slow(World):
-        def step_s(self, plan: Plan) -> float:
-            return 1.5 * super().step_s(plan)
-
     tried = select(leased, question, Slow(leased), budget_s=1e6).ranking.candidates
     found = next(one for one in tried if one.plan and plan_key(one.plan) == plan_key(best.plan))
     assert found.trial is not None and found.time_s > 1.2 * best.time_s
@@ -285,10 +288,6 @@ def test_where_one_ran_and_may_not_be_chosen_that_is_told():
     best = first.candidates[first.chosen]
     sites = tuple(msgspec.structs.replace(site, lease_s=1.2 * best.time_s) for site in here.sites)
     leased = msgspec.structs.replace(here, sites=sites)
-
-    class Slow(World):
-        def step_s(self, plan: Plan) -> float:
-            return 1.5 * super().step_s(plan)
 
     world = Slow(leased, dies=lambda plan: plan.replicas[0].stages[0].zero > 0)
     found = select(leased, question, world, budget_s=1e6)
