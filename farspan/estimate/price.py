@@ -31,6 +31,10 @@ RESERVE = 0.1
 #: Factors on steps of devices whose arithmetic no data sheet, probe or trial tells. A choice: an Intel core with AMX
 #: takes 0.24 (bf16) and 0.6 (fp32) of what is predicted for an unknown one.
 BLIND = (0.2, 2.0)
+#: The least factor on CPU cores of which only the catalogue tells: it assumes their clock and takes their memory's rate
+#: from a socket with all cores busy. [fitted] to benchmarks/results/regret.jsonl: single devices of an Intel with AMX
+#: take 0.47 to 0.63 of what is predicted in fp32, all plans 0.5 to 0.8.
+ASSUMED = 0.4
 
 
 class Step(NamedTuple):
@@ -354,6 +358,8 @@ def _interval(engine: Engine, step_s: float, network_s: float, used: list[Device
     tried = all(device.pace != 1.0 for device in used)
     told = all(_is_told(device, plan.train.precision) for device in used)
     low, high = (0.75, 1.3) if tried else engine.interval if told else BLIND
+    if any(device.backend == "cpu" and not _is_seen(device, plan.train.precision) for device in used):
+        low = min(low, ASSUMED)
     share = min(1.0, network_s / step_s) if step_s else 0.0
     if tried and len(used) > 1:
         high = 2.0
@@ -365,5 +371,9 @@ def _interval(engine: Engine, step_s: float, network_s: float, used: list[Device
 
 def _is_told(device: Device, precision: Precision) -> bool:
     """Whether a data sheet, a probe or a trial says how fast a device computes."""
-    probed = any(precision in rate.flops for rate in device.rates)
-    return precision in device.flops or probed or device.pace != 1.0
+    return precision in device.flops or _is_seen(device, precision)
+
+
+def _is_seen(device: Device, precision: Precision) -> bool:
+    """Whether a probe or a trial does."""
+    return device.pace != 1.0 or any(precision in rate.flops for rate in device.rates)

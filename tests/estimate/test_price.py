@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farspan import models
-from farspan.domain.cluster import Cluster, Link
+from farspan.domain.cluster import Cluster, Link, MatmulRate
 from farspan.domain.codec import convert
 from farspan.domain.model import train_flops_per_token
 from farspan.domain.plan import Edge, GradSync, Plan, Replica, Sync
@@ -54,6 +54,10 @@ def test_what_nobody_knows_is_foretold_widely():
     assert interval() == (0.7, 1.5)
     assert interval(flops={}) == interval(flops={"bf16": 1e12}) == (0.2, 2.0)
     assert interval(flops={}, pace=1.1) == (0.75, 1.3)
+    assert interval(backend="cpu") == (0.4, 1.5)  # A kind of core whose clock is assumed.
+    assert interval(backend="cpu", flops={}) == (0.2, 2.0)
+    probed = (MatmulRate(m=1024, k=64, n=64, flops={"fp32": 1e11}),)
+    assert interval(backend="cpu", rates=probed) == (0.7, 1.5)
 
 
 # -- sums of gradients -------------------------------------------------------------------------------------------------
