@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from farspan import models
-from farspan.domain.cluster import Cluster, Device, Host, Link, Site
+from farspan.domain.cluster import Cluster, Device, Host, Link, MatmulRate, Site
 from farspan.domain.codec import save
 from farspan.domain.engine import engine
 from farspan.domain.plan import Edge, GradSync, Inputs, Mesh, Plan, PlannedDevice, Replica, Stage
@@ -33,7 +33,8 @@ TRACED = (2, 3, 200, 400, 600)
 
 
 def cluster(bandwidth: float = 1e9 / 8) -> Cluster:
-    device = Device(kind="epyc", backend="cpu", memory=16 * 10**9, flops={"bf16": 1.5e12}, dtypes=("fp32", "bf16"))
+    probed = (MatmulRate(m=8192, k=512, n=512, flops={"bf16": 8e11}),)
+    device = Device(kind="epyc", backend="cpu", memory=16 * 10**9, rates=probed, dtypes=("fp32", "bf16"))
     sites = tuple(Site(name=name, hosts=(Host(name=name, devices=(device,), cpus=16, memory=64 * 10**9),))
                   for name in SITES)  # fmt: skip
     pairs = [(a, b) for i, a in enumerate(SITES) for b in SITES[i + 1 :]]
