@@ -2,6 +2,7 @@
 
     python benchmarks/regret.py [--scenarios 30] [--seed 0]
     python benchmarks/regret.py --afresh         # of these: what is chosen and what is near the best, run anew
+    python benchmarks/regret.py --intervals      # of these: how many trials lie inside what was told before any
     python benchmarks/regret.py --quick          # one small scenario; writes nothing here
 
 A scenario is a lab of two sites on two cores (one each): round trip, rate and loss of the link, one or two devices a
@@ -53,6 +54,7 @@ from farspan.domain.engine import engine
 from farspan.domain.plan import Plan
 from farspan.domain.train import Schedule, TrainSpec
 from farspan.domain.trial import Trial, plan_key
+from farspan.estimate.price import estimate
 from farspan.lab import spec, state
 from farspan.launch.trial import limits, steps_for, trial
 from farspan.planning import algorithm1
@@ -246,9 +248,34 @@ def run_afresh(scenarios: list[Done]) -> None:
                 found.append(afresh(one, said_of_here()))
                 file.write(msgspec.json.encode(found[-1]) + b"\n")
                 file.flush()
-                print(f"{found[-1].number}: {found[-1].names[found[-1].chosen]} +{found[-1].regret:.1%}", flush=True)
+    for one in sorted(found, key=lambda one: one.number):
+        print(f"{one.number}: {one.names[one.chosen]} +{one.regret:.1%}")
     near = sum(one.regret <= NEAR for one in found)
-    print(f"within {NEAR:.0%} of the best of fresh trials: {near} of {len(found)}")
+    apart = [max(steps) / min(steps) - 1 for one in found for steps in one.step_s.values() if len(steps) > 1]
+    print(
+        f"within {NEAR:.0%} of the best of fresh trials: {near} of {len(found)}; trials of one plan are "
+        f"{statistics.median(apart):.1%} apart in the median, {max(apart):.1%} at most"
+    )
+
+
+def intervals(scenarios: list[Done]) -> str:
+    """How many trials lie inside the interval that is told of them with nothing probed, and how far off they are."""
+    inside, alone, factors = 0, list[float](), list[float]()
+    for one in scenarios:
+        with up(one.seed, one.scenario) as (_, _, cluster):
+            for key, made in one.trials.items():
+                plan = one.plans[key]
+                told = estimate(plan, models.graph(plan.model), cluster, engine(plan.engine))
+                if made.step_s is not None:
+                    factors.append(made.step_s / told.step_s)
+                    alone += factors[-1:] if len(plan.devices) == 1 else []
+                    inside += told.interval[0] <= factors[-1] <= told.interval[1]
+    tenths = statistics.quantiles(factors, n=10)
+    return (
+        f"{inside} of {len(factors)} trials inside their interval; they took {tenths[4]:.2f} times as long as "
+        f"predicted in the median, a tenth less than {tenths[0]:.2f}, a tenth more than {tenths[8]:.2f}; single devices "
+        f"{min(alone):.2f} to {max(alone):.2f}"
+    )
 
 
 def measured(
@@ -336,6 +363,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--afresh", action="store_true")
+    parser.add_argument("--intervals", action="store_true")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -347,6 +375,9 @@ def main() -> None:
         if given.afresh:
             run_afresh([found[number] for number in sorted(found)])
             return
+        if given.intervals:
+            print(intervals([found[number] for number in sorted(found)]))
+            return
         for number in range(1 if given.quick else given.scenarios):
             before, scenario = found.get(number), drawn(given.seed, number)
             if before is None or given.again:
@@ -355,7 +386,8 @@ def main() -> None:
                 file.write(msgspec.json.encode(found[number]) + b"\n")
                 file.flush()
         made = table([found[number] for number in sorted(found)])
-        print(f"\n{made}")
+        spent = sorted(one.spent_s for one in found.values())
+        print(f"\n{made}\n\ntrials of `select`: {statistics.median(spent):.0f} s, {spent[0]:.0f} to {spent[-1]:.0f}")
         if not given.quick:
             out.with_suffix(".md").write_text(f"# What is chosen, against the best\n\n{made}\n")
 

@@ -31,6 +31,8 @@ RESERVE = 0.1
 #: Factors on steps of devices whose arithmetic no data sheet, probe or trial tells. A choice: an Intel core with AMX
 #: takes 0.24 (bf16) and 0.6 (fp32) of what is predicted for an unknown one.
 BLIND = (0.2, 2.0)
+#: Of devices that took part in a trial. A choice.
+TRIED = (0.75, 1.3)
 #: The least factor on CPU cores of which only the catalogue tells: it assumes their clock and takes their memory's rate
 #: from a socket with all cores busy. [fitted] to benchmarks/results/regret.jsonl: single devices of an Intel with AMX
 #: take 0.47 to 0.63 of what is predicted in fp32, all plans 0.5 to 0.8.
@@ -353,27 +355,25 @@ def _kwh(used: list[Device], run_s: float) -> float | None:
 
 
 def _interval(engine: Engine, step_s: float, network_s: float, used: list[Device], plan: Plan) -> tuple[float, float]:
-    """The engine's factors, weighed by what of the step is arithmetic and what is network; tighter after a trial, wider
-    where nothing says how fast a device is."""
-    tried = all(device.pace != 1.0 for device in used)
-    told = all(_is_told(device, plan.train.precision) for device in used)
-    low, high = (0.75, 1.3) if tried else engine.interval if told else BLIND
-    if any(device.backend == "cpu" and not _is_seen(device, plan.train.precision) for device in used):
-        low = min(low, ASSUMED)
+    """The widest of the devices' factors and the engine's own on networks, weighed by what of the step is which."""
+    factors = [_factors(engine, device, plan.train.precision) for device in used]
+    low, high = min(low for low, _ in factors), max(high for _, high in factors)
+    if all(device.pace != 1.0 for device in used) and len(used) > 1:
+        high = 2.0  # A trial on one device does not show what several do to each other.
     share = min(1.0, network_s / step_s) if step_s else 0.0
-    if tried and len(used) > 1:
-        high = 2.0
     return (
         (1 - share) * low + share * engine.network_interval[0],
         (1 - share) * high + share * engine.network_interval[1],
     )
 
 
-def _is_told(device: Device, precision: Precision) -> bool:
-    """Whether a data sheet, a probe or a trial says how fast a device computes."""
-    return precision in device.flops or _is_seen(device, precision)
-
-
-def _is_seen(device: Device, precision: Precision) -> bool:
-    """Whether a probe or a trial does."""
-    return device.pace != 1.0 or any(precision in rate.flops for rate in device.rates)
+def _factors(engine: Engine, device: Device, precision: Precision) -> tuple[float, float]:
+    """By what says how fast a device computes: a trial, a probe, a data sheet, a kind of core, or nothing."""
+    if device.pace != 1.0:
+        return TRIED
+    if any(precision in rate.flops for rate in device.rates):
+        return engine.interval
+    if precision not in device.flops:
+        return BLIND
+    low, high = engine.interval
+    return (min(low, ASSUMED), high) if device.backend == "cpu" else (low, high)
