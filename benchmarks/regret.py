@@ -273,8 +273,8 @@ def intervals(scenarios: list[Done]) -> str:
     tenths = statistics.quantiles(factors, n=10)
     return (
         f"{inside} of {len(factors)} trials inside their interval; they took {tenths[4]:.2f} times as long as "
-        f"predicted in the median, a tenth less than {tenths[0]:.2f}, a tenth more than {tenths[8]:.2f}; single devices "
-        f"{min(alone):.2f} to {max(alone):.2f}"
+        f"predicted in the median, a tenth less than {tenths[0]:.2f}, a tenth more than {tenths[8]:.2f}; single "
+        f"devices {min(alone):.2f} to {max(alone):.2f}"
     )
 
 
