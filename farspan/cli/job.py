@@ -248,7 +248,7 @@ def make(path: Path, config: RunConfig, planned: Planned, console: Console) -> R
     # Again: it may have been made while this run was planned.
     refuse_existing(path, command("train", "run.yaml", "--run", f"{path}-2"))
     run = RunFolder(path)
-    run.logs.mkdir(parents=True)
+    run.make()
     record = RunRecord(
         corpus=str(resolved.corpus_folder.resolve()), command=tuple(sys.argv),
         created=datetime.now(UTC).isoformat(timespec="seconds"), warnings=resolved.warnings,

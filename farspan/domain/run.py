@@ -16,6 +16,12 @@ from farspan.domain.codec import load
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, nearest
 
+#: The variable of a worker's environment that holds the secret by which the workers of a run know each other, and its
+#: value where the secret is the first line of standard input.
+SECRET, ON_STDIN = "FARSPAN_SECRET", "-"
+#: The variable that names the port of the workers' own store, where that of MASTER_PORT is torchrun's.
+STORE_PORT = "FARSPAN_STORE_PORT"
+
 
 def cache_folder() -> Path:
     """Prepared corpora live here: $FARSPAN_CACHE, or farspan's folder in the user's cache."""
@@ -75,6 +81,13 @@ class RunFolder:
         self.tensorboard = path / "tensorboard"
         self.report = path / "report.html"
         self.index = path / "index"
+
+    def make(self) -> None:
+        """The folder itself and its logs, for this user alone: it holds text, and what its cluster runs."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        self.path.chmod(0o700)  # It may have been there, empty.
+        self.logs.mkdir(exist_ok=True)
 
     @classmethod
     def existing(cls, path: Path) -> RunFolder:

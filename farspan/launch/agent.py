@@ -8,6 +8,7 @@ Questions are `{"do": NAME, ...}`; an answer is what the function of that name r
 from __future__ import annotations
 
 import errno
+import hmac
 import json
 import os
 import platform
@@ -22,19 +23,22 @@ from pathlib import Path
 from typing import Any
 
 BLOCK = 1 << 18
+#: Who calls says the server's secret within CALL_S, and is not silent for longer than IDLE_S.
+CALL_S, IDLE_S = 10, 60
 PACKAGES = ("farspan", "torch", "ray", "numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
 class Server:
-    """Answers pings, swallows streams and counts datagrams, on one port of every address."""
+    """Answers pings, swallows streams and counts datagrams of those who say its secret, on one port of an address."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str, secret: bytes) -> None:
+        self.secret = secret
         self.tcp = socket.socket()
-        self.tcp.bind(("", 0))
+        self.tcp.bind((address, 0))
         self.tcp.listen(64)
         self.port = self.tcp.getsockname()[1]
         self.udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self.udp.bind(("", self.port))
+        self.udp.bind((address, self.port))
         self.received = 0
         self.datagrams: dict[str, int] = {}
         for work in (self.accept, self.listen):
@@ -42,13 +46,21 @@ class Server:
 
     def accept(self) -> None:
         while True:
-            connection, _ = self.tcp.accept()
+            try:
+                connection, _ = self.tcp.accept()
+            except OSError:  # Who called has gone, or there are too many.
+                time.sleep(0.05)
+                continue
             threading.Thread(target=self.answer, args=(connection,), daemon=True).start()
 
     def answer(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         buffer = bytearray(BLOCK)
         try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.settimeout(CALL_S)
+            if not hmac.compare_digest(exactly(connection, len(self.secret)), self.secret):
+                return
+            connection.settimeout(IDLE_S)
             if connection.recv(1) == b"p":
                 while connection.recv(1):
                     connection.sendall(struct.pack("!d", time.time()))
@@ -67,24 +79,61 @@ class Server:
 
     def listen(self) -> None:
         while True:
-            tag = self.udp.recv(64).decode(errors="replace").strip()
-            self.datagrams[tag] = self.datagrams.get(tag, 0) + 1
+            try:
+                said = self.udp.recv(256)
+            except OSError:
+                continue
+            if said[: len(self.secret)] == self.secret:
+                tag = said[len(self.secret) :].decode(errors="replace").strip()
+                self.datagrams[tag] = self.datagrams.get(tag, 0) + 1
 
 
 SERVER: list[Server] = []
 SENDERS: list[threading.Thread] = []
 
 
-def serve() -> dict[str, Any]:
+def exactly(connection: socket.socket, size: int) -> bytes:
+    """So many bytes, or those that came before the end."""
+    content = b""
+    while len(content) < size:
+        part = connection.recv(size - len(content))
+        if not part:
+            break
+        content += part
+    return content
+
+
+def hello() -> dict[str, Any]:
+    return {}
+
+
+def serve(address: str, secret: str) -> dict[str, Any]:
     if not SERVER:
-        SERVER.append(Server())
+        SERVER.append(Server(listening(address), secret.encode()))
     return {"port": SERVER[0].port}
 
 
-def free_port() -> dict[str, Any]:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return {"port": probe.getsockname()[1]}
+def listening(address: str) -> str:
+    """The address to listen on for those who know this host by one. Behind address translation no interface has that,
+    and a name may lead its own host to loopback: then it is all addresses, and the secret alone guards them."""
+    try:
+        ip = socket.gethostbyname(address)
+        with socket.socket() as probe:
+            probe.bind((ip, 0))
+    except OSError:
+        return ""
+    return "" if ip.startswith("127.") and ip != address else ip
+
+
+def free_ports(count: int) -> dict[str, Any]:
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("", 0))
+        return {"ports": [probe.getsockname()[1] for probe in probes]}
+    finally:
+        for probe in probes:
+            probe.close()
 
 
 def received() -> dict[str, Any]:
@@ -104,7 +153,7 @@ def busy() -> float | None:
 
 
 def datagrams(tag: str) -> dict[str, Any]:
-    return {"count": SERVER[0].datagrams.get(tag, 0)}
+    return {"count": SERVER[0].datagrams.get(tag, 0) if SERVER else 0}
 
 
 def facts() -> dict[str, Any]:
@@ -170,7 +219,7 @@ def route(address: str) -> dict[str, Any]:
     return {"interface": next((name for name, ip in interfaces().items() if ip == own), None), "address": own}
 
 
-def reach(address: str, port: int, deadline: float, pings: int) -> dict[str, Any]:
+def reach(address: str, port: int, secret: str, deadline: float, pings: int) -> dict[str, Any]:
     """Connect and ping. `failed` is name, route, port or timeout."""
     try:
         ip = socket.gethostbyname(address)
@@ -185,7 +234,7 @@ def reach(address: str, port: int, deadline: float, pings: int) -> dict[str, Any
         end = time.monotonic() + deadline
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sendall(b"p")
+            connection.sendall(secret.encode() + b"p")
             for _ in range(pings):
                 began, sent = time.perf_counter(), time.time()
                 connection.sendall(b".")
@@ -212,34 +261,34 @@ def failure(error: OSError, silent: str) -> dict[str, Any]:
     return {"failed": "port" if refused else "route", "fact": error.strerror or str(error)}
 
 
-def say(address: str, port: int, tag: str, count: int, gap: float) -> dict[str, Any]:
+def say(address: str, port: int, secret: str, tag: str, count: int, gap: float) -> dict[str, Any]:
     """Send datagrams, which need no way back."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as out:
             target = (socket.gethostbyname(address), port)
             for _ in range(count):
-                out.sendto(tag.encode(), target)
+                out.sendto((secret + tag).encode(), target)
                 time.sleep(gap)
     except OSError as error:
         return {"error": str(error)}
     return {"sent": count}
 
 
-def stream(address: str, port: int, streams: int, seconds: float) -> dict[str, Any]:
+def stream(address: str, port: int, secret: str, streams: int, seconds: float) -> dict[str, Any]:
     """Send as fast as the network takes it, in the background, over so many connections."""
     end = time.monotonic() + seconds
     for _ in range(streams):
-        sender = threading.Thread(target=pour, args=(address, port, end), daemon=True)
+        sender = threading.Thread(target=pour, args=(address, port, secret, end), daemon=True)
         sender.start()
         SENDERS.append(sender)
     return {"streams": streams}
 
 
-def pour(address: str, port: int, end: float) -> None:
+def pour(address: str, port: int, secret: str, end: float) -> None:
     block = bytes(BLOCK)
     try:
         with socket.create_connection((address, port), timeout=10) as out:
-            out.sendall(b"s")
+            out.sendall(secret.encode() + b"s")
             while time.monotonic() < end:
                 out.sendall(block)
             # What is still queued would go on after the end and disturb the next measurement.
@@ -255,13 +304,13 @@ def settle() -> dict[str, Any]:
     return {}
 
 
-def transfer(address: str, port: int, size: int, repeats: int) -> dict[str, Any]:
+def transfer(address: str, port: int, secret: str, size: int, repeats: int) -> dict[str, Any]:
     """Seconds to send `size` bytes and learn that the last one arrived, over one warm connection each."""
     times = []
     for _ in range(repeats):
         with socket.create_connection((address, port), timeout=30) as out:
             out.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            out.sendall(b"s")
+            out.sendall(secret.encode() + b"s")
             began = time.perf_counter()
             out.sendall(bytes(size))
             out.shutdown(socket.SHUT_WR)
@@ -270,7 +319,7 @@ def transfer(address: str, port: int, size: int, repeats: int) -> dict[str, Any]
     return {"seconds": times}
 
 
-DO = (serve, free_port, received, datagrams, facts, route, reach, say, stream, settle, transfer)
+DO = (hello, serve, free_ports, received, datagrams, facts, route, reach, say, stream, settle, transfer)
 
 
 def main() -> None:

@@ -131,9 +131,8 @@ def address(host: Host) -> str:
 
 def reach(a: Agent, b: Agent, pings: int = PINGS) -> Way:
     """Whether `a` can connect to `b`, and its round trips: median, and half the spread of the middle half as jitter."""
-    target = address(b.host)
-    answer = a.ask("reach", address=target, port=b.port, deadline=REACH_S, pings=pings, deadline_s=3 * REACH_S)
-    interface = a.ask("route", address=target)["interface"]
+    answer = a.ask("reach", **b.target, deadline=REACH_S, pings=pings, deadline_s=3 * REACH_S)
+    interface = a.ask("route", address=b.address)["interface"]
     way = Way(a=a.host.name, b=b.host.name, failed=answer["failed"], fact=answer.get("fact", ""), interface=interface)
     if way.failed:
         return way
@@ -150,7 +149,7 @@ def one_way(a: Agent, b: Agent, way: Way) -> Way:
     """The same way, with whether single datagrams arrive: that tells which direction is cut."""
     tag = f"{a.host.name}-{time.monotonic_ns()}"
     try:
-        a.ask("say", address=address(b.host), port=b.port, tag=tag, count=5, gap=0.02)
+        a.ask("say", **b.target, tag=tag, count=5, gap=0.02)
     except Refusal:
         return msgspec.structs.replace(way, one_way=False)
     until = time.monotonic() + DATAGRAM_S
@@ -170,7 +169,7 @@ def stream(a: Agent, b: Agent, streams: int, rtt_s: float) -> Streamed:
     """As many bytes as arrive at `b` over so many streams from `a`, after they have grown. A lost packet holds back
     what follows it for a round trip: some twenty of them make that a small share."""
     grow, timed = GROW_S + GROW_RTTS * rtt_s, max(TIMED_S, TIMED_RTTS * rtt_s)
-    a.ask("stream", address=address(b.host), port=b.port, streams=streams, seconds=grow + timed + 0.1)
+    a.ask("stream", **b.target, streams=streams, seconds=grow + timed + 0.1)
     time.sleep(grow)
     first = [one.ask("received") for one in (a, b)]
     time.sleep(timed)

@@ -2,6 +2,7 @@
 
 Clients such as ssh pass input on to a host, but no signals: there STOP, or the end of the input, is the request to
 stop, and KILL ends the command at once. The input also ends where the launcher is gone, however that happened.
+The input begins with a line, the secret of the run, which the command finds in its environment.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+
+from farspan.domain.run import SECRET
 
 #: What standard input says.
 STOP, KILL = b"s", b"k"
@@ -53,5 +56,13 @@ def run(words: Sequence[str], environment: Mapping[str, str] | None = None) -> i
     return code if code >= 0 else 128 - code
 
 
+def first_line() -> str:
+    """Of standard input, and nothing of what follows it."""
+    line = b""
+    while (said := os.read(0, 1)) not in (b"", b"\n"):
+        line += said
+    return line.decode()
+
+
 if __name__ == "__main__":
-    raise SystemExit(run(sys.argv[1:]))
+    raise SystemExit(run(sys.argv[1:], {**os.environ, SECRET: first_line()}))

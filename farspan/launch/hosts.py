@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import secrets
 import select
 import shlex
 import subprocess
@@ -92,6 +94,8 @@ class Agent:
 
     def __init__(self, host: Host) -> None:
         self.host = host
+        #: What other hosts connect to.
+        self.address = host.address or host.name
         self._asking = threading.Lock()
 
     def __enter__(self) -> Agent:
@@ -108,12 +112,18 @@ class Agent:
         program = resources.files("farspan.launch").joinpath("agent.py").read_bytes()
         try:
             self._write(b"%d\n%b" % (len(program), program))
-            #: Where the agent answers pings, streams and datagrams.
-            self.port = int(self.ask("serve", deadline_s=START_S)["port"])
+            self.ask("hello", deadline_s=START_S)
         except BaseException:
             self.__exit__(None, None, None)
             raise
         return self
+
+    @functools.cached_property
+    def target(self) -> dict[str, Any]:
+        """Where this agent answers others' pings, streams and datagrams, and what who calls has to say first. Until
+        this is asked for the first time it listens nowhere."""
+        place = {"address": self.address, "secret": secrets.token_hex(16)}
+        return place | self.ask("serve", **place)
 
     def ask(self, do: str, *, deadline_s: float = 30.0, **values: Any) -> dict[str, Any]:
         """One question; what the agent answers within the deadline."""

@@ -17,7 +17,7 @@ from farspan.domain.clusterfile import MAX_LOSS
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import PlannedDevice
 from farspan.domain.problems import Refusal
-from farspan.launch.examine import Way, address, agents, reach, stream
+from farspan.launch.examine import Way, agents, reach, stream
 from farspan.launch.hosts import Agent
 from farspan.launch.meeting import arrange
 from farspan.launch.probe import Probe
@@ -220,16 +220,16 @@ def _working(way: Way) -> Way:
 
 def _transfer(a: Agent, b: Agent, size: int, rtt_s: float) -> float:
     """Seconds from the first byte sent to the last one received: the answer's way back is taken off."""
-    times = a.ask("transfer", address=address(b.host), port=b.port, size=size, repeats=5, deadline_s=120)["seconds"]
+    times = a.ask("transfer", **b.target, size=size, repeats=5, deadline_s=120)["seconds"]
     return float(max(0.0, statistics.median(times) - rtt_s / 2))
 
 
 def _loss(a: Agent, b: Agent) -> float | None:
     tag = f"loss-{a.host.name}"
     before = b.ask("datagrams", tag=tag)["count"]
-    a.ask("say", address=address(b.host), port=b.port, tag=tag, count=DATAGRAMS, gap=GAP_S)
+    a.ask("say", **b.target, tag=tag, count=DATAGRAMS, gap=GAP_S)
     # A question over the control connection takes longer than what is still under way.
-    a.ask("reach", address=address(b.host), port=b.port, deadline=5, pings=3)
+    a.ask("reach", **b.target, deadline=5, pings=3)
     return lost(b.ask("datagrams", tag=tag)["count"] - before)
 
 

@@ -5,20 +5,25 @@ Hosts that cannot reach rank 0's are refused before any worker starts.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 
 import msgspec
 
 from farspan.domain.cluster import Host
 from farspan.domain.problems import Problem, Refusal
-from farspan.launch.agent import free_port
+from farspan.launch.agent import free_ports
 from farspan.launch.examine import Way, address, agents, reach
 from farspan.launch.findings import PRIVATE
 
 
 class Meeting(msgspec.Struct, frozen=True, kw_only=True):
     address: str
+    #: Of the workers' store, and one that is free beside it, for torchrun's.
     port: int
+    torchrun_port: int
+    #: By which the workers know each other.
+    secret: str
     #: Network interface by host; a host that is not in it lets the system choose.
     interfaces: dict[str, str] = {}
 
@@ -26,17 +31,24 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
 def arrange(hosts: Sequence[Host]) -> Meeting:
     """A free port where all hosts (the first is rank 0's) can meet. Raises Refusal (host-unreachable)."""
     if len(hosts) == 1 and hosts[0].enter == ():
-        return Meeting(address="127.0.0.1", port=free_port()["port"])
+        return _meeting("127.0.0.1", free_ports(2)["ports"])
     with agents(hosts) as (reached, unreachable):
         for problem in unreachable.values():
             raise Refusal.of(problem)
         first, *others = (reached[host.name] for host in hosts)
-        port = first.ask("free_port")["port"]
+        ports = first.ask("free_ports", count=2)["ports"]
         if not others:
-            return Meeting(address="127.0.0.1", port=port)
+            return _meeting("127.0.0.1", ports)
         pairs = [*((agent, first) for agent in others), (first, others[0])]
         interfaces = {a.host.name: interface(a.host, b.host, reach(a, b, pings=1)) for a, b in pairs}
-    return Meeting(address=address(first.host), port=port, interfaces=interfaces)
+    return _meeting(address(first.host), ports, interfaces)
+
+
+def _meeting(address: str, ports: Sequence[int], interfaces: dict[str, str] | None = None) -> Meeting:
+    port, other = ports
+    return Meeting(
+        address=address, port=port, torchrun_port=other, secret=secrets.token_hex(32), interfaces=interfaces or {}
+    )
 
 
 def interface(a: Host, b: Host, way: Way) -> str:

@@ -82,7 +82,7 @@ class Probe:
         """Seconds of all-reduces with the other probes that are asked at the same time."""
         question = {
             "type": "allreduce", "device": device, "rank": rank, "world": world, "address": meeting.address,
-            "port": meeting.port, "interface": interface, "sizes": sizes,
+            "port": meeting.port, "secret": meeting.secret, "interface": interface, "sizes": sizes,
         }  # fmt: skip
         return self._ask(question, dict[int, float])
 

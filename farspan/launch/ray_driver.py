@@ -4,7 +4,7 @@ With `describe ADDRESS` instead it says what nodes a cluster has.
 
 Makes one actor a rank on the node of the rank's host, lets each run a worker, passes SIGTERM on, writes what ended a
 worker beside the run's logs, and ends when all workers have. The first line of standard input is the cluster's token,
-or empty; the end of standard input is as SIGTERM. The only file that imports Ray.
+or empty, the second the secret of the run; the end of standard input is as SIGTERM. The only file that imports Ray.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import ray
 
 from farspan.domain.codec import save
 from farspan.domain.problems import Problem, Refusal, command
-from farspan.launch.agent import free_port, interfaces
+from farspan.domain.run import SECRET
+from farspan.launch.agent import free_ports, interfaces
 from farspan.launch.held import at_end_of_input
 from farspan.launch.launchers.ray import LOST, Job, Node
 from farspan.launch.workers import GRACE_S, worker_environment
@@ -46,7 +47,7 @@ class RankActor:
 
     def place(self) -> tuple[str, int, str]:
         """The node's address, a free port of it, and the interface of that address."""
-        address, port = ray.util.get_node_ip_address(), int(free_port()["port"])
+        address, port = ray.util.get_node_ip_address(), int(free_ports(1)["ports"][0])
         return address, port, next((name for name, ip in interfaces().items() if ip == address), "")
 
     def start(self, folder: str, environment: dict[str, str]) -> None:
@@ -97,7 +98,7 @@ def _names(node: dict[str, Any]) -> tuple[str | None, ...]:
     return labels.get("farspan-host"), node["NodeManagerHostname"], node["NodeManagerAddress"]
 
 
-def run(job: Job) -> list[Ended | None]:
+def run(job: Job, secret: str) -> list[Ended | None]:
     """How each rank ended."""
     nodes = nodes_of(job)
     remote: Any = ray.remote(RankActor)
@@ -106,7 +107,7 @@ def run(job: Job) -> list[Ended | None]:
     for rank, (host, actor, place) in enumerate(zip(job.ranks, actors, places, strict=True)):
         environment = worker_environment(job.threads[rank]) | {
             "RANK": str(rank), "WORLD_SIZE": str(len(actors)), "MASTER_ADDR": places[0][0],
-            "MASTER_PORT": str(places[0][1]),
+            "MASTER_PORT": str(places[0][1]), SECRET: secret,
         }  # fmt: skip
         if place[2]:
             environment |= {"GLOO_SOCKET_IFNAME": place[2], "NCCL_SOCKET_IFNAME": place[2]}
@@ -178,12 +179,13 @@ def main() -> int:
         return 0
     if token := sys.stdin.readline().strip():
         os.environ["RAY_AUTH_TOKEN"] = token
+    secret = sys.stdin.readline().strip()
     at_end_of_input(lambda: os.kill(os.getpid(), signal.SIGTERM))
     job = msgspec.json.decode(sys.argv[1], type=Job)
     logs = Path(job.folders[job.ranks[0]]) / "logs"
     try:
         ray.init(address=job.address, log_to_driver=False, configure_logging=False)
-        ended = dict(enumerate(run(job)))
+        ended = dict(enumerate(run(job, secret)))
     except Refusal as refusal:
         ended = {0: Ended(problem=refusal.problem)}
     except (ray.exceptions.RayError, ConnectionError, RuntimeError) as error:

@@ -208,7 +208,7 @@ class Deadline:
 
 def _run_folder(run: RunFolder, plan: Plan, corpus: Path) -> RunFolder:
     """A run directory as `farspan train` makes it."""
-    run.logs.mkdir(parents=True)
+    run.make()
     save(RunRecord(corpus=str(corpus.resolve()), command=("farspan", "select"), created=""), run.record)
     for name in ("corpus.json", "tokenizer.json"):
         (run.path / name).write_bytes((corpus / name).read_bytes())

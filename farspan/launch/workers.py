@@ -22,7 +22,7 @@ from farspan.domain.plan import Plan
 from farspan.domain.problems import EXIT_CODES, Problem, Refusal
 from farspan.domain.problems import command as farspan
 from farspan.domain.results import Estimate, Event, Finished, Started, Step
-from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.run import ON_STDIN, SECRET, RunFolder, RunRecord
 from farspan.domain.units import format_bytes
 from farspan.launch import held
 from farspan.launch.away import Away
@@ -110,16 +110,19 @@ class HostProcess:
     """A process on a host, started through the host's `enter` command. Without ranks it is a service of the others.
 
     With `said` its standard input begins with that, and ends when the process is asked to stop or its launcher is gone.
+    The `secret` of the run goes to workers the same way: everybody on a machine can read a command line.
     """
 
     def __init__(
         self, host: Host, ranks: tuple[int, ...], words: Sequence[str], *, log: IO[bytes], keep_open: int,
-        device: int | None = None, said: bytes | None = None,
+        device: int | None = None, said: bytes | None = None, hold: bool = False, secret: str | None = None,
     ) -> None:  # fmt: skip
         self._host, self._ranks = host, ranks
-        self._held = bool(ranks) and said is None and by_client(host, device)
-        if self._held:
-            words, said = [interpreter(host), "-m", "farspan.launch.held", *words], b""
+        self._held = secret is not None and (hold or by_client(host, device))
+        if secret is not None:
+            said = f"{secret}\n".encode()
+            own = [interpreter(host), "-m", "farspan.launch.held"] if self._held else ["env", f"{SECRET}={ON_STDIN}"]
+            words = [*own, *words]
         # A session of its own: Ctrl-C reaches only the launcher, which passes it on once.
         # It inherits the run's lock, which holds as long as any worker lives, even without its launcher.
         self._process = subprocess.Popen(
@@ -130,6 +133,8 @@ class HostProcess:
         if said and self._process.stdin is not None:
             with suppress(BrokenPipeError):  # It has ended already: how says more.
                 self._process.stdin.write(said)
+                if secret is not None and not self._held:
+                    self._process.stdin.close()
 
     @property
     def host(self) -> Host:
@@ -153,7 +158,7 @@ class HostProcess:
                 end = threading.Timer(CLIENT_S, self._process.kill)
                 end.daemon = True
                 end.start()
-        elif number == signal.SIGTERM and self._process.stdin is not None:
+        elif number == signal.SIGTERM and self._process.stdin is not None and not self._process.stdin.closed:
             self._process.stdin.close()
         else:
             self._process.send_signal(number)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 from farspan.domain.problems import Refusal
+from farspan.domain.run import SECRET, STORE_PORT
 from farspan.runtime import connections
+from farspan.runtime.notices import Notices
 
 #: Workers may come so far apart: some import torch from a slow disk, or were started by hand.
 START_S = 300.0
@@ -28,8 +32,6 @@ ANSWER_S = 3.0
 #: An exchange waits this long for a worker that is alive but busy with a long step or with writing a checkpoint: 24 GB
 #: (2 B parameters) at 5 MB/s take 80 minutes. Beyond that the workers wait for each other.
 BUSY_S = 2 * 3600.0
-#: Between two looks at whether the others have come.
-POLL_S = 0.02
 #: What carries the messages of a group: gloo, or NCCL what GPUs hold, where each worker of the group has one: what some
 #: send by NCCL the others cannot receive by gloo.
 GLOO, NCCL = "gloo", "cpu:gloo,cuda:nccl"
@@ -50,58 +52,73 @@ def backend(kinds: Iterable[str]) -> str:
     return NCCL if all(kind == "cuda" for kind in kinds) else GLOO
 
 
-def meet(rank: int, world: int) -> dist.Store | None:
-    """The store at MASTER_ADDR and MASTER_PORT that all workers share: rank 0's, or that of the torchrun that started
-    them; None for a worker alone. Raises Refusal where they do not all come within START_S."""
+def meet(rank: int, world: int, secret: bytes) -> Notices | None:
+    """What all workers of a run tell each other, in a store at MASTER_ADDR: rank 0's, or that of the torchrun that
+    started them by hand; None for a worker alone. Raises Refusal where they do not all come within START_S."""
     if world == 1:
         return None
-    start, beats = timedelta(seconds=START_S), {_beats(peer): peer for peer in range(world)}
-    store: dist.Store | None = None
+    notices: Notices | None = None
     try:
-        store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=start))
-        store.add(_beats(rank), MET)
-        store.wait(list(beats), start)
-    except dist.DistError as error:
+        notices = Notices(_store(rank, world), secret)
+        with _asking_rank_0(rank):
+            notices.say(_beats(rank), str(MET))
+            notices.wait([_beats(peer) for peer in range(world)], START_S)
+    except (dist.DistError, OSError) as error:  # TimeoutError is one.
         fact = " ".join(str(error).split())[:300]
         with suppress(dist.DistError):  # It may have gone with rank 0.
-            missing = [str(peer) for beat, peer in beats.items() if store is not None and not store.check([beat])]
+            missing = [str(peer) for peer in range(world) if notices is not None and notices.missing([_beats(peer)])]
             fact = f"nothing has come of rank {', '.join(missing)}: {fact}" if missing else fact
         raise Refusal(
             "worker-lost", what=f"the {world} workers did not meet", where=f"rank {rank}", fact=fact,
-            remedy="start every rank of the plan, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE",
+            remedy=f"start every rank of the plan, with the same MASTER_ADDR, MASTER_PORT, WORLD_SIZE and {SECRET}",
         ) from None  # fmt: skip
     connections.expire(CUT_S)  # The store's own: who is asked over a line that is cut says so.
-    return store
+    return notices
 
 
-def renounce(store: dist.Store, rank: int) -> None:
+def _store(rank: int, world: int) -> dist.Store:
+    """Rank 0 listens where the others meet it, and nowhere else."""
+    start = timedelta(seconds=START_S)
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if agents and STORE_PORT not in os.environ:
+        store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=start))
+        return store
+    address, port = os.environ["MASTER_ADDR"], int(os.environ.get(STORE_PORT) or os.environ["MASTER_PORT"])
+    if rank != 0:
+        return dist.TCPStore(address, port, None, False, start, wait_for_workers=False)
+    own = connections.listening(address)
+    descriptor = socket.create_server((own, port)).detach()
+    return dist.TCPStore(own, port, None, True, start, wait_for_workers=False, master_listen_fd=descriptor)
+
+
+def renounce(notices: Notices, rank: int) -> None:
     """Say that this worker, which has met the others, will not join their group."""
     with suppress(dist.DistError):
-        store.compare_set(LOST, "", f"{rank} connection")
+        notices.say_first(LOST, f"{rank} connection")
 
 
 class Group:
-    """All workers of a run, met in `store`. With one worker every exchange is a no-op. `lost` is that of `watch`, from
-    before the workers connect to each other."""
+    """All workers of a run, met where their `notices` are. With one worker every exchange is a no-op. `lost` is that of
+    `watch`, from before the workers connect to each other."""
 
     def __init__(
-        self, rank: int, world: int, device: torch.device, store: dist.Store | None = None,
+        self, rank: int, world: int, device: torch.device, notices: Notices | None = None,
         lost: Callable[[int, How], None] | None = None,
     ) -> None:  # fmt: skip
         self.rank, self.world, self.device = rank, world, device
         #: Held while files are written: a worker whose peers are lost ends when the files are whole, not before.
         self.writing = threading.Lock()
         self._heartbeat: Heartbeat | None = None
-        self._store, self._ranks, self._introduced = store, dict[str, int](), 0
-        if store is not None:
+        self._notices, self._ranks, self._introduced = notices, dict[str, int](), 0
+        if notices is not None:
             with _asking_rank_0(rank):
-                self._heartbeat = Heartbeat(store, rank, world)
+                self._heartbeat = Heartbeat(notices, rank, world)
                 if lost is not None:
                     self.watch(lost)
-                kinds = _kinds(store, rank, world, device)
+                kinds = _kinds(notices, rank, world, device)
             self._heartbeat.opening.clear()
             dist.init_process_group(
-                backend(kinds), store=store, rank=rank, world_size=world, timeout=timedelta(seconds=BUSY_S)
+                backend(kinds), store=notices.store, rank=rank, world_size=world, timeout=timedelta(seconds=BUSY_S)
             )
 
     def watch(self, lost: Callable[[int, How], None]) -> None:
@@ -117,15 +134,13 @@ class Group:
 
     def introduce(self) -> None:
         """Whenever connections were made: let none be waited for that is cut, and know whose each is."""
-        if self._store is None:
+        if self._notices is None:
             return
         connections.expire(CUT_S)
         self._introduced += 1
-        self._store.set(_ends(self.rank, self._introduced), " ".join(connections.own()))
-        keys = [_ends(peer, self._introduced) for peer in range(self.world)]
-        while not self._store.check(keys):  # Others may read their checkpoint for longer than a store waits.
-            time.sleep(POLL_S)
-        said = self._store.multi_get(keys)
+        self._notices.say(_ends(self.rank, self._introduced), " ".join(connections.own()))
+        # Others may read their checkpoint for longer than a store waits.
+        said = self._notices.wait([_ends(peer, self._introduced) for peer in range(self.world)])
         self._ranks = {end: peer for peer, ends in enumerate(said) for end in ends.decode().split()}
 
     def lost_by(self, error: BaseException) -> tuple[int, How] | None:
@@ -186,17 +201,15 @@ class Group:
 
 
 class Heartbeat:
-    """Says in `store` that this worker is alive, and hears the others: rank 0 all of them, each of them rank 0.
+    """Says in `notices` that this worker is alive, and hears the others: rank 0 all of them, each of them rank 0.
 
     Where one is lost, who notices tells the others and ends, and they with it. Collectives cannot tell: a lost machine
     closes no connection, and a peer that is busy is as silent in them as one that is gone.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world: int) -> None:
+    def __init__(self, notices: Notices, rank: int, world: int) -> None:
         # A store that is gone, with rank 0, would be tried for as long as workers may take to come.
-        store.set_timeout(timedelta(seconds=SILENCE_S))
-        self._store, self._rank = store.clone(), rank
-        store.set_timeout(timedelta(seconds=START_S))
+        self._notices, self._rank = notices.clone(SILENCE_S), rank
         self._silent_s = dict.fromkeys(range(1, world) if rank == 0 else (0,), 0.0)
         #: Who may be silent for longer, as its device is opened.
         self.opening = set(self._silent_s)
@@ -218,19 +231,20 @@ class Heartbeat:
         self._talker.join(ANSWER_S)
 
     def _talk(self) -> None:
-        """Count up one's own key, see whether the others' moved, and whom another has lost. Waits for ever where the
-        store is lost."""
-        heard: dict[int, int] = {}
+        """Count up one's own key, see whether the others' grew, and whom another has lost. Ends where the store is
+        lost."""
+        heard, own = dict.fromkeys(self._silent_s, MET), MET
         with suppress(dist.DistError):  # The store is gone, and rank 0 with it: silence from now on.
             while True:
-                self._store.add(_beats(self._rank), 1)
+                own += 1
+                self._notices.say(_beats(self._rank), str(own))
                 for peer in self._silent_s:
-                    beats = self._store.add(_beats(peer), 0)
-                    if beats != heard.get(peer, MET):
+                    beats = int(self._notices.heard(_beats(peer)) or MET)
+                    if beats > heard[peer]:  # An older one may be there again, by somebody who has kept it.
                         heard[peer], self._silent_s[peer] = beats, 0.0
                         self.opening.discard(peer)
-                if self._store.check([LOST]):
-                    self._gone.append(_loss(self._store.get(LOST)))
+                if (loss := self._notices.heard(LOST)) is not None:
+                    self._gone.append(_loss(loss))
                 if self._ended.wait(BEAT_S):
                     return
 
@@ -252,7 +266,7 @@ class Heartbeat:
 
         def write() -> None:
             with suppress(dist.DistError):
-                named.append(_loss(self._store.compare_set(LOST, "", f"{peer} {how}")))
+                named.append(_loss(self._notices.say_first(LOST, f"{peer} {how}")))
 
         writer = threading.Thread(target=write, daemon=True)
         writer.start()
@@ -265,10 +279,24 @@ class Heartbeat:
             time.sleep(BEAT_S + ANSWER_S)
 
 
-def _kinds(store: dist.Store, rank: int, world: int, device: torch.device) -> list[str]:
+def gather_bytes(content: bytes, rank: int, world: int) -> list[bytes]:
+    """The content of every worker, by rank. Bytes, as torch's own exchange of objects unpickles what peers send."""
+    if world == 1:
+        return [content]
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
+    dist.all_gather(sizes, torch.tensor([len(content)]))
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    packed = [torch.empty_like(padded) for _ in range(world)]
+    dist.all_gather(packed, padded)
+    return [bytes(part[: int(size)].numpy()) for part, size in zip(packed, sizes, strict=True)]
+
+
+def _kinds(notices: Notices, rank: int, world: int, device: torch.device) -> list[str]:
     """The kinds of device of all workers, which they tell each other: those of a probe have no plan that says so."""
-    store.set(_kind(rank), device.type)
-    return [kind.decode() for kind in store.multi_get([_kind(peer) for peer in range(world)])]
+    notices.say(_kind(rank), device.type)
+    return [kind.decode() for kind in notices.wait([_kind(peer) for peer in range(world)])]
 
 
 @contextmanager
@@ -279,7 +307,7 @@ def _asking_rank_0(rank: int) -> Iterator[None]:
     except dist.DistNetworkError:
         raise Refusal(
             "worker-lost", what="rank 0 was lost", where=f"rank {rank}",
-            fact="it had met the others, and ended before all had opened their devices",
+            fact="it has kept the store, and ended before all had opened their devices",
             remedy="see what it says itself: logs/rank-0.log of the run",
         ) from None  # fmt: skip
 

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 #: asm-generic/socket.h.
 SO_MAX_PACING_RATE = 47
 #: `tcpi_rtt` in struct tcp_info (linux/tcp.h), microseconds: after 8 single bytes and 15 words.
@@ -41,6 +43,19 @@ def expire(seconds: float) -> None:
         one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, round(seconds / 3)))
         one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, round(seconds / 3)))
         one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1e3 * seconds))
+
+
+def listening(address: str) -> str:
+    """The IPv4 address that rank 0 listens on for those who know it by this one. That is not always the same: behind
+    address translation no interface has it, and a name may lead its own host to loopback. Then the interface counts
+    by which the workers meet."""
+    ip, name = socket.gethostbyname(address), os.environ.get("GLOO_SOCKET_IFNAME")
+    by_interface = {
+        interface: [entry.address for entry in entries if entry.family == socket.AF_INET]
+        for interface, entries in psutil.net_if_addrs().items()
+    }
+    here = {own for addresses in by_interface.values() for own in addresses if not own.startswith("127.")}
+    return ip if name is None or ip in here else next(iter(by_interface.get(name, ())), ip)
 
 
 def own() -> list[str]:

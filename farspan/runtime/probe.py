@@ -85,6 +85,7 @@ class AllReduce(msgspec.Struct, frozen=True, tag="allreduce"):
     world: int
     address: str
     port: int
+    secret: str
     interface: str | None
     sizes: tuple[int, ...]
 
@@ -166,7 +167,7 @@ def answer(request: Request) -> object:
         os.environ |= {"MASTER_ADDR": request.address, "MASTER_PORT": str(request.port)}
         if request.interface:
             os.environ |= {"GLOO_SOCKET_IFNAME": request.interface, "NCCL_SOCKET_IFNAME": request.interface}
-        return allreduce_seconds(request.rank, request.world, request.device, request.sizes)
+        return allreduce_seconds(request.rank, request.world, request.device, request.sizes, request.secret.encode())
     return matmul_rate(request) if isinstance(request, MatmulRate) else measure(request)
 
 

@@ -60,12 +60,14 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     return spent / calls
 
 
-def allreduce_seconds(rank: int, world: int, device: PlannedDevice, sizes: tuple[int, ...]) -> dict[int, float]:
+def allreduce_seconds(
+    rank: int, world: int, device: PlannedDevice, sizes: tuple[int, ...], secret: bytes
+) -> dict[int, float]:
     """Seconds of an all-reduce over all devices, by bytes: the slowest rank's median.
 
-    MASTER_ADDR and MASTER_PORT say where the ranks meet.
+    MASTER_ADDR and MASTER_PORT say where the ranks meet, and the secret is by what they know each other.
     """
-    group = Group(rank, world, open_device(device), meet(rank, world))
+    group = Group(rank, world, open_device(device), meet(rank, world, secret))
     times: dict[int, float] = {}
     for size in sorted(sizes):
         # Large ones grow with their size; the time of a small one says nothing about them.

@@ -2,7 +2,7 @@
 
 Rank 0's run folder is the run. A worker whose own run folder holds another plan, or none, fetches the files that a
 worker reads; one that lacks the corpus (known by its hash) fetches the token files into its cache. One worker a host
-fetches, the others wait for it. The stream is a tar over TCP, opened by a secret that only the workers' store holds.
+fetches, the others wait for it. The stream is a tar over TCP, signed with the secret of the run both ways (`sealed`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import os
 import platform
-import secrets
 import shutil
 import socket
 import tarfile
@@ -21,7 +20,6 @@ from pathlib import Path
 
 import msgspec
 import psutil
-import torch.distributed as dist
 
 from farspan.corpus.tokens import TokenFile
 from farspan.domain.codec import load, save
@@ -29,41 +27,49 @@ from farspan.domain.corpus import TOKEN_FILES, CorpusManifest
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder, RunRecord, cache_folder
+from farspan.runtime import connections, sealed
+from farspan.runtime.notices import Notices
 
+#: Keys of what the workers tell each other.
+OFFER, SHARED = "farspan/offer", "farspan/shared"
+#: The files of each part: of a run folder those that a worker reads, and of a corpus.
+NAMES = {
+    "run": ("plan.json", "run.json", "corpus.json", "tokenizer.json", "estimate.json"),
+    "corpus": ("corpus.json", *TOKEN_FILES),
+}
 #: No byte for this long: the receiver is gone.
 QUIET_S = 30.0
 POLL_S = 0.05
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 tells the others through the store."""
+    """What rank 0 tells the others."""
 
     plan: str
     corpus: str
     address: str
     port: int
-    secret: str
 
 
-def share(store: dist.Store, rank: int, world: int, run: RunFolder) -> None:
-    """Returns when every worker has plan and tokens on its own disk. Raises Refusal (worker-lost) for a silent one."""
+def share(notices: Notices, rank: int, world: int, run: RunFolder) -> None:
+    """Returns when every worker has plan and tokens on its own disk, however long sending them over a slow link takes.
+    Raises Refusal (worker-lost) for a silent one."""
     if rank == 0:
-        _give(store, world, run)
+        _give(notices, world, run)
     else:
-        _take(store, rank, run)
-    _await(store, "shared")
+        _take(notices, rank, run)
+    notices.wait([SHARED])
 
 
-def _give(store: dist.Store, world: int, run: RunFolder) -> None:
+def _give(notices: Notices, world: int, run: RunFolder) -> None:
     plan, corpus = load(run.plan, Plan), load(run.record, RunRecord).corpus_folder
-    with _Server(run, corpus) as server:
-        store.set("offer", msgspec.json.encode(Offer(
-            plan=plan.hash, corpus=plan.inputs.corpus, address=os.environ["MASTER_ADDR"], port=server.port,
-            secret=server.secret,
-        )))  # fmt: skip
+    with _Server(run, corpus, notices.secret) as server:
+        address = os.environ["MASTER_ADDR"]
+        offer = Offer(plan=plan.hash, corpus=plan.inputs.corpus, address=address, port=server.port)
+        notices.say(OFFER, msgspec.json.encode(offer))
         waiting, seen, deadline = set(range(1, world)), 0, time.monotonic() + QUIET_S
         while waiting:
-            done = {rank for rank in waiting if store.check([f"has/{rank}"])}
+            done = {rank for rank in waiting if notices.heard(_has(rank)) is not None}
             waiting -= done
             if done or server.sent != seen:
                 seen, deadline = server.sent, time.monotonic() + QUIET_S
@@ -75,30 +81,27 @@ def _give(store: dist.Store, world: int, run: RunFolder) -> None:
                     remedy=command("resume", run.path),
                 )  # fmt: skip
             time.sleep(POLL_S)
-    store.set("shared", b"1")
+    notices.say(SHARED, b"1")
 
 
-def _take(store: dist.Store, rank: int, run: RunFolder) -> None:
-    _await(store, "offer")
-    offer = msgspec.json.decode(store.get("offer"), type=Offer)
-    run.path.mkdir(parents=True, exist_ok=True)
+def _take(notices: Notices, rank: int, run: RunFolder) -> None:
+    offer = msgspec.json.decode(notices.wait([OFFER])[0], type=Offer)
+    run.make()
     with open(run.path / ".fetch.lock", "wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not _is_plan(run.plan, offer.plan):
-            _fetch(offer, "run", run.path)
+            _fetch(offer, "run", run.path, notices.secret)
         record = load(run.record, RunRecord)
         if not _is_corpus(record.corpus_folder, offer.corpus):
             folder = cache_folder() / "corpora" / f"sent-{offer.corpus}"
             if not _is_corpus(folder, offer.corpus):
-                _fetch(offer, "corpus", folder)
+                _fetch(offer, "corpus", folder, notices.secret)
             save(msgspec.structs.replace(record, corpus=str(folder)), run.record)
-    store.set(f"has/{rank}", b"1")
+    notices.say(_has(rank), b"1")
 
 
-def _await(store: dist.Store, key: str) -> None:
-    """Wait for a key for as long as the store lives: sending a corpus over a slow link takes what it takes."""
-    while not store.check([key]):
-        time.sleep(POLL_S)
+def _has(rank: int) -> str:
+    return f"farspan/has/{rank}"
 
 
 def _is_plan(path: Path, digest: str) -> bool:
@@ -118,8 +121,9 @@ def _is_corpus(folder: Path, digest: str) -> bool:
     return False
 
 
-def _fetch(offer: Offer, part: str, folder: Path) -> None:
-    """Receive a part beside `folder`, then move its files there."""
+def _fetch(offer: Offer, part: str, folder: Path, secret: bytes) -> None:
+    """Receive a part beside `folder`, then move its files there. Raises Refusal (worker-lost) where what comes is not
+    rank 0's."""
     own = f".{folder.name}.{platform.node()}"  # The folder may lie on a disk that hosts share.
     for left in folder.parent.glob(f"{own}.*.tmp"):  # By a worker that was killed while it fetched.
         if not psutil.pid_exists(int(left.name.split(".")[-2])):
@@ -127,65 +131,69 @@ def _fetch(offer: Offer, part: str, folder: Path) -> None:
     temporary = folder.with_name(f"{own}.{os.getpid()}.tmp")
     temporary.mkdir(parents=True)
     try:
-        with socket.create_connection((offer.address, offer.port), timeout=QUIET_S) as connection:
-            connection.sendall(f"{offer.secret} {part}\n".encode())
-            with connection.makefile("rb") as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
-                archive.extractall(temporary, filter="data")
+        with (
+            socket.create_connection((offer.address, offer.port), timeout=QUIET_S) as connection,
+            sealed.answer(connection, secret, part) as stream,
+            tarfile.open(fileobj=stream, mode="r|") as archive,
+        ):
+            for member in archive:
+                if not member.isreg() or member.name not in NAMES[part]:
+                    raise sealed.Forged(f"it holds {member.name!r}")
+                archive.extract(member, temporary, filter="data")
         folder.mkdir(exist_ok=True)
         # The file that says what the folder is comes last: without it the folder counts as empty.
         for file in sorted(temporary.iterdir(), key=lambda file: file.name in ("plan.json", "corpus.json")):
             os.replace(file, folder / file.name)
+    except (sealed.Forged, tarfile.TarError) as error:
+        raise Refusal(
+            "worker-lost", what="what rank 0 sends did not come whole", where=f"{offer.address}:{offer.port}",
+            fact=str(error), remedy="see what rank 0 says itself: logs/rank-0.log of the run",
+        ) from None  # fmt: skip
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 class _Server:
-    """Sends the parts of one run to whoever knows the secret, as long as the `with` lasts."""
+    """Sends the parts of one run to who holds its secret, as long as the `with` lasts."""
 
-    def __init__(self, run: RunFolder, corpus: Path) -> None:
-        self.secret, self.sent = secrets.token_hex(16), 0
-        self._parts = {
-            "run": [run.plan, run.record, run.corpus, run.tokenizer, run.estimate],
-            "corpus": [corpus / "corpus.json", *(corpus / name for name in TOKEN_FILES)],
-        }
-        self._socket = socket.create_server(("", 0))
+    def __init__(self, run: RunFolder, corpus: Path, secret: bytes) -> None:
+        self._secret, self._writers, self._closed = secret, list[sealed.Writer](), False
+        self._folders = {"run": run.path, "corpus": corpus}
+        self._socket = socket.create_server((connections.listening(os.environ["MASTER_ADDR"]), 0))
         self.port = int(self._socket.getsockname()[1])
+
+    @property
+    def sent(self) -> int:
+        """Bytes so far; that it grows shows that a receiver lives."""
+        return sum(writer.sent for writer in self._writers)
 
     def __enter__(self) -> _Server:
         threading.Thread(target=self._accept, daemon=True).start()
         return self
 
     def _accept(self) -> None:
-        with suppress(OSError):  # Closed at the end of the `with`.
-            while True:
+        while not self._closed:
+            try:
                 connection, _ = self._socket.accept()
-                threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+            except OSError:  # Closed at the end of the `with`; or who called has gone, or there are too many.
+                time.sleep(POLL_S)
+                continue
+            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
-        # A receiver that goes away ends its own fetch with a message.
-        with suppress(OSError), connection, connection.makefile("rb") as question:
+        # A receiver that goes away ends its own fetch with a message; others may say what they like.
+        with suppress(OSError, sealed.Forged), connection:
             connection.settimeout(QUIET_S)
-            secret, _, part = question.readline(200).decode(errors="replace").strip().partition(" ")
-            if not secrets.compare_digest(secret.encode(), self.secret.encode()):
-                return
-            with tarfile.open(fileobj=_Counted(connection, self), mode="w|") as archive:
-                for path in self._parts[part]:
-                    if path.exists():
-                        archive.add(path, arcname=path.name)
+            part, key = sealed.asked_for(connection, self._secret)
+            self._writers.append(writer := sealed.Writer(connection, key))
+            with tarfile.open(fileobj=writer, mode="w|", bufsize=sealed.PIECE) as archive:
+                for name in NAMES.get(part, ()):
+                    if (path := self._folders[part] / name).exists():
+                        archive.add(path.resolve(), arcname=name)
+            writer.close()
 
     def __exit__(self, *error: object) -> None:
+        self._closed = True
         with suppress(OSError):  # macOS refuses it to a socket that nobody is connected to.
             self._socket.shutdown(socket.SHUT_RDWR)  # Who waits in `accept` is not woken by `close`.
         self._socket.close()
-
-
-class _Counted:
-    """The writing end of a connection; what went through shows that the receiver lives."""
-
-    def __init__(self, connection: socket.socket, server: _Server) -> None:
-        self._connection, self._server = connection, server
-
-    def write(self, content: bytes) -> int:
-        self._connection.sendall(content)
-        self._server.sent += len(content)
-        return len(content)

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from farspan.runtime.collective import gather_bytes
 from farspan.runtime.place import Place
 from farspan.runtime.state import TrainState, length
 from farspan.runtime.tensor_axis import Slice
@@ -51,11 +52,10 @@ class Whole:
         """`slices` of the parameters that are not whole here, `shapes` of all parameters of the model."""
         self._rank, self._state, self._wire, self._shapes = place.rank, state, wire, shapes
         mine = _manifest(place, state, slices)
-        self.manifests: list[Manifest] = [mine]
-        if len(place.plan.devices) > 1:
-            found: list[Manifest | None] = [None] * len(place.plan.devices)
-            dist.all_gather_object(found, mine)
-            self.manifests = [one for one in found if one is not None]
+        self.manifests = [mine]
+        if (world := len(place.plan.devices)) > 1:
+            said = gather_bytes(msgspec.msgpack.encode(mine), place.rank, world)
+            self.manifests = [msgspec.msgpack.decode(content, type=Manifest) for content in said]
         self._count = 0
 
     def collect(self, flats: Sequence[Tensor], replica: int = 0) -> dict[str, Tensor]:

@@ -1,4 +1,5 @@
-"""One worker process: `python -m farspan.runtime.worker PLAN RUN_DIR`, with RANK and WORLD_SIZE in the environment.
+"""One worker process: `python -m farspan.runtime.worker PLAN RUN_DIR`, with RANK and WORLD_SIZE in the environment, and
+for several workers where they meet (MASTER_ADDR, MASTER_PORT) and the secret of the run (FARSPAN_SECRET).
 
 It reads the plan, builds its part, trains, and appends events to the run directory. A refusal is written to
 `logs/rank-N.problem.json` for the launcher and becomes the exit code.
@@ -20,7 +21,6 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 import farspan
 from farspan.corpus import tokenizer as tokenizers
@@ -34,13 +34,14 @@ from farspan.domain.results import Estimate, Event, Finished, Sampled, Started
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.units import format_bytes
 from farspan.runtime import checkpoint, huggingface
-from farspan.runtime.collective import SILENCE_S, Group, How, meet, renounce
+from farspan.runtime.collective import SILENCE_S, START_S, Group, How, meet, renounce
 from farspan.runtime.data import Windows
 from farspan.runtime.device import environment, hold, memory_is_full, open_device
 from farspan.runtime.events import EventLog
 from farspan.runtime.executor import Executor
 from farspan.runtime.generate import generate
 from farspan.runtime.model import Decoder, drawn
+from farspan.runtime.notices import Notices, run_secret
 from farspan.runtime.place import Place
 from farspan.runtime.saves import Saves
 from farspan.runtime.ship import share
@@ -104,14 +105,14 @@ def compile_blocks(model: Decoder, device: torch.device) -> None:
         block.forward = torch.compile(block.forward)
 
 
-def train(plan: Plan, run: RunFolder, rank: int, world: int, store: dist.Store | None, parent: int) -> None:
+def train(plan: Plan, run: RunFolder, rank: int, world: int, notices: Notices | None, parent: int) -> None:
     """Train from the newest checkpoint to the end. How it ends is the last event."""
     began = time.monotonic()
     try:
         device = open_device(plan.devices[rank])
     except BaseException:
-        if store is not None:
-            renounce(store, rank)
+        if notices is not None:
+            renounce(notices, rank)
         raise
     events = run.events if rank == 0 else run.logs / f"rank-{rank}.events.jsonl"
     trainer: Trainer | None = None
@@ -131,7 +132,7 @@ def train(plan: Plan, run: RunFolder, rank: int, world: int, store: dist.Store |
             # Nothing gentler: the main thread may be in a call that waits for the lost worker.
             os._exit(problem.exit_code)
 
-        group = stack.enter_context(Group(rank, world, device, store, lost))
+        group = stack.enter_context(Group(rank, world, device, notices, lost))
         group.introduce()
         try:
             trainer = start(plan, run, group, log.write, parent)
@@ -262,12 +263,12 @@ def check_plan(plan: Plan, run: RunFolder, rank: int, world: int) -> None:
         )  # fmt: skip
 
 
-def check_version(store: dist.Store, rank: int) -> None:
+def check_version(notices: Notices, rank: int) -> None:
     """Refuse to work with a rank 0 of another version: what they send each other may differ."""
     ours = f"farspan {farspan.__version__}, torch {torch.__version__.split('+')[0]}"
     if rank == 0:
-        store.set("farspan/version", ours)
-    elif (theirs := store.get("farspan/version").decode()) != ours:
+        notices.say("farspan/version", ours)
+    elif (theirs := notices.wait(["farspan/version"], START_S)[0].decode()) != ours:
         raise Refusal(
             "version-mismatch", what="the workers are of unlike versions", where=f"rank {rank} on {platform.node()}",
             fact=f"here {ours}; rank 0 has {theirs}", remedy="farspan doctor --cluster, with the same cluster",
@@ -287,14 +288,14 @@ def main() -> int:
     run, plan = RunFolder(Path(sys.argv[2]).expanduser()), None
     rank, world, parent = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.getppid()
     try:
-        store = meet(rank, world)
-        if store is not None:
-            check_version(store, rank)
-            share(store, rank, world, run)
+        notices = meet(rank, world, run_secret() if world > 1 else b"")
+        if notices is not None:
+            check_version(notices, rank)
+            share(notices, rank, world, run)
         read = load(Path(sys.argv[1]).expanduser(), Plan)
         check_plan(read, run, rank, world)
         plan = read
-        train(plan, run, rank, world, store, parent)
+        train(plan, run, rank, world, notices, parent)
         return 0
     except Exception as error:
         traceback.print_exc()

@@ -291,10 +291,11 @@ def test_a_host_that_cannot_be_reached_ends_the_job_before_it_starts(sites, tmp_
 
 
 def test_workers_started_by_hand_with_the_variables_of_torchrun(tmp_path, alone):
-    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are all that a worker needs; rank 1 has no folder yet."""
+    """RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and a secret are all that a worker needs; rank 1 has no folder yet."""
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN, rows=(4, 4), micro_rows=2))
     elsewhere = tmp_path / "elsewhere" / "run"
     environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29417",
+                   "FARSPAN_SECRET": "of these two workers",
                    "FARSPAN_CACHE": str(tmp_path / "elsewhere" / "cache")}  # fmt: skip
     processes = [
         subprocess.Popen([sys.executable, "-m", "farspan.runtime.worker", str(folder / "plan.json"), str(folder)],

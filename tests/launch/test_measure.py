@@ -27,7 +27,7 @@ def test_datagrams_that_do_not_arrive_where_streams_do_say_nothing(monkeypatch):
     with Agent(here) as a, Agent(there) as b:
         counted = measure._loss(a, b)
         assert counted is not None and 0 <= counted < 1
-        b.port = a.port  # Another process answers there, and counts.
+        b.target = a.target  # Another process answers there, and counts.
         assert measure._loss(a, b) is None
 
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from farspan.runtime import kernels, wire
 from farspan.runtime.collective import Group
+from farspan.runtime.notices import Notices
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -141,7 +142,7 @@ def serve(pipe: Connection, stacks: Path) -> None:
             # Where whoever asked is gone there is nobody else to end this.
             faulthandler.dump_traceback_later(2 * DEADLINE_S, exit=True, file=file)
             try:
-                met = dist.FileStore(store, world) if world > 1 else None
+                met = Notices(dist.FileStore(store, world), b"of these workers") if world > 1 else None
                 with Group(rank, world, torch.device("cpu"), met) as group:
                     found = True, function(group, *args, **kwargs)
             except BaseException:

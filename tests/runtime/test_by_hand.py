@@ -44,7 +44,8 @@ def by_hand(run: RunFolder, world: int, first: str = "") -> Iterator[list[subpro
     """The workers of a run, each of which does something `first`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(world)}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(world),
+                 "FARSPAN_SECRET": "of these workers alone"}  # fmt: skip
     workers = [
         subprocess.Popen(
             [sys.executable, "-c", WORKER.format(first=first), str(run.plan), str(run.path)],

@@ -24,6 +24,7 @@ from farspan.runtime.collective import Group, meet
 
 collective.SILENCE_S, collective.BEAT_S, collective.ANSWER_S = {SILENCE_S}, 0.05, 8.0
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+SECRET = b"the secret of this run"
 
 
 def lost(peer, how):
@@ -35,7 +36,7 @@ def stand_still():
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-with Group(rank, world, torch.device("cpu"), meet(rank, world)) as group:
+with Group(rank, world, torch.device("cpu"), meet(rank, world, SECRET)) as group:
     group.watch(lost)
     group.sum(1.0)
 """
@@ -131,7 +132,7 @@ def test_who_stands_still_before_all_are_connected_is_lost_and_named(still):
     program = f"""
 if rank == {still}:
     collective.dist.init_process_group = lambda *given, **named: stand_still()
-Group(rank, world, torch.device("cpu"), meet(rank, world), lost)
+Group(rank, world, torch.device("cpu"), meet(rank, world, SECRET), lost)
 """
     with members(3, "", STARTING + program) as started:
         watcher = started[1 - still]
@@ -141,7 +142,7 @@ Group(rank, world, torch.device("cpu"), meet(rank, world), lost)
 
 def test_who_cannot_open_its_device_is_named_by_the_others():
     program = """
-met = meet(rank, world)
+met = meet(rank, world, SECRET)
 if rank == 1:
     collective.renounce(met, rank)
     os._exit(5)
@@ -156,7 +157,7 @@ Group(rank, world, torch.device("cpu"), met, lost)
 def test_where_rank_0_ends_as_all_open_their_devices_it_is_named():
     program = """
 from farspan.domain.problems import Refusal
-met = meet(rank, world)
+met = meet(rank, world, SECRET)
 if rank == 0:
     os._exit(5)
 if rank == 1:
@@ -177,7 +178,7 @@ def test_who_opens_its_device_is_waited_for_longer_than_who_is_silent():
     """And no longer than that."""
     program = f"""
 collective.OPEN_S = {4 * SILENCE_S}
-met = meet(rank, world)
+met = meet(rank, world, SECRET)
 if rank == 1:
     time.sleep({2 * SILENCE_S})
 if rank == 2:

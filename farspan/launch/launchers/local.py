@@ -33,5 +33,5 @@ class Launch(Workers):
             worker = [interpreter(host), "-m", "farspan.runtime.worker", str(folder.plan), str(folder.path)]
             yield HostProcess(
                 host, (rank,), with_environment(values, worker), log=self.log(f"rank-{rank}"), keep_open=self.keep_open,
-                device=device.index,
+                device=device.index, secret=meeting.secret,
             )  # fmt: skip

@@ -113,7 +113,7 @@ class Launch(Workers):
         (self.run.logs / LOST).unlink(missing_ok=True)
         if running:
             require_ray({"this machine": installed("ray")})
-            yield self._driver(head, running, require_token(os.environ, Path.home()))
+            yield self._driver(head, running, require_token(os.environ, Path.home()), secrets.token_hex(32))
             return
         for host in self.hosts:
             refuse_public(host)
@@ -123,7 +123,7 @@ class Launch(Workers):
         token = {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
         for host in self.hosts:
             yield self._node(host, meeting, token)
-        yield self._driver(head, f"{_ip(meeting.address)}:{meeting.port}", token)
+        yield self._driver(head, f"{_ip(meeting.address)}:{meeting.port}", token, meeting.secret)
 
     def lost(self, process: Process) -> dict[int, Problem]:
         """What the driver saw of workers that ended without a word."""
@@ -147,7 +147,7 @@ class Launch(Workers):
         return HostProcess(host, (), with_environment(environment, words), log=self.log(f"ray-{host.name}"),
                            keep_open=self.keep_open, said=first_line(token))  # fmt: skip
 
-    def _driver(self, head: Host, where: str, token: dict[str, str]) -> HostProcess:
+    def _driver(self, head: Host, where: str, token: dict[str, str], secret: str) -> HostProcess:
         plan = self.plan
         job = Job(
             address=where, hosts=tuple(host.name for host in self.hosts),
@@ -160,7 +160,7 @@ class Launch(Workers):
         environment = {"RAY_AUTH_MODE": token.get("RAY_AUTH_MODE", "token"), **worker_environment(1), **PATIENT}
         ranks = tuple(range(len(plan.devices)))
         return HostProcess(head, ranks, with_environment(environment, words), log=self.log("rank-0"),
-                           keep_open=self.keep_open, said=first_line(token))  # fmt: skip
+                           keep_open=self.keep_open, said=first_line(token) + f"{secret}\n".encode())  # fmt: skip
 
 
 def installed(package: str) -> str | None:

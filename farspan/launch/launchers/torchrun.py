@@ -1,7 +1,9 @@
 """One `torchrun` a host, which starts the workers of that host.
 
-Where farspan cannot start them, run the same command by hand on every host, or set the variables that it sets (RANK,
-WORLD_SIZE, MASTER_ADDR, MASTER_PORT) and start `python -m farspan.runtime.worker PLAN RUN_DIR`.
+Where farspan cannot start them, run the same command by hand on every host with the same FARSPAN_SECRET, or set the
+variables that it sets, too (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), and start
+`python -m farspan.runtime.worker PLAN RUN_DIR`. torchrun's own store listens on all addresses. It carries nothing of
+ours, as the workers have another.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Iterator
 from farspan.domain.cluster import Host
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem
-from farspan.domain.run import RunFolder
+from farspan.domain.run import STORE_PORT, RunFolder
 from farspan.launch.hosts import interpreter
 from farspan.launch.meeting import Meeting, arrange
 from farspan.launch.workers import (
@@ -35,7 +37,8 @@ class Launch(Workers):
         meeting = arrange(self.hosts)
         for host, words in zip(self.hosts, commands(self.plan, self.run, self.hosts, meeting), strict=True):
             ranks = tuple(rank for rank, device in enumerate(self.plan.devices) if device.host == host.name)
-            yield HostProcess(host, ranks, words, log=self.log(f"rank-{ranks[0]}"), keep_open=self.keep_open)
+            yield HostProcess(host, ranks, words, log=self.log(f"rank-{ranks[0]}"), keep_open=self.keep_open,
+                              hold=True, secret=meeting.secret)  # fmt: skip
 
     def lost(self, process: Process) -> dict[int, Problem]:
         """All failures of which torchrun tells at its end. Of those that it sees at one glance it takes the lowest rank
@@ -54,11 +57,11 @@ def commands(plan: Plan, run: RunFolder, hosts: tuple[Host, ...], meeting: Meeti
         made.append(with_environment(
             # By itself it kills workers that still save 30 s after it was told to end.
             worker_environment(max(device.threads for device in here)) | place(host, meeting)
-            | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{SAVE_S:.0f}"},
+            | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{SAVE_S:.0f}", STORE_PORT: str(meeting.port)},
             [
                 interpreter(host), "-m", "torch.distributed.run", f"--nnodes={len(hosts)}", f"--node-rank={node}",
                 f"--nproc-per-node={len(here)}", f"--master-addr={meeting.address}",
-                f"--master-port={meeting.port}", "--max-restarts=0", "-m", "farspan.runtime.worker",
+                f"--master-port={meeting.torchrun_port}", "--max-restarts=0", "-m", "farspan.runtime.worker",
                 str(folder.plan), str(folder.path),
             ],
         ))  # fmt: skip

@@ -1,0 +1,112 @@
+"""What the workers of one run tell each other through their store, signed with the secret of the run.
+
+A store asks nobody who they are: whoever reaches its port reads, writes and deletes every key. A value that is not
+signed for its key is therefore no value. The secret itself is never stored or sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from farspan.domain.problems import Refusal
+from farspan.domain.run import ON_STDIN, SECRET
+
+#: Between two looks at whether a value has come.
+POLL_S = 0.02
+#: A secret is at least so long; a launcher's has 64 characters.
+LEAST_SECRET = 16
+
+
+def run_secret() -> bytes:
+    """The secret of the run, which a launcher gives in the environment or as the first line of standard input.
+
+    Raises Refusal (launcher-unusable) where there is none.
+    """
+    given = os.environ.pop(SECRET, "")
+    if given == ON_STDIN:
+        given = sys.stdin.readline()
+    if len(given := given.strip()) < LEAST_SECRET:
+        raise Refusal(
+            "launcher-unusable", what="this worker has no secret to know the others by", where=f"variable {SECRET}",
+            fact=f"it has {len(given)} characters of {LEAST_SECRET} at least; without it anybody on the network could "
+            "end the run",
+            remedy=f'on one host: {SECRET}=$(python3 -c "import secrets; print(secrets.token_hex(32))"), and the same '
+            "value on the others",
+        )  # fmt: skip
+    return given.encode()
+
+
+def sign(secret: bytes, *parts: bytes) -> bytes:
+    """32 bytes that only a holder of the secret can make for these parts (HMAC-SHA256, RFC 2104)."""
+    content = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+    return hmac.digest(secret, content, hashlib.sha256)
+
+
+class Notices:
+    """One worker's end. Values are bytes; a key's value is None until one with a right signature is there."""
+
+    def __init__(self, store: dist.Store, secret: bytes) -> None:
+        self.store, self.secret = store, secret
+
+    def say(self, key: str, value: bytes | str) -> None:
+        self.store.set(key, self._signed(key, value))
+
+    def heard(self, key: str) -> bytes | None:
+        """Raises DistNetworkError where the store is gone."""
+        if not self.store.check([key]):
+            return None
+        try:
+            return self._verified(key, self.store.get(key))
+        except dist.DistStoreError:  # Somebody has deleted it since.
+            return None
+
+    def say_first(self, key: str, value: bytes | str) -> bytes:
+        """Say this unless another worker has said something there before; returns what stands there now."""
+        signed = self._signed(key, value)
+        before = self._verified(key, self.store.compare_set(key, "", signed))
+        if before is None:  # Something is there that no worker has said.
+            self.store.set(key, signed)
+        return before or (value.encode() if isinstance(value, str) else value)
+
+    def wait(
+        self, keys: Sequence[str], seconds: float = math.inf, clock: Callable[[], float] = time.monotonic
+    ) -> list[bytes]:
+        """The values of all keys, once all are there. Raises TimeoutError after so many seconds, and DistNetworkError
+        where the store is gone."""
+        end = clock() + seconds
+        while True:
+            values = [self.heard(key) for key in keys] if self.store.check(list(keys)) else []
+            if values and None not in values:
+                return [value for value in values if value is not None]
+            if clock() > end:
+                raise TimeoutError(f"not all have come within {seconds:.0f} s")
+            time.sleep(POLL_S)
+
+    def missing(self, keys: Iterable[str]) -> list[str]:
+        return [key for key in keys if self.heard(key) is None]
+
+    def clone(self, timeout_s: float) -> Notices:
+        """The same over a connection of its own, which asks a store that does not answer for so long."""
+        before = self.store.timeout
+        self.store.set_timeout(timedelta(seconds=timeout_s))
+        copy = self.store.clone()
+        self.store.set_timeout(before)
+        return Notices(copy, self.secret)
+
+    def _signed(self, key: str, value: bytes | str) -> str:
+        text = value.decode() if isinstance(value, bytes) else value
+        return f"{sign(self.secret, key.encode(), text.encode()).hex()} {text}"
+
+    def _verified(self, key: str, content: bytes) -> bytes | None:
+        signature, _, value = content.partition(b" ")
+        right = hmac.compare_digest(signature, sign(self.secret, key.encode(), value).hex().encode())
+        return value if right else None
