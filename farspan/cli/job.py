@@ -242,6 +242,7 @@ def start(path: Path, config: RunConfig, console: Console, *, table: bool = Fals
 def make(path: Path, config: RunConfig, planned: Planned, console: Console) -> RunFolder:
     """Say what a plan will take, and make its run directory at `path`."""
     from farspan.cli import selecting
+    from farspan.launch.trust import seal
 
     resolved = planned.resolved
     say_plan(planned, console)
@@ -261,6 +262,7 @@ def make(path: Path, config: RunConfig, planned: Planned, console: Console) -> R
     save(planned.estimate, run.estimate)
     save(resolved.cluster, run.cluster)
     save(record, run.record)
+    seal(run)
     save(planned.plan, run.plan)
     return run
 

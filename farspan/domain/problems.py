@@ -44,6 +44,7 @@ EXIT_CODES = {
     "launcher-unusable": 39,
     "cannot-export": 40,
     "loss-spike": 41,
+    "run-untrusted": 42,
     "interrupted": 130,
 }
 

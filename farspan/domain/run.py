@@ -78,6 +78,7 @@ class RunFolder:
         self.best = path / "checkpoints" / "best"
         self.logs = path / "logs"
         self.lock = path / "lock"
+        self.seal = path / "seal"
         self.tensorboard = path / "tensorboard"
         self.report = path / "report.html"
         self.index = path / "index"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import secrets
 import select
 import shlex
@@ -31,6 +32,8 @@ START_S, CONNECT_S = 12.0, 8
 ALIVE_S, UNANSWERED = 5, 3
 #: A host answers a question about its files within this.
 ANSWER_S = 30.0
+#: An answer of more bytes is none: a host must not fill this machine's memory.
+MOST_BYTES = 2**28
 #: Reads its program from standard input first: command lines have a limit, and ssh needs no quoting for it.
 BOOTSTRAP = "import sys; exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())).decode())"
 
@@ -41,7 +44,7 @@ def _enter(host: Host, device: int | None) -> tuple[str, ...]:
         "BatchMode": "yes", "ConnectTimeout": CONNECT_S, "ServerAliveInterval": ALIVE_S,
         "ServerAliveCountMax": UNANSWERED,
     }  # fmt: skip
-    return ("ssh", *(f"-o{key}={value}" for key, value in options.items()), host.name) if enter is None else enter
+    return ("ssh", *(f"-o{key}={value}" for key, value in options.items()), "--", host.name) if enter is None else enter
 
 
 def command(host: Host, words: Sequence[str], *, device: int | None = None) -> list[str]:
@@ -74,14 +77,40 @@ def quoted(path: Path) -> str:
     return f'"$HOME"/{shlex.quote(text[2:])}' if text.startswith("~/") else shlex.quote(text)
 
 
-def ask(host: Host, text: str, seconds: float = ANSWER_S) -> bytes | None:
-    """What a shell command on a host prints; None where it fails, cannot be started, or has not ended by then."""
-    words = command(host, ["sh", "-c", text])
+def ask(host: Host, text: str, seconds: float = ANSWER_S, most: int = MOST_BYTES) -> bytes | None:
+    """What a shell command on a host prints; None where it fails, cannot be started, has not ended by then, or prints
+    more than `most` bytes."""
     try:
-        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds)
-    except (OSError, subprocess.TimeoutExpired):
+        process = subprocess.Popen(
+            command(host, ["sh", "-c", text]), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+    except OSError:
         return None
-    return done.stdout if done.returncode == 0 else None
+    with process:
+        content = _read(process, most, time.monotonic() + seconds)
+        if content is None:
+            process.kill()
+    return content if process.returncode == 0 else None
+
+
+def _read(process: subprocess.Popen[bytes], most: int, deadline: float) -> bytes | None:
+    """All that a process prints until it ends; None where that is more than `most` bytes, or is not done by then."""
+    assert process.stdout is not None
+    content, descriptor = bytearray(), process.stdout.fileno()
+    while True:
+        if not select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            return None
+        if not (piece := os.read(descriptor, 2**20)):
+            break
+        content += piece
+        if len(content) > most:
+            return None
+    try:
+        process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return None
+    return bytes(content)
 
 
 def interpreter(host: Host) -> str:
@@ -122,7 +151,7 @@ class Agent:
     def target(self) -> dict[str, Any]:
         """Where this agent answers others' pings, streams and datagrams, and what who calls has to say first. Until
         this is asked for the first time it listens nowhere."""
-        place = {"address": self.address, "secret": secrets.token_hex(16)}
+        place: dict[str, Any] = {"address": self.address, "secret": secrets.token_hex(16)}
         return place | self.ask("serve", **place)
 
     def ask(self, do: str, *, deadline_s: float = 30.0, **values: Any) -> dict[str, Any]:

@@ -118,11 +118,11 @@ class HostProcess:
         device: int | None = None, said: bytes | None = None, hold: bool = False, secret: str | None = None,
     ) -> None:  # fmt: skip
         self._host, self._ranks = host, ranks
-        self._held = secret is not None and (hold or by_client(host, device))
-        if secret is not None:
-            said = f"{secret}\n".encode()
-            own = [interpreter(host), "-m", "farspan.launch.held"] if self._held else ["env", f"{SECRET}={ON_STDIN}"]
-            words = [*own, *words]
+        self._held = bool(ranks) and said is None and (hold or by_client(host, device))
+        if self._held:
+            words, said = [interpreter(host), "-m", "farspan.launch.held", *words], f"{secret or ''}\n".encode()
+        elif secret is not None:
+            words, said = ["env", f"{SECRET}={ON_STDIN}", *words], f"{secret}\n".encode()
         # A session of its own: Ctrl-C reaches only the launcher, which passes it on once.
         # It inherits the run's lock, which holds as long as any worker lives, even without its launcher.
         self._process = subprocess.Popen(

@@ -239,8 +239,10 @@ class Heartbeat:
                 own += 1
                 self._notices.say(_beats(self._rank), str(own))
                 for peer in self._silent_s:
-                    beats = int(self._notices.heard(_beats(peer)) or MET)
-                    if beats > heard[peer]:  # An older one may be there again, by somebody who has kept it.
+                    said = self._notices.heard(_beats(peer))
+                    if said is None:  # Somebody else has deleted or overwritten it, which says nothing of the worker.
+                        self._silent_s[peer] = 0.0
+                    elif (beats := int(said)) > heard[peer]:  # Also an older one could be there again.
                         heard[peer], self._silent_s[peer] = beats, 0.0
                         self.opening.discard(peer)
                 if (loss := self._notices.heard(LOST)) is not None:

@@ -49,6 +49,7 @@ def export(
     tensors = {name: tensor.to(kind) for entry in family.tensors(spec) for name, tensor in _theirs(entry, state)}
     temporary = folder / f"{WEIGHTS}.tmp"
     save_file(tensors, temporary, metadata={"format": "pt"})
+    temporary.chmod((folder / "config.json").stat().st_mode)  # safetensors makes files for their owner alone.
     temporary.replace(folder / WEIGHTS)
 
 

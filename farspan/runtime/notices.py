@@ -1,7 +1,8 @@
 """What the workers of one run tell each other through their store, signed with the secret of the run.
 
 A store asks nobody who they are: whoever reaches its port reads, writes and deletes every key. A value that is not
-signed for its key is therefore no value. The secret itself is never stored or sent.
+signed for its key is therefore no value, and the names of keys are made with the secret, too, so that nobody else knows
+which is which. The secret itself is never stored or sent.
 """
 
 from __future__ import annotations
@@ -58,23 +59,23 @@ class Notices:
         self.store, self.secret = store, secret
 
     def say(self, key: str, value: bytes | str) -> None:
-        self.store.set(key, self._signed(key, value))
+        self.store.set(self._name(key), self._signed(key, value))
 
     def heard(self, key: str) -> bytes | None:
         """Raises DistNetworkError where the store is gone."""
-        if not self.store.check([key]):
+        if not self.store.check([self._name(key)]):
             return None
         try:
-            return self._verified(key, self.store.get(key))
+            return self._verified(key, self.store.get(self._name(key)))
         except dist.DistStoreError:  # Somebody has deleted it since.
             return None
 
     def say_first(self, key: str, value: bytes | str) -> bytes:
         """Say this unless another worker has said something there before; returns what stands there now."""
         signed = self._signed(key, value)
-        before = self._verified(key, self.store.compare_set(key, "", signed))
+        before = self._verified(key, self.store.compare_set(self._name(key), "", signed))
         if before is None:  # Something is there that no worker has said.
-            self.store.set(key, signed)
+            self.store.set(self._name(key), signed)
         return before or (value.encode() if isinstance(value, str) else value)
 
     def wait(
@@ -84,7 +85,7 @@ class Notices:
         where the store is gone."""
         end = clock() + seconds
         while True:
-            values = [self.heard(key) for key in keys] if self.store.check(list(keys)) else []
+            values = [self.heard(key) for key in keys] if self.store.check([self._name(key) for key in keys]) else []
             if values and None not in values:
                 return [value for value in values if value is not None]
             if clock() > end:
@@ -102,11 +103,16 @@ class Notices:
         self.store.set_timeout(before)
         return Notices(copy, self.secret)
 
+    def _name(self, key: str) -> str:
+        return sign(self.secret, b"name", key.encode()).hex()
+
     def _signed(self, key: str, value: bytes | str) -> str:
         text = value.decode() if isinstance(value, bytes) else value
-        return f"{sign(self.secret, key.encode(), text.encode()).hex()} {text}"
+        return f"{self._signature(key, text.encode())} {text}"
 
     def _verified(self, key: str, content: bytes) -> bytes | None:
         signature, _, value = content.partition(b" ")
-        right = hmac.compare_digest(signature, sign(self.secret, key.encode(), value).hex().encode())
-        return value if right else None
+        return value if hmac.compare_digest(signature, self._signature(key, value).encode()) else None
+
+    def _signature(self, key: str, value: bytes) -> str:
+        return sign(self.secret, b"value", key.encode(), value).hex()

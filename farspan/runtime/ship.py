@@ -140,6 +140,8 @@ def _fetch(offer: Offer, part: str, folder: Path, secret: bytes) -> None:
                 if not member.isreg() or member.name not in NAMES[part]:
                     raise sealed.Forged(f"it holds {member.name!r}")
                 archive.extract(member, temporary, filter="data")
+            while stream.read(sealed.PIECE):  # To the piece that says that this is all.
+                continue
         folder.mkdir(exist_ok=True)
         # The file that says what the folder is comes last: without it the folder counts as empty.
         for file in sorted(temporary.iterdir(), key=lambda file: file.name in ("plan.json", "corpus.json")):
@@ -185,9 +187,11 @@ class _Server:
         with suppress(OSError, sealed.Forged), connection:
             connection.settimeout(QUIET_S)
             part, key = sealed.asked_for(connection, self._secret)
+            if part not in NAMES:
+                return
             self._writers.append(writer := sealed.Writer(connection, key))
             with tarfile.open(fileobj=writer, mode="w|", bufsize=sealed.PIECE) as archive:
-                for name in NAMES.get(part, ()):
+                for name in NAMES[part]:
                     if (path := self._folders[part] / name).exists():
                         archive.add(path.resolve(), arcname=name)
             writer.close()

@@ -42,7 +42,7 @@ class Scripted(Workers):
         for rank, script in enumerate(self.scripts):
             yield HostProcess(
                 hosts[self.plan.devices[rank].host], (rank,), [*before, "sh", "-c", script],
-                log=self.log(f"rank-{rank}"), keep_open=self.keep_open, said=b"" if self.held else None,
+                log=self.log(f"rank-{rank}"), keep_open=self.keep_open, said=b"\n" if self.held else None,
             )  # fmt: skip
 
 
@@ -87,10 +87,11 @@ def on_disk(folder, tmp_path):
 
 
 def test_rank_0_in_the_default_folder_finds_its_corpus_and_first_weights(far, far_run, tmp_path):
-    plan, model, linked = far_run.load_plan(), tmp_path / "model", tmp_path / "linked"
+    plan, cached = far_run.load_plan(), tmp_path / "models--of--tests"
+    model, linked = cached / "blobs", cached / "snapshots" / "0123"
     huggingface.export(model, dict(drawn(plan.model, 5)), plan.model, tokenizer=far_run.tokenizer, end_of_text=0)
     # As in the cache of Hugging Face.
-    linked.mkdir()
+    linked.mkdir(parents=True)
     for path in model.iterdir():
         (linked / path.name).symlink_to(path)
     save(replace(load(far_run.record, RunRecord), initial=str(linked)), far_run.record)

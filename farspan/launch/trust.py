@@ -1,0 +1,82 @@
+"""Whether a run folder may start what its cluster.json says: commands that enter hosts, and their Pythons.
+
+A folder that this user made on this machine carries a seal that nobody else can make: a signature over cluster.json and
+run.json by a key that lies in the user's own state folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import platform
+import secrets
+import shlex
+from contextlib import suppress
+from pathlib import Path
+
+from farspan.domain.cluster import Cluster
+from farspan.domain.codec import load, read_bytes, write_atomically
+from farspan.domain.problems import Refusal
+from farspan.domain.problems import command as farspan
+from farspan.domain.run import RunFolder, RunRecord
+from farspan.launch.hosts import command, interpreter
+
+#: Hosts whose commands a refusal prints.
+SHOWN = 4
+
+
+def seal(run: RunFolder) -> None:
+    """Mark a run folder as made, or looked at, by this user on this machine."""
+    write_atomically(run.seal, _signature(run).encode())
+
+
+def require(run: RunFolder) -> None:
+    """Raises Refusal (run-untrusted) where resuming would run commands that somebody else may have written."""
+    commands = _commands(run)
+    if not commands or (run.seal.exists() and hmac.compare_digest(read_bytes(run.seal), _signature(run).encode())):
+        return
+    more = f"; and {len(commands) - SHOWN} more" if len(commands) > SHOWN else ""
+    raise Refusal(
+        "run-untrusted", what="this run was not made by you on this machine, and it starts commands", where=run.cluster,
+        fact=f"it would run: {'; '.join(commands[:SHOWN])}{more}",
+        remedy=f"{farspan('resume', run.path, '--trust')}   (after a look at {run.cluster.name} and {run.record.name})",
+    )  # fmt: skip
+
+
+def _commands(run: RunFolder) -> list[str]:
+    """What a run starts beside this Python: how it enters hosts and devices, what it runs there, and the Ray cluster
+    that it hands a token to."""
+    cluster, launcher = load(run.cluster, Cluster), load(run.record, RunRecord).launcher
+    joined = [f"a launcher, {launcher}"] if ":" in launcher else []
+    for host in cluster.hosts:
+        for device in (None, *range(len(host.devices))):
+            words = command(host, [interpreter(host)], device=device)
+            if words != [interpreter(host)] or host.enter != ():
+                joined.append(shlex.join(words))
+    return list(dict.fromkeys(joined))
+
+
+def _signature(run: RunFolder) -> str:
+    machine = platform.node()
+    with suppress(OSError):
+        machine = Path("/etc/machine-id").read_text().strip() or machine
+    content = b"".join(len(part).to_bytes(8, "big") + part for part in (
+        machine.encode(), read_bytes(run.cluster), read_bytes(run.record)
+    ))  # fmt: skip
+    return hmac.new(_key(), content, hashlib.sha256).hexdigest()
+
+
+def _key() -> bytes:
+    """This user's own key, made when it is first needed."""
+    base = os.environ.get("XDG_STATE_HOME")
+    path = (Path(base) if base else Path.home() / ".local" / "state") / "farspan" / "key"
+    if not path.exists():
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mine = path.with_name(f"key.{secrets.token_hex(8)}")
+        with open(os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(secrets.token_bytes(32))
+        with suppress(FileExistsError):  # Another process has been first.
+            os.link(mine, path)
+        mine.unlink()
+    return read_bytes(path)
