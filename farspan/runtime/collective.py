@@ -67,7 +67,8 @@ def meet(rank: int, world: int, secret: bytes) -> Notices | None:
         fact = " ".join(str(error).split())[:300]
         with suppress(dist.DistError):  # It may have gone with rank 0.
             missing = [str(peer) for peer in range(world) if notices is not None and notices.missing([_beats(peer)])]
-            fact = f"nothing has come of rank {', '.join(missing)}: {fact}" if missing else fact
+            if missing:
+                fact = f"{world - len(missing)}/{world} have come, nothing of rank {', '.join(missing)}: {fact}"
         raise Refusal(
             "worker-lost", what=f"the {world} workers did not meet", where=f"rank {rank}", fact=fact,
             remedy=f"start every rank of the plan, with the same MASTER_ADDR, MASTER_PORT, WORLD_SIZE and {SECRET}",
