@@ -36,8 +36,8 @@ def export(
     """Write a folder that transformers' `AutoModelForCausalLM` and `AutoTokenizer` load.
 
     Its tokenizer begins every text with the end of text, as training and `generate` do, so that transformers writes
-    after a prompt what farspan writes. `state` holds our parameter names (a Decoder's `state_dict()`); `tokenizer` is a tokenizer.json; `end_of_text` is
-    the token id that ends documents. Weights are written last, so that a folder with weights is whole.
+    after a prompt what farspan writes. `state` holds our parameter names (a Decoder's `state_dict()`); `tokenizer` is a
+    tokenizer.json; `end_of_text` is the token id that ends documents. Weights are written last, so that a folder with weights is whole.
     """
     family = models.family(spec.family)
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
@@ -45,7 +45,7 @@ def export(
     config |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "torch_dtype": str(kind).split(".")[1]}
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", config)
-    words = parse_json(read_bytes(tokenizer), dict, tokenizer)
+    words = json.loads(read_bytes(tokenizer))
     end = _token(words, end_of_text)
     _write_json(folder / "tokenizer.json", words | {"post_processor": _begin_with(end, end_of_text)})
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(end, spec.context))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import subprocess
@@ -198,4 +197,3 @@ def test_features_need_no_folder():
     with Work().features("x") as features:
         features.write(np.zeros(3, np.float32))
         assert features.read(3) is None
-    assert not os.path.exists("x.features")

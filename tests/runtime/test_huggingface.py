@@ -159,7 +159,8 @@ def test_the_exported_tokenizer_gives_the_same_ids(tmp_path, tokenizer):
 
 
 PROMPTS = [
-    "", " ", "def f(x):\n    return", "Zażółć gęślą jaźń ", "字字 \u200d🙂", "x  ", "\n\n", "naïve\t", "a<|endoftext|>b", "<|endoftext|>",
+    "", " ", "x  ", "\n\n", "naïve\t", "a<|endoftext|>b", "<|endoftext|>",
+    "def f(x):\n    return", "Zażółć gęślą jaźń ", "字字 \u200d🙂",
 ]  # fmt: skip
 
 
