@@ -153,10 +153,11 @@ def _values(node: yaml.Node, counts: dict[int, int]) -> int:
         return known
     counts[id(node)], count = 0, 1
     if isinstance(node.value, str):
-        if "\0" in node.value or not node.value.isascii() and any("\ud800" <= c <= "\udfff" for c in node.value):
+        if "\0" in node.value or (not node.value.isascii() and any("\ud800" <= c <= "\udfff" for c in node.value)):
             raise ValueError(f"{_NUL}\n{node.start_mark}")
     else:
-        parts = itertools.chain(*node.value) if node.id == "mapping" else node.value
+        # A mapping's are pairs of a key and a value.
+        parts = itertools.chain.from_iterable(part if isinstance(part, tuple) else (part,) for part in node.value)
         count += sum(_values(part, counts) for part in parts)
     if count > MAX_VALUES:
         raise ValueError(f"its aliases stand for more than {MAX_VALUES:,} values\n{node.start_mark}")

@@ -121,7 +121,7 @@ def _alone(building: Path, path: Path) -> IO[bytes]:
         building.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):
             lock = locked(building / "lock", "this index is being made already", path)
-            if os.path.samestat(os.fstat(lock.fileno()), os.stat(building / "lock")):
+            if os.path.samestat(os.fstat(lock.fileno()), (building / "lock").stat()):
                 return lock
 
 

@@ -37,7 +37,8 @@ def export(
 
     Its tokenizer begins every text with the end of text, as training and `generate` do, so that transformers writes
     after a prompt what farspan writes. `state` holds our parameter names (a Decoder's `state_dict()`); `tokenizer` is a
-    tokenizer.json; `end_of_text` is the token id that ends documents. Weights are written last, so that a folder with weights is whole.
+    tokenizer.json; `end_of_text` is the token id that ends documents. Weights are written last, so that a folder with
+    weights is whole.
     """
     family = models.family(spec.family)
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]

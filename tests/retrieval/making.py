@@ -29,8 +29,14 @@ def model(seed: int) -> Decoder:
     return made
 
 
-def make(folder: Path, seed: int = 5, **recipe) -> Work:
-    work = Work()
+def make(folder: Path, seed: int = 5, stop_after: int | None = None, **recipe) -> Work:
+    """Make the index of a model; Ctrl-C comes when so many texts are embedded."""
+
+    def changed(work: Work) -> None:
+        if stop_after is not None and work.embedded >= stop_after:
+            raise KeyboardInterrupt
+
+    work = Work(changed=changed)
     build(
         folder, model(seed), TOKENIZER, DOCUMENTS, train=170, origin=ORIGIN, recipe=Recipe(**recipe),
         say=lambda line: None, work=work,
