@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from farspan.corpus._hub import hub
 from farspan.corpus._ranks import SEPARATOR, as_tiktoken
 from farspan.corpus.documents import encodable
 from farspan.domain.codec import missing_path, write_atomically
@@ -94,12 +95,17 @@ def load(where: Path | str) -> Tokenizer:
     local = path.exists()
     if not local and (str(where).startswith((".", "/", "~")) or str(where).count("/") > 1 or path.suffix == ".json"):
         raise missing_path(path)
+    fault = None
     try:
-        inner = _read(path) if local else Inner.from_pretrained(str(where))
+        if local:
+            inner = _read(path)
+        else:
+            with hub() as fault:
+                inner = Inner.from_pretrained(str(where))
         end_of_text = _end_of_text(inner, path if local else None)
     except Exception as error:  # the Rust library raises bare Exception for everything
         raise Refusal(
-            "tokenizer-unreadable", where=where, fact=" ".join(str(error).split())[:300],
+            "tokenizer-unreadable", where=where, fact=fault or " ".join(str(error).split())[:300],
             what="this is not a tokenizer that can be used" if local
             else "there is no such file, and no tokenizer of that id on the hub that can be used",
             remedy="leave `tokenizer.use` out of run.yaml to train one on the corpus" if local

@@ -6,17 +6,26 @@ Unknown keys and values out of range are refused with the file, the line, the ke
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import re
 import shlex
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
 from farspan.domain.problems import Refusal, nearest
 
+if TYPE_CHECKING:
+    import yaml
+
 T = TypeVar("T")
+#: A file that a person writes has fewer values; aliases of aliases make more than a computer can hold.
+MAX_VALUES = 1_000_000
+_NUL = "a text holds a NUL or half of a surrogate pair, which no name can have"
+#: A NUL in JSON text: behind a backslash that is not itself behind one.
+_JSON_NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 
 
 def content_hash(*parts: object) -> str:
@@ -72,11 +81,13 @@ def load(path: Path, kind: type[T]) -> T:
 
 def parse_json(content: bytes, kind: type[T], where: object) -> T:
     """Strictly decode JSON text as `kind`."""
+    if _JSON_NUL.search(content):
+        raise _malformed(where, "JSON", ValueError(_NUL))
     try:
         return msgspec.json.decode(content, type=kind)
     except msgspec.ValidationError as error:
         raise _refusal(error, kind, str(where), "") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise _malformed(where, "JSON", error) from None
 
 
@@ -96,6 +107,8 @@ def convert(value: Any, kind: type[T], where: str, text: str = "") -> T:
         return msgspec.convert({} if value is None else value, type=kind)
     except msgspec.ValidationError as error:
         raise _refusal(error, kind, where, text) from None
+    except RecursionError as error:
+        raise _malformed(where, "YAML", error) from None
 
 
 def parse_yaml(text: str, where: object) -> Any:
@@ -104,6 +117,12 @@ def parse_yaml(text: str, where: object) -> Any:
 
     class Loader(yaml.SafeLoader):
         """PyYAML reads YAML 1.1, in which 6e-4 is a string, and lets the last of equal keys win in silence."""
+
+        def get_single_node(self) -> yaml.Node | None:
+            node: yaml.Node | None = super().get_single_node()
+            if node is not None:
+                _values(node, {})
+            return node
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             seen: set[str] = set()
@@ -118,8 +137,32 @@ def parse_yaml(text: str, where: object) -> Any:
     )
     try:
         return yaml.load(text, Loader)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none, such as 2026-13-01.
+    # ValueError: a date that is none, such as 2026-13-01. RecursionError: brackets in brackets, hundreds deep.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise _malformed(where, "YAML", error) from None
+
+
+def _values(node: yaml.Node, counts: dict[int, int]) -> int:
+    """How many values a node holds, its aliases written out, those of nodes that are counted already from `counts`.
+
+    Raises ValueError for one that holds itself or holds too many, and for text that can be no name or path.
+    """
+    if (known := counts.get(id(node))) is not None:
+        if not known:
+            raise ValueError(f"an alias in its own anchor\n{node.start_mark}")
+        return known
+    counts[id(node)], count = 0, 1
+    if isinstance(node.value, str):
+        if "\0" in node.value or (not node.value.isascii() and any("\ud800" <= c <= "\udfff" for c in node.value)):
+            raise ValueError(f"{_NUL}\n{node.start_mark}")
+    else:
+        # A mapping's are pairs of a key and a value.
+        parts = itertools.chain.from_iterable(part if isinstance(part, tuple) else (part,) for part in node.value)
+        count += sum(_values(part, counts) for part in parts)
+    if count > MAX_VALUES:
+        raise ValueError(f"its aliases stand for more than {MAX_VALUES:,} values\n{node.start_mark}")
+    counts[id(node)] = count
+    return count
 
 
 def read_bytes(path: Path) -> bytes:

@@ -11,6 +11,8 @@ F = L D features, E size of a vector, V vocabulary.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,7 +25,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from farspan.corpus.tokenizer import Tokenizer
+from farspan.domain.codec import to_json
 from farspan.retrieval.stores import Vectors
+from farspan.retrieval.work import Work
 from farspan.runtime.model import Decoder
 
 #: Texts a batch: enough to fill the cores with chunks of 128 tokens, and activations stay near them.
@@ -50,24 +54,30 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Embedder:
-    """A model and what was fitted to a corpus: token weights (V), means (F) and maps (F, E) of passages and queries."""
+    """A model and what was fitted to a corpus: token weights (V), means (F) and maps (F, E) of passages and queries.
 
-    def __init__(self, model: Decoder, tokenizer: Tokenizer, fitted: dict[str, Tensor]) -> None:
+    `work` keeps what was embedded and counts it.
+    """
+
+    def __init__(
+        self, model: Decoder, tokenizer: Tokenizer, fitted: dict[str, Tensor], work: Work | None = None
+    ) -> None:
         self._model, self._tokenizer, self._fitted = model, tokenizer, fitted
+        self._work = work or Work()
 
     @classmethod
     def fit(
         cls, model: Decoder, tokenizer: Tokenizer, texts: Sequence[str], titles: Sequence[str], owners: Sequence[int],
-        fit: Fit,
+        fit: Fit, work: Work | None = None,
     ) -> tuple[Embedder, Vectors]:  # fmt: skip
         """Fit to the passages of a corpus, and to titles of which number i belongs to passage `owners[i]`.
 
         Returns the vectors (N, E) of the passages too, which are made on the way.
         """
         fitted = {"weights": inverse_frequency(tokenizer.encode_batch(texts), model.spec.vocab_size)}
-        embedder = cls(model, tokenizer, fitted)
+        embedder = cls(model, tokenizer, fitted, work)
         passages_NF, titles_PF = embedder.pool(texts), embedder.pool(titles)
-        fitted |= fit_maps(passages_NF, titles_PF, owners, model.spec.d_model, fit)
+        fitted |= fit_maps(passages_NF, titles_PF, owners, model.spec.d_model, fit, work)
         return embedder, apply_maps(fitted, passages_NF, "passage")
 
     def passages(self, texts: Sequence[str]) -> Vectors:
@@ -85,26 +95,58 @@ class Embedder:
     def load(cls, model: Decoder, tokenizer: Tokenizer, path: Path) -> Embedder:
         return cls(model, tokenizer, load_file(path))
 
-    @torch.inference_mode()
     def pool(self, texts: Sequence[str]) -> Tensor:
         """Weighted means of every stream (N, F), on the CPU; zeros for a text without tokens."""
-        spec, weights_V, end = self._model.spec, self._fitted["weights"], self._tokenizer.end_of_text
-        device = self._model.tok.weight.device
+        spec = self._model.spec
         ids = [torch.tensor(text[: spec.context - 1]) for text in self._tokenizer.encode_batch(texts)]
         pooled_NF = torch.zeros(len(ids), (spec.layers + 2) * spec.d_model)
         # Shortest first, so that rows of a batch are of nearly one length.
         order = sorted((row for row, text in enumerate(ids) if len(text)), key=lambda row: len(ids[row]))
-        for rows in (order[start : start + _ROWS] for start in range(0, len(order), _ROWS)):
-            # Texts follow an end of text, as in training. Padding lies behind them, where causal attention cannot see.
-            tokens_BS = pad_sequence([ids[row] for row in rows], batch_first=True, padding_value=end)
-            weights_BS = pad_sequence([weights_V[ids[row]] for row in rows], batch_first=True).to(device)
-            with torch.autocast(device.type, torch.bfloat16, enabled=_bf16_is_fast(device)):
-                streams = list(self._model.streams(F.pad(tokens_BS, (1, 0), value=end).to(device)))
-                streams.append(self._model.norm(streams[-1]))
-            states_LBSD = torch.stack(streams)[:, :, 1:].float()
-            sums_BLD = torch.einsum("bs,lbsd->bld", weights_BS, states_LBSD)
-            pooled_NF[rows] = (sums_BLD.flatten(1) / weights_BS.sum(1, keepdim=True)).cpu()
+        with self._work.features(self._name(ids)) as features:
+            self._work.start("embedding")
+            for rows in (order[start : start + _ROWS] for start in range(0, len(order), _ROWS)):
+                kept = features.read(len(rows) * pooled_NF.shape[1])
+                if kept is None:
+                    pooled_NF[rows] = self._pool_batch([ids[row] for row in rows])
+                    features.write(pooled_NF[rows].numpy())
+                    self._work.embedded += len(rows)
+                else:
+                    pooled_NF[rows] = torch.from_numpy(kept.copy()).view(len(rows), -1)
+                    self._work.kept += len(rows)
+                self._work.did(sum(len(texts[row]) for row in rows), kept=kept is not None)
         return pooled_NF
+
+    @torch.inference_mode()
+    def _pool_batch(self, ids: Sequence[Tensor]) -> Tensor:
+        """Weighted means of every stream (B, F) of texts that have tokens, on the CPU."""
+        weights_V, end = self._fitted["weights"], self._tokenizer.end_of_text
+        device = self._model.tok.weight.device
+        # Texts follow an end of text, as in training. Padding lies behind them, where causal attention cannot see.
+        tokens_BS = pad_sequence(list(ids), batch_first=True, padding_value=end)
+        weights_BS = pad_sequence([weights_V[text] for text in ids], batch_first=True).to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=_bf16_is_fast(device)):
+            streams = list(self._model.streams(F.pad(tokens_BS, (1, 0), value=end).to(device)))
+            streams.append(self._model.norm(streams[-1]))
+        states_LBSD = torch.stack(streams)[:, :, 1:].float()
+        sums_BLD = torch.einsum("bs,lbsd->bld", weights_BS, states_LBSD)
+        return (sums_BLD.flatten(1) / weights_BS.sum(1, keepdim=True)).cpu()
+
+    def _name(self, ids: Sequence[Tensor]) -> str:
+        """The features of these texts are named by all that they are computed from."""
+        digest = hashlib.sha256(self._model_digest)
+        digest.update(self._fitted["weights"].numpy().tobytes())
+        for text in ids:
+            digest.update(len(text).to_bytes(8, "little") + text.numpy().tobytes())
+        return digest.hexdigest()
+
+    @functools.cached_property
+    def _model_digest(self) -> bytes:
+        device = self._model.tok.weight.device
+        how = [torch.__version__, device.type, _bf16_is_fast(device), _ROWS, self._tokenizer.end_of_text]
+        digest = hashlib.sha256(to_json([self._model.spec, *map(str, how)]))
+        for name, tensor in self._model.state_dict().items():
+            digest.update(name.encode() + tensor.detach().float().cpu().contiguous().numpy().tobytes())
+        return digest.digest()
 
 
 def inverse_frequency(ids: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
@@ -116,14 +158,14 @@ def inverse_frequency(ids: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
 
 
 def fit_maps(
-    passages_NF: Tensor, titles_PF: Tensor, owners: Sequence[int], width: int, fit: Fit
+    passages_NF: Tensor, titles_PF: Tensor, owners: Sequence[int], width: int, fit: Fit, work: Work | None = None
 ) -> dict[str, Tensor]:  # fmt: skip
     """Means (F) and maps (F, E) of passages and queries, from features in streams of `width`."""
     passage_mean_F = passages_NF.mean(0)
     query_mean_F = titles_PF.mean(0) if len(titles_PF) else passage_mean_F
     whitening_FF = _whitening(passages_NF - passage_mean_F, width)
     own_PF, titles_PF = passages_NF[list(owners)] - passage_mean_F, titles_PF - query_mean_F
-    passage_map_FE, query_map_FE = _contrast(own_PF @ whitening_FF, titles_PF @ whitening_FF, fit)
+    passage_map_FE, query_map_FE = _contrast(own_PF @ whitening_FF, titles_PF @ whitening_FF, fit, work)
     return {
         "passage_mean": passage_mean_F, "passage_map": whitening_FF @ passage_map_FE,
         "query_mean": query_mean_F.clone(), "query_map": whitening_FF @ query_map_FE,
@@ -145,7 +187,14 @@ def _whitening(centred_NF: Tensor, width: int) -> Tensor:
     return torch.block_diag(*blocks)
 
 
-def _contrast(passages_PF: Tensor, titles_PF: Tensor, fit: Fit) -> tuple[Tensor, Tensor]:
+def steps_to_fit(pairs: int, fit: Fit) -> int:
+    """Steps in which the maps are fitted to so many pairs; none where no pair has another to be told from."""
+    return fit.epochs * -(-pairs // _PAIRS) if pairs > 1 else 0
+
+
+def _contrast(
+    passages_PF: Tensor, titles_PF: Tensor, fit: Fit, work: Work | None = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Maps (F, E) of passages and of titles under which the two of a pair are more alike than those of other pairs.
 
     Both begin as the same random projection, which keeps angles; without pairs that is what they stay.
@@ -155,7 +204,8 @@ def _contrast(passages_PF: Tensor, titles_PF: Tensor, fit: Fit) -> tuple[Tensor,
     start_FE = torch.linalg.qr(torch.randn(features, min(fit.size, features), generator=generator))[0]
     maps = [start_FE.clone().requires_grad_() for _ in range(2)]
     adam = torch.optim.Adam(maps)
-    steps = fit.epochs * -(-pairs // _PAIRS) if pairs > 1 else 0
+    steps, work = steps_to_fit(pairs, fit), work or Work()
+    work.start("fitting")
     for step in range(steps):
         adam.param_groups[0]["lr"] = adam.defaults["lr"] * (1 - step / steps)
         chosen = torch.randperm(pairs, generator=generator)[:_PAIRS]
@@ -165,6 +215,7 @@ def _contrast(passages_PF: Tensor, titles_PF: Tensor, fit: Fit) -> tuple[Tensor,
         adam.zero_grad()
         (F.cross_entropy(alike_BB, own_B) + F.cross_entropy(alike_BB.T, own_B)).backward()
         adam.step()
+        work.did(1)
     return maps[0].detach(), maps[1].detach()
 
 

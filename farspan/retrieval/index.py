@@ -1,30 +1,37 @@
-"""An index: one folder with the chunks, their vectors in a store, BM25, what was fitted, and the manifest.
+"""An index: one folder with the manifest, and the chunks, their vectors in a store, BM25 and what was fitted.
 
-index.json       manifest: what it was made from, how, and how well it searches
-chunks.jsonl     one Chunk a line, whose number from 0 is its id in the store
-fitted.safetensors, store/, bm25/
+index.json       manifest: what it was made from, how, how well it searches, and the folder of its files
+FOLDER/chunks.jsonl     one Chunk a line, whose number from 0 is its id in the store
+FOLDER/fitted.safetensors, FOLDER/store/, FOLDER/bm25/
+
+A new index gets a folder of its own, and takes the old one's place as the manifest is renamed over the old one.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Annotated
 
 import msgspec
 import numpy as np
 
 from farspan.corpus.tokenizer import Tokenizer
-from farspan.domain.codec import load, save
+from farspan.domain.codec import content_hash, load, save
 from farspan.domain.corpus import Document
 from farspan.domain.problems import Refusal
+from farspan.launch.lock import locked
 from farspan.retrieval import stores
 from farspan.retrieval.chunk import Chunk, chunk_documents
-from farspan.retrieval.embed import Embedder, Fit
+from farspan.retrieval.embed import Embedder, Fit, steps_to_fit
 from farspan.retrieval.evaluate import Evaluation, Queries, Side, body_of, choose_queries, evaluate
 from farspan.retrieval.lexical import Lexical
 from farspan.retrieval.rank import query_form
+from farspan.retrieval.work import Work
 from farspan.runtime.model import Decoder, initialise
 
 _MANIFEST, _CHUNKS, _FITTED, _STORE, _LEXICAL = "index.json", "chunks.jsonl", "fitted.safetensors", "store", "bm25"
@@ -48,12 +55,14 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     fit: Fit = Fit()
     store: str = "auto"
     seed: int = 0
+    #: Whether it is measured how well the index searches.
+    evaluate: bool = True
     #: Raised whenever the same fields come to give another index.
     version: int = 3
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`evaluation` is None where no document of the corpus has a body of a few words to be found by."""
+    """`evaluation` is None where it was left out, and where no document has a body of a few words to be found by."""
 
     origin: Origin
     recipe: Recipe
@@ -61,35 +70,72 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     chunks: int
     dim: int
     evaluation: Evaluation | None
+    #: The folder of the files, beside the manifest; or they lie beside it themselves.
+    files: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{16}|\.)$")] = "."
 
 
 def build(
     path: Path, model: Decoder, tokenizer: Tokenizer, documents: Sequence[Document], *,
-    train: int, origin: Origin, recipe: Recipe, say: Callable[[str], None],
+    train: int, origin: Origin, recipe: Recipe, say: Callable[[str], None], work: Work | None = None,
 ) -> Manifest:  # fmt: skip
-    """Make the index at `path`, the first `train` documents being the training split; `say` gets progress lines.
+    """Make the index at `path`, the first `train` documents being the training split; `say` gets lines for people.
 
-    Does nothing where an index of the same origin and recipe is there. A new one is written beside it and then takes
-    its place. Refuses a corpus without text.
+    Does nothing where an index of the same origin and recipe is there, evaluated or not to be. `work` is told how far
+    it is. What is embedded is kept beside `path` until the index is whole, so that a build that was stopped, however
+    that happened, goes on where it was; until then the old index stays. Refuses a corpus without text, and to be the
+    second at work on this index (run-busy).
     """
     recipe = msgspec.structs.replace(recipe, store=stores.resolve(recipe.store))
-    if (path / _MANIFEST).exists():
-        manifest = load(path / _MANIFEST, Manifest)
-        if (manifest.origin, manifest.recipe) == (origin, recipe):
-            say(f"index {path} is up to date")
-            return manifest
-    work = path.with_name(f"{path.name}.building")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    manifest = _write(work, model, tokenizer, documents, train, origin, recipe, say)
-    shutil.rmtree(path, ignore_errors=True)
-    work.rename(path)
+    building, work = path.with_name(f"{path.name}.building"), work or Work()
+    if (manifest := _current(path, origin, recipe)) and not building.exists():
+        say(f"index {path} is up to date")
+        return manifest
+    with _alone(building, path):
+        manifest = _current(path, origin, recipe)
+        kept = building / content_hash(origin)
+        _sweep(building, {"lock", kept.name})
+        _sweep(path, {_MANIFEST, read_manifest(path, "").files if (path / _MANIFEST).exists() else ""})
+        if manifest is None:
+            kept.mkdir(exist_ok=True)
+            work.folder = kept
+            manifest = _write(building, model, tokenizer, documents, train, origin, recipe, say, work)
+            (building / manifest.files).rename(path / manifest.files)
+            save(manifest, path / _MANIFEST)
+            _sweep(path, {_MANIFEST, manifest.files})
+        shutil.rmtree(building, ignore_errors=True)
     return manifest
 
 
+def _current(path: Path, origin: Origin, recipe: Recipe) -> Manifest | None:
+    """The manifest at `path` if its index is the one to be made: an evaluated one also where that is not asked for."""
+    if not (path / _MANIFEST).exists():
+        return None
+    manifest = load(path / _MANIFEST, Manifest)
+    enough = (recipe, msgspec.structs.replace(recipe, evaluate=True))
+    return manifest if manifest.origin == origin and manifest.recipe in enough else None
+
+
+def _alone(building: Path, path: Path) -> IO[bytes]:
+    """The lock of the folder of a building; refuses where another process has it. Who has it removes the folder."""
+    while True:
+        building.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):
+            lock = locked(building / "lock", "this index is being made already", path)
+            if os.path.samestat(os.fstat(lock.fileno()), (building / "lock").stat()):
+                return lock
+
+
+def _sweep(folder: Path, kept: set[str]) -> None:
+    """Remove what killed processes have left. Files of an index that has no folder for them are its own (".")."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for entry in folder.iterdir() if "." not in kept else ():
+        if entry.name not in kept:
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
 def _write(
-    work: Path, model: Decoder, tokenizer: Tokenizer, documents: Sequence[Document],
-    train: int, origin: Origin, recipe: Recipe, say: Callable[[str], None],
+    building: Path, model: Decoder, tokenizer: Tokenizer, documents: Sequence[Document],
+    train: int, origin: Origin, recipe: Recipe, say: Callable[[str], None], work: Work,
 ) -> Manifest:  # fmt: skip
     size = max(min(recipe.chunk_tokens, model.spec.context - 1), 8)
     # Bodies come first. Heads hold titles: what is fitted to chunks must not know them, or the evaluation would.
@@ -97,35 +143,44 @@ def _write(
     bodies = [chunk for chunk in chunks if not chunk.head]
     if not chunks:
         raise Refusal(
-            "no-documents", what="there is nothing to index", where=work.parent,
+            "no-documents", what="there is nothing to index", where=building.parent,
             fact=f"{len(documents)} documents, none with text", remedy="name a source with text: farspan init FOLDER",
         )  # fmt: skip
-    say(f"embedding {len(chunks):,} chunks of {len(documents):,} documents")
     texts = [body_of(document) for document in documents]
     queries = choose_queries(documents, texts, train, recipe.seed)
     titles, owners = title_pairs(documents[:train], bodies, queries)
     fitted = [chunk.indexed for chunk in bodies or chunks]
-    embedder, vectors_ND = Embedder.fit(model, tokenizer, fitted, titles, owners, recipe.fit)
+    heads = [chunk.indexed for chunk in chunks[len(fitted) :]]
+    asked = [query.text for query in (*queries.reported, *queries.tuning)] if recipe.evaluate else []
+    models = 2 if recipe.evaluate and queries.reported else 1
+    work.expect("embedding", models * _chars(fitted, titles, asked) + _chars(heads))
+    work.expect("fitting", models * steps_to_fit(len(titles), recipe.fit))
+    work.expect("storing", len(chunks))
+    say(f"embedding {len(chunks):,} chunks of {len(documents):,} documents")
+    embedder, vectors_ND = Embedder.fit(model, tokenizer, fitted, titles, owners, recipe.fit, work)
     evaluation = None
-    if queries.reported:
+    if models == 2:
         say(f"embedding the same with an untrained model, to compare over {len(queries.reported)} queries")
         blank = untrained(model, recipe.seed)
         sides = {
             "model": _side(embedder, vectors_ND, queries),
-            "untrained": _side(*Embedder.fit(blank, tokenizer, fitted, titles, owners, recipe.fit), queries),
+            "untrained": _side(*Embedder.fit(blank, tokenizer, fitted, titles, owners, recipe.fit, work), queries),
         }
         evaluation = evaluate(texts, np.array([c.document for c in bodies]), queries, sides, recipe.seed)
-    vectors_ND = np.concatenate([vectors_ND, embedder.passages([c.indexed for c in chunks[len(fitted) :]])])
-    _fill(stores.load(recipe.store).create(work / _STORE, vectors_ND.shape[1]), chunks, vectors_ND)
-    Lexical.build(f"{document.title}\n{document.text}" for document in documents).save(work / _LEXICAL)
-    (work / _CHUNKS).write_bytes(msgspec.json.Encoder().encode_lines(chunks))
-    embedder.save(work / _FITTED)
-    manifest = Manifest(
+    vectors_ND = np.concatenate([vectors_ND, embedder.passages(heads)])
+    files = building / content_hash(origin, recipe)
+    _fill(stores.load(recipe.store).create(files / _STORE, vectors_ND.shape[1]), chunks, vectors_ND, work)
+    Lexical.build(f"{document.title}\n{document.text}" for document in documents).save(files / _LEXICAL)
+    (files / _CHUNKS).write_bytes(msgspec.json.Encoder().encode_lines(chunks))
+    embedder.save(files / _FITTED)
+    return Manifest(
         origin=origin, recipe=recipe, documents=len(documents), chunks=len(chunks), dim=vectors_ND.shape[1],
-        evaluation=evaluation,
+        evaluation=evaluation, files=files.name,
     )  # fmt: skip
-    save(manifest, work / _MANIFEST)
-    return manifest
+
+
+def _chars(*texts: Sequence[str]) -> int:
+    return sum(len(text) for part in texts for text in part)
 
 
 def title_pairs(
@@ -154,11 +209,13 @@ def _side(embedder: Embedder, bodies_ND: stores.Vectors, queries: Queries) -> Si
     return Side(bodies_ND, embedder.queries(reported), embedder.queries(tuning))
 
 
-def _fill(store: stores.Store, chunks: Sequence[Chunk], vectors_ND: stores.Vectors) -> None:
+def _fill(store: stores.Store, chunks: Sequence[Chunk], vectors_ND: stores.Vectors, work: Work) -> None:
+    work.start("storing")
     for start in range(0, len(chunks), _ADD_AT_ONCE):
         some = chunks[start : start + _ADD_AT_ONCE]
         payloads: list[stores.Payload] = [{"document": c.document, "title": c.title, "origin": c.origin} for c in some]
         store.add(range(start, start + len(some)), vectors_ND[start : start + len(some)], payloads)
+        work.did(len(some))
     store.finish()
     store.close()
 
@@ -187,16 +244,26 @@ class Index:
                     "no-index", what=f"the index is of another {what} than the run", where=path,
                     fact=f"index: {have}, run: {want}", remedy=command,
                 )  # fmt: skip
+        try:
+            return cls._load(path / manifest.files, manifest, model, tokenizer)
+        except Exception:
+            # A new index may have taken its place meanwhile.
+            if read_manifest(path, command) == manifest:
+                raise
+        return cls.open(path, model, tokenizer, origin=origin, command=command)
+
+    @classmethod
+    def _load(cls, files: Path, manifest: Manifest, model: Decoder, tokenizer: Tokenizer) -> Index:
         chunks: dict[int, list[Chunk]] = {}
-        lines = msgspec.json.Decoder(Chunk).decode_lines((path / _CHUNKS).read_bytes())
+        lines = msgspec.json.Decoder(Chunk).decode_lines((files / _CHUNKS).read_bytes())
         for chunk in sorted(lines, key=lambda chunk: chunk.start):
             chunks.setdefault(chunk.document, []).append(chunk)
         named: dict[str, list[int]] = {}
         for number, parts in chunks.items():
             named.setdefault(parts[0].title.lower(), []).append(number)
         return cls(
-            manifest, chunks, named, Lexical.load(path / _LEXICAL), Embedder.load(model, tokenizer, path / _FITTED),
-            stores.load(manifest.recipe.store).open_store(path / _STORE),
+            manifest, chunks, named, Lexical.load(files / _LEXICAL), Embedder.load(model, tokenizer, files / _FITTED),
+            stores.load(manifest.recipe.store).open_store(files / _STORE),
         )  # fmt: skip
 
     def close(self) -> None:

@@ -42,8 +42,11 @@ class Lexical:
     @classmethod
     def build(cls, texts: Iterable[str]) -> Lexical:
         index = bm25s.BM25()
+        # Words are numbered as they come: bm25s itself would number them by their hashes, another way in each process.
+        vocabulary: dict[str, int] = {}
         # A text without words counts as one empty word: bm25s cannot index a corpus that has no word at all.
-        index.index([words(text) or [""] for text in texts], show_progress=False)
+        ids = [[vocabulary.setdefault(word, len(vocabulary)) for word in words(text) or [""]] for text in texts]
+        index.index((ids, vocabulary), show_progress=False)
         return cls(index)
 
     @classmethod

@@ -9,8 +9,7 @@ from itertools import islice
 import msgspec
 import numpy as np
 
-from farspan.retrieval.evaluate import Evaluation
-from farspan.retrieval.index import Index
+from farspan.retrieval.index import Index, Manifest, Recipe
 from farspan.retrieval.lexical import words
 from farspan.retrieval.rank import DEPTH, Scores, System, by_document, fuse, query_form
 
@@ -39,7 +38,7 @@ def search(index: Index, query: str, k: int = 10, system: System | None = None) 
     scores_N = lexical_N = index.lexical.scores(query)
     # Who gives a document's whole title means that document, and not those that mention it.
     lexical_N[index.named.get(query.strip().lower(), [])] += lexical_N.max(initial=0)
-    chosen, why = (system, "asked for") if system else _better(evaluation, bool(lexical_N.any()))
+    chosen, why = (system, "asked for") if system else _better(index.manifest, bool(lexical_N.any()))
     if chosen != "bm25":
         scores_N = _vector_scores(index, query)
     if chosen == "fused":
@@ -50,14 +49,20 @@ def search(index: Index, query: str, k: int = 10, system: System | None = None) 
     return Answer(query=query, system=chosen, why=why, results=tuple(_result(index, query, n, scores_N) for n in best))
 
 
-def _better(evaluation: Evaluation | None, known: bool) -> tuple[System, str]:
+def _better(manifest: Manifest, known: bool) -> tuple[System, str]:
     """The system to ask, and why; `known` says whether any word of the query is in the index."""
     if not known:
         return "model", "no word of the query is in the index"
+    evaluation = manifest.evaluation
     if evaluation is None:
-        return "bm25", "the corpus had nothing to evaluate on"
+        return "bm25", not_evaluated(manifest.recipe)
     bm25, fused = (evaluation.systems[name].ndcg_at_10 for name in ("bm25", "fused"))
     return evaluation.better, f"nDCG@10 when the index was made: bm25 {bm25:.3f}, fused {fused:.3f}"
+
+
+def not_evaluated(recipe: Recipe) -> str:
+    """Why an index has no evaluation."""
+    return "no document has text after its first line" if recipe.evaluate else "the index was made without evaluation"
 
 
 def _vector_scores(index: Index, query: str) -> Scores:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from farspan import models
+from farspan.corpus import tokenizer as tokenizers
 from farspan.domain.codec import missing_path, parse_json, read_bytes, write_atomically
 from farspan.domain.model import ModelSpec
 from farspan.domain.problems import Refusal
@@ -34,8 +35,10 @@ def export(
 ) -> None:
     """Write a folder that transformers' `AutoModelForCausalLM` and `AutoTokenizer` load.
 
-    `state` holds our parameter names (a Decoder's `state_dict()`); `tokenizer` is a tokenizer.json; `end_of_text` is
-    the token id that ends documents. Weights are written last, so that a folder with weights is whole.
+    Its tokenizer begins every text with the end of text, as training and `generate` do, so that transformers writes
+    after a prompt what farspan writes. `state` holds our parameter names (a Decoder's `state_dict()`); `tokenizer` is a
+    tokenizer.json; `end_of_text` is the token id that ends documents. Weights are written last, so that a folder with
+    weights is whole.
     """
     family = models.family(spec.family)
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
@@ -43,9 +46,12 @@ def export(
     config |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "torch_dtype": str(kind).split(".")[1]}
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", config)
-    content = read_bytes(tokenizer)
-    write_atomically(folder / "tokenizer.json", content)
-    _write_json(folder / "tokenizer_config.json", _tokenizer_config(content, end_of_text, spec.context))
+    words = json.loads(read_bytes(tokenizer))
+    end = _token(words, end_of_text)
+    _write_json(folder / "tokenizer.json", words | {"post_processor": _begin_with(end, end_of_text)})
+    _write_json(folder / "tokenizer_config.json", _tokenizer_config(end, spec.context))
+    unused = range(tokenizers.load(tokenizer).vocab_size, spec.vocab_size)
+    _write_json(folder / "generation_config.json", _generation_config(end_of_text, unused))
     tensors = {name: tensor.to(kind) for entry in family.tensors(spec) for name, tensor in _theirs(entry, state)}
     temporary = folder / f"{WEIGHTS}.tmp"
     save_file(tensors, temporary, metadata={"format": "pt"})
@@ -142,9 +148,9 @@ def _misfit(where: Path, fact: str) -> Refusal:
     )
 
 
-def _tokenizer_config(tokenizer: bytes, end_of_text: int, context: int) -> dict[str, Any]:
-    """What `AutoTokenizer` needs beside tokenizer.json: the class, and which token ends a text."""
-    added = {token["id"]: token["content"] for token in json.loads(tokenizer)["added_tokens"]}
+def _token(words: dict[str, Any], end_of_text: int) -> str:
+    """The special token of that id in a tokenizer.json."""
+    added = {token["id"]: token["content"] for token in words["added_tokens"]}
     if end_of_text not in added:
         raise Refusal(
             "tokenizer-mismatch",
@@ -153,11 +159,31 @@ def _tokenizer_config(tokenizer: bytes, end_of_text: int, context: int) -> dict[
             fact=f"its special tokens are {added}",
             remedy="export with the tokenizer of the run: tokenizer.json in the run directory",
         )
-    end = added[end_of_text]
+    return str(added[end_of_text])
+
+
+def _begin_with(token: str, number: int) -> dict[str, Any]:
+    """The part of a tokenizer.json that puts a special token before every text, and nothing else anywhere."""
+    texts = [[{"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": name, "type_id": 0}}] for name in "AB"]
+    return {
+        "type": "TemplateProcessing", "single": texts[0], "pair": texts[0] + texts[1],
+        "special_tokens": {token: {"id": token, "ids": [number], "tokens": [token]}},
+    }  # fmt: skip
+
+
+def _tokenizer_config(end: str, context: int) -> dict[str, Any]:
+    """What `AutoTokenizer` needs beside tokenizer.json: the class, and which token begins and ends a text."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": end, "eos_token": end, "unk_token": end,
-        "model_max_length": context, "clean_up_tokenization_spaces": False,
+        "add_bos_token": True, "split_special_tokens": True, "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
     }  # fmt: skip
+
+
+def _generation_config(end_of_text: int, unused: range) -> dict[str, Any]:
+    """Where texts begin and end, and the rows of the model's vocabulary that stand for no token."""
+    config = {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "pad_token_id": end_of_text}
+    return config | ({"suppress_tokens": list(unused)} if unused else {})
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

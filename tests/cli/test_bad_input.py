@@ -45,6 +45,8 @@ COMMANDS = [
     (["train", "--set", "steps"], "usage", ["KEY=VALUE"]),
     (["train", "--set", "train.step=3"], "unknown-key", ["'train.step'", "'steps'"]),
     (["train", "--set", "train.steps={"], "file-unreadable", ["--set train.steps={", "YAML"]),
+    (["train", "--set", 'name="a\\0b"'], "file-unreadable", ["NUL", "--set"]),
+    (["train", "--set", "train.steps=" + "[" * 20_000], "file-unreadable", ["recursion"]),
     (["resume", "docs"], "not-a-run", ["no plan.json"]),
     (["report", "runs/none"], "not-a-run", ["no such folder"]),
     (["generate", "hi", "--run", "none"], "not-a-run", []),
@@ -56,9 +58,16 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize(("words", "code", "parts"), COMMANDS, ids=[" ".join(row[0]) for row in COMMANDS])
+@pytest.mark.parametrize(("words", "code", "parts"), COMMANDS, ids=[" ".join(row[0])[:60] for row in COMMANDS])
 def test_a_command_that_cannot_be_done_says_why(here: Farspan, words, code, parts):
     expect(here(*words), code, *parts)
+
+
+def bomb(plain: str, around: str) -> str:
+    """YAML whose aliases stand for 9 to the twelfth values."""
+    lines = [f"a0: &a0 {plain}"]
+    lines += [f"a{n}: &a{n} " + around.replace("...", ", ".join([f"*a{n - 1}"] * 9)) for n in range(1, 13)]
+    return "\n".join(lines)
 
 
 CONFIGS = [
@@ -98,6 +107,20 @@ CONFIGS = [
     ("data: docs\nname: ../elsewhere\n", "out-of-range", ["name"]),
     ("data: docs\ntokenizer: docs/00.txt\n", "tokenizer-unreadable", ["docs/00.txt"]),
     ("data: docs\ntokenizer: ./none.json\n", "path-missing", ["none.json"]),
+    ("data: " + "[" * 20_000, "file-unreadable", ["YAML", "recursion"]),
+    ("data: docs\nmodel: " + "{a: " * 20_000, "file-unreadable", ["YAML", "recursion"]),
+    ("- " * 20_000 + "a", "file-unreadable", ["YAML", "recursion"]),
+    ("data: &a [*a]\n", "file-unreadable", ["own anchor", "line 1"]),
+    ("data: docs\nmodel: &a {<<: *a}\n", "file-unreadable", ["own anchor", "line 2"]),
+    (bomb("[x]", "[...]"), "file-unreadable", ["aliases", "1,000,000"]),
+    (bomb("{x: 1}", "{<<: [...]}"), "file-unreadable", ["aliases", "1,000,000"]),
+    ('data: {source: "do\\0cs"}\n', "file-unreadable", ["NUL", "line 1"]),
+    ('data: "hf:na\\0me"\n', "file-unreadable", ["NUL"]),
+    ('data: "docs\\ud800"\n', "file-unreadable", ["surrogate"]),
+    ('data: docs\ntokenizer: "a\\0.json"\n', "file-unreadable", ["NUL", "line 2"]),
+    ('data: docs\nmodel: {path: "./a\\0b"}\n', "file-unreadable", ["NUL", "line 2"]),
+    ('data: docs\nname: "a\\0b"\n', "file-unreadable", ["NUL", "line 2"]),
+    ('data: docs\nparallel: {cluster: "a\\0b"}\n', "file-unreadable", ["NUL", "line 2"]),
 ]
 
 
@@ -207,6 +230,23 @@ def test_a_truncated_plan_is_named(run: Path, farspan: Farspan, tmp_path: Path):
     os.truncate(hurt / "plan.json", 50)
     for command in ("resume", "report"):
         expect(farspan(command, str(hurt)), "file-unreadable", "plan.json", "JSON")
+
+
+@pytest.mark.parametrize("name", ["plan.json", "run.json", "corpus.json"])
+@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"inputs":' * 100_000, b'{"corpus": "a\\u0000b"}'])
+def test_json_that_cannot_be_held_or_names_no_file_is_refused(run: Path, here: Farspan, tmp_path: Path, name, content):
+    hurt = copied(run, tmp_path)
+    (hurt / name).write_bytes(content)
+    done = here("embed", str(hurt))
+    assert done.returncode in (EXIT_CODES["file-unreadable"], EXIT_CODES["out-of-range"], EXIT_CODES["unknown-key"])
+    assert done.stderr.count("error[") == 1 and name in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_cluster_file_with_a_nul_or_too_many_brackets_is_refused(here: Farspan, tmp_path: Path):
+    for number, content in enumerate(['sites: {a: {hosts: {"h\\0": {devices: [a10]}}}}', "[" * 20_000]):
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(content)
+        expect(here("cluster", "show", str(file)), "file-unreadable", "YAML", file.name)
 
 
 def test_without_torch_training_is_refused_and_the_rest_works(run: Path, farspan: Farspan, tmp_path: Path):

@@ -13,9 +13,11 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as token_models
 
 from farspan import models
+from farspan.corpus import tokenizer as tokenizers
 from farspan.domain.model import parameters
 from farspan.domain.problems import Refusal
 from farspan.runtime import huggingface
+from farspan.runtime.generate import generate
 from farspan.runtime.model import Decoder, initialise
 
 transformers = pytest.importorskip("transformers")
@@ -149,9 +151,73 @@ def test_bf16_export_halves_the_file_and_reads_back(tmp_path, tokenizer):
 def test_the_exported_tokenizer_gives_the_same_ids(tmp_path, tokenizer):
     folder = export(tmp_path / "hf", decoder(build("llama")), tokenizer)
     loaded = transformers.AutoTokenizer.from_pretrained(folder)
-    assert loaded(TEXT)["input_ids"] == Tokenizer.from_file(str(tokenizer)).encode(TEXT).ids
-    assert loaded.decode(loaded(TEXT)["input_ids"]) == TEXT
+    ids = [0, *Tokenizer.from_file(str(tokenizer)).encode(TEXT).ids]
+    assert loaded(TEXT)["input_ids"] == ids and loaded(TEXT, add_special_tokens=False)["input_ids"] == ids[1:]
+    assert loaded.decode(ids, skip_special_tokens=True) == TEXT
+    assert loaded("a", "b")["input_ids"] == [*loaded("a")["input_ids"], *loaded("b")["input_ids"]]
     assert (loaded.eos_token, loaded.eos_token_id) == ("<|endoftext|>", 0)
+
+
+PROMPTS = [
+    "", " ", "x  ", "\n\n", "naïve\t", "a<|endoftext|>b", "<|endoftext|>",
+    "def f(x):\n    return", "Zażółć gęślą jaźń ", "字字 \u200d🙂",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_transformers_writes_what_generate_writes(name, tmp_path, tokenizer):
+    """Through the folder: the text's beginning, the prompt, the likeliest tokens, the end. Vocabularies have rows that
+    stand for no token."""
+    model = decoder(build(name, context=64))
+    folder = export(tmp_path / "hf", model, tokenizer)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    words, ours = transformers.AutoTokenizer.from_pretrained(folder), tokenizers.load(tokenizer)
+    for prompt in PROMPTS:
+        asked = words(prompt, return_tensors="pt")
+        assert asked["input_ids"].tolist() == [[ours.end_of_text, *ours.encode(prompt)]]
+        written = theirs.generate(**asked, max_new_tokens=16, do_sample=False)[0]
+        text = generate(model, ours, prompt, tokens=16, temperature=0, top_k=0, seed=0)
+        assert words.decode(written[asked["input_ids"].shape[1] :], skip_special_tokens=True) == text
+        assert words.decode(written, skip_special_tokens=True) == prompt + text
+
+
+def with_processor(tokenizer, folder, processor):
+    """The same tokenizer as somebody else gives it: with ends of text of its own around every text."""
+    folder.mkdir()
+    content = json.loads(tokenizer.read_text()) | {"post_processor": processor}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return folder / "tokenizer.json"
+
+
+END = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+TEXT_A, TEXT_B = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+ENDS = {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}}
+
+
+@pytest.mark.parametrize("around", [[END, TEXT_A], [TEXT_A, END], [END, TEXT_A, END]])
+def test_a_tokenizer_that_adds_ends_of_text_itself_adds_no_second_one(tmp_path, tokenizer, around):
+    processor = {
+        "type": "TemplateProcessing", "single": around, "pair": [*around, TEXT_B], "special_tokens": ENDS,
+    }  # fmt: skip
+    given = with_processor(tokenizer, tmp_path / "given", processor)
+    folder = export(tmp_path / "hf", decoder(build("llama")), given)
+    loaded = transformers.AutoTokenizer.from_pretrained(folder)
+    assert loaded(TEXT)["input_ids"] == [0, *tokenizers.load(tokenizer).encode(TEXT)]
+
+
+def test_an_exported_folder_is_a_tokenizer_with_the_same_ids_and_exports_as_itself(tmp_path, tokenizer):
+    """As when `model.path` names the folder."""
+    model = decoder(build("gpt2"))
+    first = export(tmp_path / "first", model, tokenizer)
+    words, before = tokenizers.load(first), tokenizers.load(tokenizer)
+    assert words.encode(TEXT) == before.encode(TEXT)
+    assert (words.end_of_text, words.vocab_size, words.engine) == (0, before.vocab_size, before.engine)
+    second = tmp_path / "second"
+    words.save(tmp_path / "tokenizer.json")
+    export(second, model, tmp_path / "tokenizer.json")
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json", huggingface.WEIGHTS):
+        assert (second / name).read_bytes() == (first / name).read_bytes()
+    assert json.loads((second / "tokenizer.json").read_text()) == json.loads((first / "tokenizer.json").read_text())
 
 
 def test_files_of_the_bare_model_are_read(tmp_path, tokenizer):

@@ -35,7 +35,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     console.say("\n== training")
     measured = job.train(folder, console)
     console.say("\n== embeddings and vector database")
-    manifest = make_index(folder, console)
+    manifest, _ = make_index(folder, console)
     if manifest.evaluation is not None:
         console.say(table(manifest.evaluation))
     console.say("\n== three searches")

@@ -13,6 +13,10 @@ HELP = "turn the model into a searchable index"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     takes_run(parser)
+    parser.add_argument(
+        "--no-eval", action="store_true",
+        help="do not measure how well it finds documents: that takes as long again,\nand searches answer with bm25",
+    )  # fmt: skip
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
@@ -20,8 +24,11 @@ def run(given: argparse.Namespace, console: Console) -> None:
     from farspan.cli.retrieve import make_index
     from farspan.retrieval.evaluate import table
 
-    manifest = make_index(folder, console)
+    manifest, work = make_index(folder, console, evaluate=not given.no_eval)
     if manifest.evaluation is not None:
         console.say(table(manifest.evaluation))
     console.say(f"index: {folder.index}; next: {command('search', '...', '--run', folder.path)}")
-    console.answer({"run": str(folder.path), "index": str(folder.index), "manifest": manifest})
+    console.answer({
+        "run": str(folder.path), "index": str(folder.index), "manifest": manifest,
+        "embedded": work.embedded, "kept": work.kept,
+    })  # fmt: skip

@@ -29,11 +29,12 @@ def run(given: argparse.Namespace, console: Console) -> None:
     from farspan.cli.retrieve import opened, say_answer
     from farspan.retrieval.evaluate import table
     from farspan.retrieval.index import read_manifest
-    from farspan.retrieval.search import search
+    from farspan.retrieval.search import not_evaluated, search
 
     if given.eval:
-        evaluation = read_manifest(folder.index, command("embed", folder.path)).evaluation
-        console.say(table(evaluation) if evaluation else "not evaluated: no document has text after its first line")
+        manifest = read_manifest(folder.index, command("embed", folder.path))
+        evaluation = manifest.evaluation
+        console.say(table(evaluation) if evaluation else f"not evaluated: {not_evaluated(manifest.recipe)}")
         console.answer({"run": str(folder.path), "evaluation": evaluation})
         return
     with opened(folder) as index:

@@ -202,7 +202,7 @@ def _jsonl(file: Path) -> Iterator[Document]:
                 row = json.loads(line)
                 if not isinstance(row, dict):
                     raise ValueError(f"{type(row).__name__} where an object should be")
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise Refusal(
                     "source-unreadable", what="the line is not a JSON object", where=f"{file}:{number}",
                     fact=str(error), remedy=_mending(file, f"sed -i.bak '{number}d' '{file}'"),

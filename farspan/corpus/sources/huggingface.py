@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from farspan.corpus._hub import hub
 from farspan.corpus.sources.folder import row_document
 from farspan.domain.codec import missing_path
 from farspan.domain.corpus import Document
@@ -47,16 +48,20 @@ class HuggingFace:
     def _rows(self) -> Iterator[dict[str, Any]]:
         import datasets  # type: ignore[import-untyped]
 
+        fault = None
         try:
             if (Path(self.name) / "dataset_info.json").exists() or (Path(self.name) / "dataset_dict.json").exists():
                 splits = datasets.load_from_disk(self.name)
-            else:
+            elif Path(self.name).exists():
                 splits = datasets.load_dataset(self.name, self.config, streaming=True)
+            else:
+                with hub() as fault:
+                    splits = datasets.load_dataset(self.name, self.config, streaming=True)
             by_name = splits if isinstance(splits, dict) else {"train": splits}
             yield from by_name["train"] if "train" in by_name else next(iter(by_name.values()))
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
             raise Refusal(
                 "source-unreadable", what="the dataset cannot be read", where=f"hf:{self.name}",
-                fact=" ".join(str(error).split())[:300],
+                fact=fault or " ".join(str(error).split())[:300],
                 remedy=f"where the hub can be reached: hf download --repo-type dataset {self.name} --local-dir DIR",
             ) from None  # fmt: skip

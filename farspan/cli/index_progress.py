@@ -1,0 +1,55 @@
+"""What a person sees while an index is made: a live line on a terminal, a plain one now and then where it is piped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from farspan.cli.progress import LINE_S
+from farspan.domain.units import format_seconds
+from farspan.retrieval.work import Work
+
+_NAMES = {"embedding": "embedding", "fitting": "fitting to titles", "storing": "storing"}
+
+
+class IndexProgress:
+    """Shows how far `work` is: `with IndexProgress(console, time.monotonic) as progress: build(..., progress.work)`."""
+
+    def __init__(self, console: Console, clock: Callable[[], float]) -> None:
+        self._console, self._clock = console, clock
+        self._line_at = clock()
+        self.work = Work(clock, self._show)
+        self._live: Live | None = None
+        if console.is_terminal:
+            self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> IndexProgress:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def _show(self, work: Work) -> None:
+        if self._live is None and self._clock() - self._line_at >= LINE_S:
+            self._line_at = self._clock()
+            self._console.print(self._facts(), soft_wrap=True, highlight=False)
+
+    def _facts(self) -> str:
+        eta_s = self.work.eta_s()
+        eta = "" if eta_s is None else f" · ETA {format_seconds(eta_s)}"
+        return f"{_NAMES[self.work.kind]} {self.work.share:.0%}{eta}"
+
+    def _render(self) -> Table:
+        row = Table.grid(padding=(0, 1), expand=True)
+        row.add_column(ratio=1)
+        row.add_column(justify="right", no_wrap=True)
+        row.add_row(ProgressBar(total=1.0, completed=self.work.share), self._facts())
+        return row

@@ -1,0 +1,69 @@
+"""A hub that cannot be reached: refused at once, unless the cache has what is asked for."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from farspan.corpus import tokenizer as tokenizers
+from farspan.corpus._hub import _unreachable
+
+LOAD = "from farspan.corpus import tokenizer; print(tokenizer.load('somebody/words').vocab_size)"
+READ = "from farspan.corpus.sources import open_source; print(list(open_source('hf:somebody/text').documents()))"
+
+
+@pytest.fixture
+def closed() -> Iterator[str]:
+    """A URL at which nothing answers: its port is taken, and nobody listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+def run(code: str, endpoint: str, home: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", **more}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize("code", [LOAD, READ])
+def test_what_a_hub_out_of_reach_should_give_is_refused_at_once(closed: str, tmp_path: Path, code: str) -> None:
+    start = time.monotonic()
+    done = run(code, closed, tmp_path)
+    assert time.monotonic() - start < 15  # The hub's own library gives up after 25 s and more.
+    assert f"{closed.removeprefix('http://')} cannot be reached (Connection refused)" in done.stderr
+    assert "hf download" in done.stderr
+
+
+@pytest.mark.parametrize("offline", ["0", "1"])
+def test_what_the_cache_has_needs_no_hub(closed: str, tmp_path: Path, offline: str) -> None:
+    stored = tmp_path / "hub" / "models--somebody--words"
+    (stored / "refs").mkdir(parents=True)
+    (stored / "refs" / "main").write_text("0" * 40)
+    words = tokenizers.train(["a cached text"] * 9, 300)
+    (stored / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    words.save(stored / "snapshots" / ("0" * 40) / "tokenizer.json")
+    done = run(LOAD, closed, tmp_path, HF_HUB_OFFLINE=offline)
+    assert done.stdout.split() == [str(words.vocab_size)], done.stderr
+
+
+def test_a_hub_is_asked_for_where_a_proxy_leads_to_it(closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        open_url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        for name in ("no_proxy", "NO_PROXY", "http_proxy", "HTTP_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        assert _unreachable(open_url) is None and _unreachable(closed)
+        assert _unreachable("http://no-such-host.invalid")
+        monkeypatch.setenv("http_proxy", open_url)
+        assert _unreachable("http://no-such-host.invalid") is None
+        monkeypatch.setenv("http_proxy", closed)
+        assert _unreachable("http://no-such-host.invalid")
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        assert _unreachable(open_url) is None

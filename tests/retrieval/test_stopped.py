@@ -1,0 +1,208 @@
+"""An index whose making was stopped, however that happened, goes on where it was and is the same in the end."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from farspan.domain.problems import Refusal
+from farspan.retrieval.index import Index
+from farspan.retrieval.work import Work
+from tests.retrieval import making
+
+#: Bytes of a whole block: its digest, and 32 texts of four streams of 32 numbers.
+BLOCK = 32 + 32 * 4 * 32 * 4
+
+
+def start(folder: Path) -> subprocess.Popen[str]:
+    words = [sys.executable, "-m", "tests.retrieval.making", str(folder)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(folder: Path) -> tuple[int, int]:
+    """Texts that a process which is left alone embeds, and those that it finds."""
+    process = start(folder)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    embedded, kept = map(int, out.split())
+    return embedded, kept
+
+
+def features(folder: Path) -> list[Path]:
+    return sorted(folder.with_name("index.building").rglob("*.features"))
+
+
+def on_disk(folder: Path) -> int:
+    return sum(file.stat().st_size for file in features(folder))
+
+
+def stop(folder: Path, at_bytes: int, number: signal.Signals) -> None:
+    """Start a making, and send it a signal as soon as so many bytes of it are on disk."""
+    process = start(folder)
+    while on_disk(folder) < at_bytes:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.001)
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+
+
+def interrupt(folder: Path, texts: int) -> None:
+    """A making in this process that is stopped when so many texts are embedded."""
+    with pytest.raises(KeyboardInterrupt):
+        making.make(folder, stop_after=texts)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """All files of an index but its store's, which has random names and times in it."""
+    files = (file for file in folder.rglob("*") if file.is_file() and "store" not in file.parts)
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+
+
+def vectors(folder: Path) -> list[list[tuple[int, float]]]:
+    """What the store finds for some vectors: ids and scores."""
+    index = Index.open(folder, making.model(5), making.TOKENIZER, origin=making.ORIGIN, command="")
+    queries = np.random.default_rng(0).normal(size=(5, index.manifest.dim)).astype(np.float32)
+    found = [[(hit.id, hit.score) for hit in index.store.search(query, 2000)] for query in queries]
+    index.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """The index of a making that nothing disturbed, and the texts that it embedded."""
+    folder = tmp_path_factory.mktemp("whole") / "index"
+    embedded, kept = finish(folder)
+    assert embedded > 600 and kept == 0
+    return folder, embedded
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_stopped_making_embeds_only_what_is_missing(tmp_path: Path, whole, number: signal.Signals):
+    folder, every = tmp_path / "index", whole[1]
+    for share in sorted(random.Random(number).uniform(0.05, 0.9) for _ in range(2)):
+        stop(folder, int(share * every / 32 * BLOCK), number)
+        assert not (folder / "index.json").exists()
+    blocks = [file.stat().st_size // BLOCK for file in features(folder)]
+    embedded, kept = finish(folder)
+    assert embedded + kept == every
+    # The last block of each list of texts is a smaller one.
+    assert 0 < 32 * sum(blocks) <= kept < 32 * (sum(blocks) + len(blocks))
+    assert content(folder) == content(whole[0]) and vectors(folder) == vectors(whole[0])
+    assert [entry.name for entry in tmp_path.iterdir()] == ["index"]
+
+
+def test_features_that_are_damaged_or_torn_are_made_again(tmp_path: Path, whole):
+    folder, rng = tmp_path / "index", random.Random(1)
+    interrupt(folder, 500)
+    blocks = sum(file.stat().st_size // BLOCK for file in features(folder))
+    for file in filter(lambda file: file.stat().st_size, features(folder)):
+        damaged = bytearray(file.read_bytes())
+        damaged[rng.randrange(len(damaged) // 2, len(damaged))] ^= 0xFF
+        file.write_bytes(damaged[: -rng.randrange(1, BLOCK // 4)])
+    _, kept = finish(folder)
+    assert 0 < kept < 32 * blocks
+    assert content(folder) == content(whole[0]) and vectors(folder) == vectors(whole[0])
+
+
+def test_features_of_other_weights_are_never_used(tmp_path: Path):
+    folder = tmp_path / "index"
+    interrupt(folder, 200)
+    # The same origin is claimed for other weights.
+    assert making.make(folder, seed=6, evaluate=False).kept == 0
+
+
+def test_what_was_embedded_for_an_evaluation_serves_without_one(tmp_path: Path):
+    folder = tmp_path / "index"
+    interrupt(folder, 100)
+    assert making.make(folder, evaluate=False).kept >= 100
+    assert b'"evaluation": null' in content(folder)["index.json"]
+    assert making.make(folder).embedded > 0, "asked for, an evaluation is made"
+    assert making.make(folder, evaluate=False).embedded == 0, "and is no reason to make the index again"
+
+
+def test_two_at_once_are_refused_and_the_old_index_answers_meanwhile(tmp_path: Path):
+    folder = tmp_path / "index"
+    making.make(folder, evaluate=False)
+    before = vectors(folder)
+    process = start(folder)
+    try:
+        while not on_disk(folder):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.001)
+        process.send_signal(signal.SIGSTOP)
+        assert vectors(folder) == before
+        with pytest.raises(Refusal) as refusal:
+            making.make(folder)
+        assert refusal.value.problem.code == "run-busy"
+    finally:
+        process.kill()
+        process.communicate()
+    assert making.make(folder).kept > 0
+    assert vectors(folder) == before
+
+
+def test_an_open_index_goes_on_answering_when_another_takes_its_place(tmp_path: Path):
+    folder = tmp_path / "index"
+    making.make(folder, evaluate=False)
+    old = Index.open(folder, making.model(5), making.TOKENIZER, origin=making.ORIGIN, command="")
+    query = np.ones(old.manifest.dim, np.float32)
+    before = old.store.search(query, 10)
+    making.make(folder)
+    assert len([entry for entry in folder.iterdir() if entry.is_dir()]) == 1
+    assert old.store.search(query, 10) == before and old.lexical.scores("socket").any()
+    old.close()
+
+
+def test_searches_during_the_change_find_one_index_or_the_other(tmp_path: Path):
+    """Opened again and again while one index takes the place of another: never a mixture, never a failure."""
+    folder = tmp_path / "index"
+    making.make(folder, evaluate=False)
+    other = threading.Thread(target=making.make, args=(folder,))
+    other.start()
+    opened = 0
+    while other.is_alive() or not opened:
+        index = Index.open(folder, making.model(5), making.TOKENIZER, origin=making.ORIGIN, command="")
+        assert index.store.count() == index.manifest.chunks
+        index.close()
+        opened += 1
+    other.join()
+    assert Index.open(folder, making.model(5), making.TOKENIZER, origin=making.ORIGIN, command="").manifest.evaluation
+
+
+def test_what_killed_makings_left_is_removed_by_the_next(tmp_path: Path):
+    for left in ("index.building/x", "index.building/lock", "index.building/store/x", "index/0123456789abcdef/store/x"):
+        (tmp_path / left).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / left).write_text("x")
+    making.make(tmp_path / "index", evaluate=False)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["index"]
+    assert len(list((tmp_path / "index").iterdir())) == 2
+
+
+def test_time_to_go_counts_what_was_found_on_disk_as_done_and_not_as_fast():
+    now = [0.0]
+    work = Work(lambda: now[0])
+    work.expect("embedding", 1000)
+    work.start("embedding")
+    assert work.eta_s() is None
+    for _ in range(4):
+        work.did(100, kept=True)
+    assert work.eta_s() is None and work.share == pytest.approx(0.4)
+    for _ in range(2):
+        now[0] += 5.0
+        work.did(100)
+    assert work.eta_s() == pytest.approx(400 * 5 / 100)
+
+
+def test_features_need_no_folder():
+    with Work().features("x") as features:
+        features.write(np.zeros(3, np.float32))
+        assert features.read(3) is None
