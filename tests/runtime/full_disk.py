@@ -1,4 +1,4 @@
-"""Trains in a folder that is a small disk of its own, and fills that: `python -m tests.runtime.full_disk FOLDER ROWS...`.
+"""Trains in a folder that is a small disk of its own, and fills it: `python -m tests.runtime.full_disk FOLDER ROWS...`.
 
 `test_unsaved` calls it where such a disk can be mounted.
 """
@@ -38,10 +38,10 @@ def a_disk_that_has_space_again_is_saved_to(run: RunFolder, ballast: Path) -> No
         for event in workers:
             if isinstance(event, Saved) and not ballast.exists() and warned is None:
                 fill(ballast, LITTLE)
-            elif isinstance(event, Warned):
+            elif isinstance(event, Warned) and "no checkpoint" in event.message:
                 warned = event.message
                 assert not list(run.checkpoints.glob(".*")), "what was written of it is gone"
-                ballast.unlink()
+                ballast.unlink(missing_ok=True)
             elif isinstance(event, Saved) and warned is not None:
                 workers.interrupt()
     assert warned is not None and "free" in warned and "is tried in" in warned, warned
@@ -73,7 +73,7 @@ def main() -> None:
     folder, rows = Path(sys.argv[1]), tuple(map(int, sys.argv[2:]))
     # Learns next to nothing, so that no worker's loss is ever far from the others'.
     train = replace(
-        TRAIN, steps=10**6, batch=sum(rows), validate_every=10**6, checkpoint_every_s=0.5, optimizer=Optimizer(lr=1e-6)
+        TRAIN, steps=10**6, batch=sum(rows), validate_every=10**6, checkpoint_every_s=1.0, optimizer=Optimizer(lr=1e-6)
     )
     run, ballast = tiny.run_folder(folder / "run", tiny.plan(train, rows=rows)), folder / "ballast"
     a_disk_that_has_space_again_is_saved_to(run, ballast)
