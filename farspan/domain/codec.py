@@ -87,7 +87,7 @@ def parse_json(content: bytes, kind: type[T], where: object) -> T:
         return msgspec.json.decode(content, type=kind)
     except msgspec.ValidationError as error:
         raise _refusal(error, kind, str(where), "") from None
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _malformed(where, "JSON", error) from None
 
 

@@ -1,4 +1,7 @@
-"""Writing events: one JSON line each, whole lines only, on disk before anything depends on them."""
+"""Writing events: one JSON line each, whole lines only, on disk before anything depends on them.
+
+Where the disk is full they are kept until there is space again: whether a run goes on without is decided by its saves.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +14,43 @@ import msgspec
 from farspan.domain.codec import cut_unfinished_line
 from farspan.domain.results import Event
 
+#: Bytes of events that wait for a full disk at most: those of some 200,000 steps.
+WAITING = 2**26
+
 
 class EventLog:
     """Appends to `events.jsonl`. A line that a killed predecessor left unfinished is cut off first."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "ab")  # noqa: SIM115 - closed by __exit__
+        # Unbuffered: what a full disk has taken of a line is known.
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by __exit__
         cut_unfinished_line(path)
-        self._encoder = msgspec.json.Encoder()
+        self._encoder, self._unwritten = msgspec.json.Encoder(), bytearray()
 
     def write(self, event: Event) -> None:
-        self._file.write(self._encoder.encode(event) + b"\n")
-        self._file.flush()
+        """Raises OSError where more than WAITING bytes could not be written."""
+        self._unwritten += self._encoder.encode(event) + b"\n"
+        try:
+            self._flush()
+        except OSError:
+            if len(self._unwritten) > WAITING:
+                raise
+
+    def _flush(self) -> None:
+        while self._unwritten:
+            del self._unwritten[: self._file.write(self._unwritten)]
 
     def __enter__(self) -> EventLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        """Raises OSError where events are still not written, unless something else has gone wrong."""
+        try:
+            self._flush()
+            os.fsync(self._file.fileno())
+        except OSError:
+            if error is None:
+                raise
+        finally:
+            self._file.close()

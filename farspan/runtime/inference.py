@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from dataclasses import dataclass
+from pathlib import Path
 
 from farspan.corpus import tokenizer as tokenizers
 from farspan.corpus.tokenizer import Tokenizer
+from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
 from farspan.runtime import checkpoint
@@ -23,22 +27,22 @@ class Trained:
 
 
 def load(run: RunFolder) -> Trained:
-    """The weights of the best validation loss, or the newest whole checkpoint's where there was no validation."""
-    plan = run.load_plan()
-    candidates = [run.best, *checkpoint.newest_first(run.checkpoints)]
-    faults: list[str] = []
-    for path in candidates:
-        if not path.exists():
-            continue
+    """The weights of the best validation loss, or the newest whole checkpoint's where there was no validation. Raises
+    Refusal (checkpoint-corrupt), also where the best are damaged and a checkpoint, which others may be in, is whole."""
+    plan, faults = run.load_plan(), list[str]()
+    best = [run.best] if os.path.lexists(run.best) else []
+    for path in (*best, *checkpoint.newest_first(run.checkpoints)):
         try:
-            weights = checkpoint.read_weights(path)
-            progress, digest = checkpoint.progress_of(path)
+            trained = _read(path, plan, run)
         except checkpoint.Corrupt as error:
-            faults.append(f"{path}: {error}")
+            faults.append(f"{path}: {error}".encode(errors="backslashreplace").decode())
             continue
-        model = Decoder(plan.model, attention=plan.train.attention)
-        model.load_state_dict(weights)
-        return Trained(model.eval(), tokenizers.load(run.tokenizer), progress.step, digest)
+        if best and path != run.best:
+            raise Refusal(
+                "checkpoint-corrupt", what="the best weights of this run are damaged", where=run.best,
+                fact=faults[0], remedy=f"use those of step {trained.step}: rm -r {shlex.quote(str(run.best))}",
+            )  # fmt: skip
+        return trained
     raise Refusal(
         "checkpoint-corrupt",
         what="this run has no weights to use",
@@ -46,3 +50,13 @@ def load(run: RunFolder) -> Trained:
         fact="; ".join(faults) or "no checkpoint was written yet",
         remedy=f"farspan resume {run.path}",
     )
+
+
+def _read(path: Path, plan: Plan, run: RunFolder) -> Trained:
+    """Raises Corrupt."""
+    weights = checkpoint.read_weights(path)
+    checkpoint.check_tensors(path, {checkpoint.MODEL: checkpoint.shapes_of(plan)[checkpoint.MODEL]})
+    progress, digest = checkpoint.progress_of(path)
+    model = Decoder(plan.model, attention=plan.train.attention)
+    model.load_state_dict(weights)
+    return Trained(model.eval(), tokenizers.load(run.tokenizer), progress.step, digest)

@@ -7,15 +7,21 @@ met at, `optimizer` the outer momentum, and `replica-N` each one's own masters a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
-from farspan.domain.problems import Refusal
+from farspan.domain.problems import Refusal, command
+from farspan.domain.units import format_seconds
 from farspan.runtime import checkpoint
-from farspan.runtime.checkpoint import MODEL, OPTIMIZER, Progress
+from farspan.runtime.checkpoint import MODEL, OPTIMIZER, Corrupt, Progress, Unsaved
+from farspan.runtime.collective import Group
 from farspan.runtime.executor import Executor
+
+#: Times on end that a checkpoint is due and cannot be written before the run ends.
+UNSAVED = 3
 
 
 class Saves:
@@ -24,6 +30,10 @@ class Saves:
     def __init__(self, executor: Executor, folder: Path, keep: int) -> None:
         self._executor, self._folder, self._keep = executor, folder, keep
         self._whole, self._state = executor.whole, executor.state
+        #: The step of the newest checkpoint, -1 without one.
+        self.newest = -1
+        #: Times on end that a checkpoint was due and could not be written.
+        self._unsaved = 0
 
     def files(self) -> list[checkpoint.File]:
         """The files of a checkpoint, each to be collected when it is written: all together may be more than the memory
@@ -34,7 +44,7 @@ class Saves:
         momentum, replicas = outer.momentum, range(len(self._executor.place.plan.replicas))
         return [
             (MODEL, self.weights), (OPTIMIZER, lambda: _prefixed("momentum", self._whole.collect(momentum))),
-            *((f"replica-{r}.safetensors", partial(self._named, r, moments=True, masters=True)) for r in replicas),
+            *((checkpoint.replica(r), partial(self._named, r, moments=True, masters=True)) for r in replicas),
         ]  # fmt: skip
 
     def weights(self) -> dict[str, Tensor]:
@@ -49,14 +59,53 @@ class Saves:
             found |= _prefixed(kind, self._whole.collect(flats, replica))
         return found
 
-    def write(self, progress: Progress, writing: checkpoint.Writing) -> tuple[Path, int] | None:
-        """Write a checkpoint; rank 0 returns its path and bytes. `writing` is entered while files are written, not
-        while workers are waited for."""
-        if self._executor.place.rank == 0:
-            return checkpoint.write(self._folder, self.files(), progress, self._keep, writing)
-        for _, collect in self.files():
-            collect()
-        return None
+    def write(self, progress: Progress, group: Group) -> tuple[Path, int] | None:
+        """Write a checkpoint; rank 0 returns its path and bytes. Raises Unsaved on every worker where it cannot be
+        written. The lock of files is held while they are written, not while workers are waited for."""
+        written, why = None, ""
+        if group.rank == 0:
+            try:
+                written = checkpoint.write(self._folder, self.files(), progress, self._keep, group.writing)
+            except Unsaved as error:
+                why = str(error)
+        else:
+            for _, collect in self.files():
+                collect()
+        _agree(group, why)
+        self.newest, self._unsaved = progress.step, 0
+        return written
+
+    def write_best(self, path: Path, progress: Progress, group: Group) -> None:
+        """Write the model alone. Raises Unsaved on every worker where it cannot be written."""
+        weights, why = self.weights(), ""
+        if group.rank == 0:
+            try:
+                checkpoint.write_best(path, weights, progress, group.writing)
+            except Unsaved as error:
+                why = str(error)
+        _agree(group, why)
+
+    @property
+    def kept(self) -> str:
+        """What a run that ends now leaves."""
+        return f"the newest checkpoint is of step {self.newest}" if self.newest >= 0 else "there is no checkpoint"
+
+    def excuse(self, why: str, step: int, steps: int, *, due: bool, last: bool) -> str:
+        """A warning that a checkpoint could not be written. Raises Refusal (disk-full) where it was the last one, or
+        was due UNSAVED times on end."""
+        self._unsaved += due
+        every, run = format_seconds(self._executor.place.plan.train.checkpoint_every_s), self._folder.parent
+        if not last and self._unsaved < UNSAVED:
+            return (
+                f"step {step}: no checkpoint could be written: {why}; {self.kept}, and the next is tried in {every}; "
+                f"after {UNSAVED} on end the run stops"
+            )
+        raise Refusal(
+            "disk-full", where=self._folder, remedy=f"free some space there, then: {command('resume', run)}",
+            what="the last checkpoint could not be written" if last
+            else f"no checkpoint could be written for {UNSAVED} intervals of {every}",
+            fact=f"{why}; {step} of {steps} steps are trained, {self.kept}",
+        )  # fmt: skip
 
     # -- restoring -----------------------------------------------------------------------------------------------------
 
@@ -64,18 +113,20 @@ class Saves:
         """On rank 0, the newest whole checkpoint, if any; corrupt ones are named, and the one before them is used."""
         corrupt: list[str] = []
         newest = 0
-        checkpoint.mend(self._folder)
+        with suppress(OSError):  # A save that finds the same says so.
+            checkpoint.mend(self._folder)
         for path in checkpoint.newest_first(self._folder):
             try:
-                progress = checkpoint.verify(path)
-            except checkpoint.Corrupt as error:
-                corrupt.append(f"{path}: {error}")
-                newest = max(newest, int(path.name.removeprefix("step-")))
+                progress = self._verified(path)
+            except Corrupt as error:
+                # Names of files are bytes, and not all of them UTF-8.
+                corrupt.append(f"{path}: {error}".encode(errors="backslashreplace").decode())
+                newest = max(newest, checkpoint.step_of(path))
                 continue
             adopt(progress)
             if corrupt:
-                message = f"corrupt checkpoint {'; '.join(corrupt)}. Going on from step {progress.step}"
-                warn(f"{message}: {newest - progress.step} steps lost.")
+                lost = f": {newest - progress.step} steps lost" if newest > progress.step else ""
+                warn(f"corrupt checkpoint {'; '.join(corrupt)}. Going on from step {progress.step}{lost}.")
             return path
         if corrupt:
             raise Refusal(
@@ -83,6 +134,16 @@ class Saves:
                 fact="; ".join(corrupt), remedy="start again: farspan train run.yaml --run NEW_FOLDER",
             )  # fmt: skip
         return None
+
+    def _verified(self, path: Path) -> Progress:
+        """The progress of a checkpoint that every worker can take its part of, or of one of another plan. Raises
+        Corrupt."""
+        plan, progress = self._executor.place.plan, checkpoint.verify(path)
+        if progress.plan == plan.hash:
+            if progress.step > plan.train.steps:
+                raise Corrupt(f"it is of step {progress.step}, and the plan has {plan.train.steps}")
+            checkpoint.check_tensors(path, checkpoint.shapes_of(plan))
+        return progress
 
     def restore(self, path: Path | None) -> None:
         """Every worker takes its part of a checkpoint; `path` is known to rank 0."""
@@ -95,8 +156,8 @@ class Saves:
             self._whole.hand_out(outer.anchor, weights)
             self._whole.hand_out(outer.momentum, _kind(path, OPTIMIZER, "momentum"))
             for r in range(len(self._executor.place.plan.replicas)):
-                self._whole.hand_out(state.master, _kind(path, f"replica-{r}.safetensors", "master"), r)
-                self._moments(f"replica-{r}.safetensors", path, r)
+                self._whole.hand_out(state.master, _kind(path, checkpoint.replica(r), "master"), r)
+                self._moments(checkpoint.replica(r), path, r)
         self._executor.publish()
 
     def adopt(self, weights: Mapping[str, Tensor] | None) -> None:
@@ -109,6 +170,12 @@ class Saves:
     def _moments(self, name: str, path: Path | None, replica: int | None) -> None:
         self._whole.hand_out(self._state.exp_avg, _kind(path, name, "exp_avg"), replica)
         self._whole.hand_out(self._state.exp_avg_sq, _kind(path, name, "exp_avg_sq"), replica)
+
+
+def _agree(group: Group, why: str) -> None:
+    """Raises Unsaved on every worker where rank 0 gives a reason."""
+    if any(group.sum(float(bool(why)))):
+        raise Unsaved(group.share(why.encode(errors="backslashreplace")).decode())
 
 
 def _prefixed(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -17,9 +17,8 @@ from farspan.domain.plan import Plan, Replica, row_quantum
 from farspan.domain.problems import Refusal, command
 from farspan.domain.results import Event, Saved, Step, Traced, Validated, Warned
 from farspan.domain.run import RunFolder
-from farspan.runtime import checkpoint
 from farspan.runtime.budget import TimeBudget
-from farspan.runtime.checkpoint import Progress
+from farspan.runtime.checkpoint import Progress, Unsaved
 from farspan.runtime.collective import Group
 from farspan.runtime.data import Order, Windows
 from farspan.runtime.device import peak_memory
@@ -113,7 +112,7 @@ class Trainer:
             reason, save = self._decide()
             # A new number of steps changes all that follows: saved at once, no resumption can miss it.
             if not reason and (self.steps != steps or save):
-                self.save()
+                self.save(due=save)
         self._finish(reason)
         return reason
 
@@ -126,7 +125,7 @@ class Trainer:
             self._saved_step = self._validated_step = -1  # This is not the model that had been saved or validated.
         if reason != "interrupted" and self.step not in (self._saved_step, self._validated_step):
             self._validate()
-        self.save()
+        self.save(last=True)
         if outer is not None:
             outer.close()
 
@@ -241,7 +240,6 @@ class Trainer:
         # The other replicas go on: only one that is alone can save now.
         if len(self.w.plan.replicas) == 1:
             self.save()
-        saved = f"the newest checkpoint is of step {self._saved_step}"
         samples = self.w.executor.place.replica_samples(step)
         raise Refusal(
             "non-finite",
@@ -249,7 +247,7 @@ class Trainer:
             "was not made",
             where=f"rank {', '.join(map(str, outcome.faulty)) or 'any'}, among samples {samples[0]} to {samples[-1]}",
             fact=f"loss {loss}, gradient norm {norm}, learning rate so far up to {self.w.plan.train.optimizer.lr:g}; "
-            f"{saved if self._saved_step >= 0 else 'there is no checkpoint'}",
+            f"{self.saves.kept}",
             remedy=LOWER,
         )
 
@@ -277,18 +275,18 @@ class Trainer:
     def _validate(self) -> None:
         loss, tokens, seconds = self.validation_loss()
         if not math.isfinite(loss):
-            self.save()
+            saved = self.save()
             raise Refusal(
                 "non-finite", what=f"the validation loss is not finite after step {self.step}",
                 where="the validation split", remedy=LOWER,
-                fact=f"loss {loss}; these weights are kept, though their losses in training were finite",
+                fact=f"loss {loss}, though losses in training were finite; "
+                f"{'these weights are kept' if saved else self.saves.kept}",
             )  # fmt: skip
         self._validated_step = self.step
-        best = self.progress.best_loss is None or loss < self.progress.best_loss
+        before = self.progress
+        best = before.best_loss is None or loss < before.best_loss
         self.progress = replace(
-            self.progress,
-            best_loss=loss if best else self.progress.best_loss,
-            stale=0 if best else self.progress.stale + 1,
+            before, best_loss=loss if best else before.best_loss, stale=0 if best else before.stale + 1
         )
         val = self.w.manifest.val
         bits = loss / math.log(2) * val.tokens / val.text_bytes
@@ -296,9 +294,13 @@ class Trainer:
             at=self.w.clock(), step=self.step, loss=loss, bits_per_byte=bits, tokens=tokens, seconds=seconds, best=best
         ))  # fmt: skip
         if best:
-            weights = self.saves.weights()
-            if self.w.group.rank == 0:
-                checkpoint.write_best(self.w.run.best, weights, self._current(), self.w.group.writing)
+            try:
+                self.saves.write_best(self.w.run.best, self._current(), self.w.group)
+            except Unsaved as error:
+                # Those that are there are still the best: the next loss below theirs is written.
+                self.progress = replace(self.progress, best_loss=before.best_loss)
+                kept = "there are none" if before.best_loss is None else "those before stay"
+                self._warn(f"step {self.step}: the best weights could not be written: {error}; {kept}")
 
     def validation_loss(self) -> tuple[float, int, float]:
         """Mean loss over (the first `validate_tokens` of) the validation split, tokens read, seconds."""
@@ -329,24 +331,36 @@ class Trainer:
             quiet=self.quiet, skipped=self.skipped,
         )  # fmt: skip
 
-    def save(self) -> None:
-        """Write a checkpoint of the state as it is, unless that was the last one written."""
+    def save(self, *, due: bool = False, last: bool = False) -> bool:
+        """Write a checkpoint of the state as it is, unless that was the last one written. Returns whether it is there.
+        Raises Refusal (disk-full) where the run cannot go on without."""
         self._saved_at = self.monotonic()
         if self.step == self._saved_step:
-            return
-        began, self._saved_step = time.perf_counter(), self.step
-        written = self.saves.write(self._current(), self.w.group.writing)
+            return True
+        began = time.perf_counter()
+        try:
+            written = self.saves.write(self._current(), self.w.group)
+        except Unsaved as error:
+            self._warn(self.saves.excuse(str(error), self.step, self.steps, due=due, last=last))
+            return False
+        self._saved_step = self.step
         if written is not None:
             path, size = written
             self.w.emit(Saved(
                 at=self.w.clock(), step=self.step, path=str(path), size_bytes=size, seconds=time.perf_counter() - began
             ))  # fmt: skip
+        return True
+
+    def _warn(self, message: str) -> None:
+        """Rank 0 says what all know."""
+        if self.w.group.rank == 0:
+            self.w.emit(Warned(at=self.w.clock(), message=message))
 
     def restore(self) -> None:
         """Go on from the newest whole checkpoint, if any. Rank 0 reads it and hands every worker its part."""
         found = None
         if self.w.group.rank == 0:
-            found = self.saves.find(self._adopt, lambda text: self.w.emit(Warned(at=self.w.clock(), message=text)))
+            found = self.saves.find(self._adopt, self._warn)
         packed = self.w.group.share(msgspec.json.encode((self._current(), found is not None)))
         progress, there = msgspec.json.decode(packed, type=tuple[Progress, bool])
         if self.w.group.rank != 0:
@@ -370,7 +384,7 @@ class Trainer:
             )
         self.progress, self.loss_scale = progress, progress.loss_scale
         self.quiet, self.skipped = progress.quiet, progress.skipped
-        self.step = self._saved_step = progress.step
+        self.step = self._saved_step = self.saves.newest = progress.step
         self.steps = progress.steps or self.w.plan.train.steps
 
 

@@ -143,8 +143,9 @@ def train(plan: Plan, run: RunFolder, rank: int, world: int, notices: Notices | 
                     sample(trainer.w, weights, trainer.step)
         except BaseException as error:
             if (found := group.lost_by(error)) is not None:
-                traceback.print_exception(error)
-                sys.stderr.flush()
+                with suppress(OSError):  # The log lies on the disk that may be full.
+                    traceback.print_exception(error)
+                    sys.stderr.flush()
                 lost(*found)
             group.leave()
             finish("failed", problem := as_problem(error, plan, run, rank))
@@ -218,7 +219,13 @@ def as_problem(error: BaseException, plan: Plan | None, run: RunFolder, rank: in
             remedy=f"lower train.batch.global (now {plan.train.batch} sequences of {plan.train.seq_len}) or set "
             "train.recompute: true in run.yaml",
         )
-    full = (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in message
+    if isinstance(error, checkpoint.Corrupt):
+        return Problem(
+            code="checkpoint-corrupt", what="a checkpoint changed while it was read", where=str(run.checkpoints),
+            fact=message[:300], remedy=command("resume", run.path),
+        )  # fmt: skip
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    full = full or "No space left" in message or "Disk quota exceeded" in message
     if full and "/dev/shm" not in message:  # Which is memory that NCCL's processes share.
         return Problem(
             code="disk-full", what="the disk became full while training", where=str(run.path), fact=message[:300],
@@ -298,11 +305,12 @@ def main() -> int:
         train(plan, run, rank, world, notices, parent)
         return 0
     except Exception as error:
-        traceback.print_exc()
         problem = as_problem(error, plan, run, rank)
         leave_word(problem, run, rank)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(OSError):  # The log lies on the disk that may be full.
+            traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
         # Not by returning: the interpreter would first wait for threads that may wait for a lost worker, and it aborts
         # where one of gloo's still holds the tensors of an exchange that failed.
         os._exit(problem.exit_code)

@@ -225,6 +225,14 @@ def test_truncated_weights_are_named(run: Path, farspan: Farspan, tmp_path: Path
     expect(farspan("resume", str(killed(hurt))), "checkpoint-corrupt", "model.safetensors", "--run")
 
 
+def test_damaged_best_weights_are_refused_by_all_that_read_them(run: Path, farspan: Farspan, tmp_path: Path):
+    hurt = copied(run, tmp_path)
+    state = hurt / "checkpoints" / "best" / "state.json"
+    state.write_bytes(state.read_bytes().replace(b'"p', b'"\xff'))
+    for words in (("generate", "a", "--run"), ("embed",), ("export",)):
+        expect(farspan(*words, str(hurt)), "checkpoint-corrupt", "best", "rm -r", "of step 4")
+
+
 def test_a_truncated_plan_is_named(run: Path, farspan: Farspan, tmp_path: Path):
     hurt = copied(run, tmp_path)
     os.truncate(hurt / "plan.json", 50)

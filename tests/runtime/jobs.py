@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from farspan.domain.plan import Plan
-from farspan.domain.results import Event, Step, Validated
+from farspan.domain.results import Event, Saved, Step, Validated, Warned
 from farspan.domain.run import RunFolder
 from farspan.runtime import collective, whole
 from farspan.runtime.collective import Group
@@ -41,6 +42,9 @@ class Trained(NamedTuple):
     losses: list[float]
     norms: list[float]
     validation: float | None
+    #: What rank 0 says.
+    saved: list[int]
+    warned: list[str]
 
 
 @contextmanager
@@ -76,6 +80,26 @@ def train(group: Group, plan: Plan, path: Path, until: int | None = None) -> Tra
             made.w.stop = lambda: made.step >= until
         made.restore()
         return _trained(made, events)
+
+
+def train_where_files_may_not_be_large(group: Group, plan: Plan, path: Path, most: int, failures: int) -> Trained:
+    """As `train`, but until so many saves have failed no file of rank 0 may have more than `most` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with trainer(group, plan, path) as (made, events):
+        made.restore()
+
+        def emit(event: Event) -> None:
+            events.append(event)
+            if sum(isinstance(event, Warned) for event in events) == failures:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+        made.w.emit = emit
+        if group.rank == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+        try:
+            return _trained(made, events)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def step_while_another_is_away(group: Group, plan: Plan, path: Path, steps: int) -> list[NDArray[np.float32]]:
@@ -128,7 +152,11 @@ def _trained(made: Trainer, events: list[Event]) -> Trained:
     reason = made.run()
     steps = [event for event in events if isinstance(event, Step)]
     validated = [event.loss for event in events if isinstance(event, Validated)]
-    return Trained(reason, [s.loss for s in steps], [s.grad_norm for s in steps], validated[-1] if validated else None)
+    return Trained(
+        reason, [s.loss for s in steps], [s.grad_norm for s in steps], validated[-1] if validated else None,
+        [event.step for event in events if isinstance(event, Saved)],
+        [event.message for event in events if isinstance(event, Warned)],
+    )  # fmt: skip
 
 
 def overflow(group: Group, plan: Plan, path: Path, scale: float) -> list[tuple[float, float, float]]:

@@ -400,6 +400,8 @@ def test_two_interrupts_end_the_workers_at_once(tmp_path):
         (RuntimeError("NCCL error: Cuda failure 2 'out of memory'"), "out-of-memory"),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), "worker-lost"),
         (OSError(errno.ENOSPC, "No space left on device"), "disk-full"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "disk-full"),
+        (checkpoint.Corrupt("model.safetensors does not match its checksum"), "checkpoint-corrupt"),
         (RuntimeError("PytorchStreamWriter failed: No space left on device"), "disk-full"),
         (RuntimeError("Error creating /dev/shm/nccl-AbC: No space left on device"), "worker-lost"),
     ],
