@@ -44,6 +44,7 @@ EXIT_CODES = {
     "launcher-unusable": 39,
     "cannot-export": 40,
     "loss-spike": 41,
+    "device-unusable": 43,
     "interrupted": 130,
 }
 
