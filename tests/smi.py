@@ -1,4 +1,4 @@
-"""A stand-in for `nvidia-smi` that prints what the real one was recorded to print, for the fields that it is asked for."""
+"""A stand-in for `nvidia-smi` that prints what the real one was recorded to print of the fields that are asked for."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ FAILED = (
 )
 #: A driver and no GPU: exit code 6.
 NONE = "No devices were found\n"
+#: A GPU that has fallen off the bus: exit code 15.
+FALLEN = "Unable to determine the device handle for GPU0000:01:00.0: Unknown Error\n"
 
 SCRIPT = """\
 #!{python} -S

@@ -1,4 +1,4 @@
-"""Whether PyTorch can use the NVIDIA GPUs of a machine: what their driver lists, what the wheel was built for, the fix."""
+"""Whether PyTorch can use the NVIDIA GPUs of a machine: what the driver lists, what the wheel has code for, the fix."""
 
 from __future__ import annotations
 
@@ -131,11 +131,13 @@ def judge(nvidia: Nvidia, wheel: Wheel, host: str | None = None) -> Verdict:
         return Verdict(notes=_left_out(cards, wheel))
     driver = next((card.driver for card in cards if card.driver), "")
     why, fix = _cause(cards, driver, wheel)
-    return Verdict(Problem(
+    cpu = "or, to train on the CPU: set parallel.device: cpu, or CUDA_VISIBLE_DEVICES=''"
+    problem = Problem(
         code="device-unusable", what=f"PyTorch cannot use the {_names(cards)} of {host or 'this machine'}",
         where=f"host {host}" if host else "nvidia-smi", fact=f"{why}; driver {driver or 'unknown'}; {wheel}",
-        remedy=f"on {host}: {fix}" if host else f"{fix}; or, to train on the CPU: set parallel.device: cpu, or CUDA_VISIBLE_DEVICES=''",
-    ))  # fmt: skip
+        remedy=f"on {host}: {fix}" if host else f"{fix}; {cpu}",
+    )  # fmt: skip
+    return Verdict(problem)
 
 
 def _wanted(gpus: tuple[Gpu, ...], visible: str | None) -> tuple[Gpu, ...]:
@@ -157,12 +159,14 @@ def _left_out(cards: tuple[Gpu, ...], wheel: Wheel) -> tuple[str, ...]:
     """Which GPUs are not used beside others that are."""
     unable = [one for one in wheel.seen if not runs(one.capability, wheel.archs)]
     notes = [
-        f"{one.name} (sm_{one.capability[0]}{one.capability[1]}) is left out: {wheel}; {_fix(one.capability, '', wheel)}"
+        f"{one.name} ({_arch(one.capability)}) is left out: {wheel}; {_fix(one.capability, '', wheel)}"
         for one in unable
     ]
     divided = any(card.mig for card in cards)  # Of those CUDA sees one instance, whatever their number.
     if not divided and (missing := len(cards) - len(wheel.seen)) > 0:
-        notes.append(f"{missing} of {len(cards)} GPUs are left out: nvidia-smi lists them and PyTorch does not see them")
+        notes.append(
+            f"{missing} of {len(cards)} GPUs are left out: nvidia-smi lists them and PyTorch does not see them"
+        )
     return tuple(notes)
 
 
@@ -177,8 +181,7 @@ def _cause(cards: tuple[Gpu, ...], driver: str, wheel: Wheel) -> tuple[str, str]
     if oldest and driver and _numbers(driver) < _numbers(oldest) and not wheel.seen:
         return f"the driver is too old: CUDA {wheel.cuda} needs {oldest} or newer", fix
     if known and not any(runs(one, wheel.archs) for one in known):
-        cards_of = ", ".join(f"sm_{major}{minor}" for major, minor in sorted(set(known)))
-        return f"the wheel has no code for {cards_of}", fix
+        return f"the wheel has no code for {', '.join(map(_arch, sorted(set(known))))}", fix
     if any(card.mig for card in cards):
         return "MIG is on, and CUDA finds no instance", "sudo nvidia-smi mig -cgi 0 -C, or: sudo nvidia-smi -mig 0"
     named = f"CUDA_VISIBLE_DEVICES is {wheel.visible}; " if wheel.visible is not None else ""
@@ -198,6 +201,10 @@ def _fix(capability: Capability | None, driver: str, wheel: Wheel) -> str:
     install = ready[0].install(wheel.torch)
     # The wheel that is there would do, had it its driver.
     return f"{newer}, or: {install}" if wheel.cuda is not None and ready[0] is not able[0] else install
+
+
+def _arch(capability: Capability) -> str:
+    return f"sm_{capability[0]}{capability[1]}"
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -152,14 +152,14 @@ def asked_of_driver(fields: tuple[str, ...]) -> dict[str, Any]:
     except FileNotFoundError:
         return {"gpus": [], "failure": ""}
     except subprocess.TimeoutExpired:
-        return {"gpus": [], "failure": "it has not answered within %g s" % DRIVER_S}
+        return {"gpus": [], "failure": f"it has not answered within {DRIVER_S:g} s"}
     except OSError as error:
         return {"gpus": [], "failure": str(error)}
     lines = [line.strip() for line in done.stdout.decode(errors="replace").splitlines() if line.strip()]
     rows = [[value.strip() for value in line.split(",")] for line in lines]
-    gpus = [gpu(dict(zip(fields, row))) for row in rows if len(row) == len(fields)]
+    gpus = [gpu({field: row[i] for i, field in enumerate(fields)}) for row in rows if len(row) == len(fields)]
     # Exit code 6: no GPU is there, which is no failure.
-    failure = "" if gpus or done.returncode in (0, 6) else " ".join(lines)[:300] or "exit code %d" % done.returncode
+    failure = "" if gpus or done.returncode in (0, 6) else " ".join(lines)[:300] or f"exit code {done.returncode}"
     return {"gpus": gpus, "failure": failure}
 
 
@@ -182,7 +182,7 @@ def wheel() -> dict[str, Any]:
         done = subprocess.run(
             [sys.executable, "-m", "farspan.runtime.probe"], input=b'{"type": "installed"}\n', stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, timeout=IMPORT_S,
-        )
+        )  # fmt: skip
         return {"wheel": json.loads(done.stdout.decode())["answer"]}
     except (OSError, subprocess.TimeoutExpired, ValueError, KeyError):
         return {"wheel": None}

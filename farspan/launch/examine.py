@@ -109,7 +109,7 @@ def facts_of(agent: Agent) -> HostFacts:
 
 
 def wheel_of(agent: Agent) -> Wheel | None:
-    return msgspec.convert(agent.ask("wheel", deadline_s=IMPORT_S + 10)["wheel"], Wheel | None)  # type: ignore[arg-type]
+    return msgspec.convert(agent.ask("wheel", deadline_s=IMPORT_S + 10)["wheel"], Wheel | None)
 
 
 def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:

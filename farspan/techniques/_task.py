@@ -51,7 +51,11 @@ class Task:
     def devices(self) -> tuple[PlannedDevice, ...]:
         everything = [
             PlannedDevice(
-                host=host.name, site=site.name, backend=device.backend, index=index, threads=device.threads,
+                host=host.name,
+                site=site.name,
+                backend=device.backend,
+                index=index,
+                threads=device.threads,
                 kind=device.kind,
             )
             for site in self.cluster.sites

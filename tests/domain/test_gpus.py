@@ -12,6 +12,9 @@ CU130 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
 CU126 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
 CPU = Wheel(torch="2.13.0+cpu", cuda=None)
 NEW = Wheel(torch="2.13.0+cu130", cuda="13.0", archs=CU130)
+OLD = Wheel(torch="2.13.0+cu126", cuda="12.6", archs=CU126)
+INSTALL, INDEX = "pip install torch==2.13.0", "--index-url https://download.pytorch.org/whl/"
+UPDATE = "update the NVIDIA driver to"
 H100 = Gpu(name="NVIDIA H100 80GB HBM3", driver="550.90.07", capability=(9, 0), uuid="GPU-aa")
 GTX1080 = Gpu(name="NVIDIA GeForce GTX 1080", driver="580.95.05", capability=(6, 1), uuid="GPU-bb")
 RTX4090 = Gpu(name="NVIDIA GeForce RTX 4090", driver="580.95.05", capability=(8, 9), uuid="GPU-cc")
@@ -46,15 +49,18 @@ def test_a_wheel_has_code_for_a_card_of_its_major_version_or_ptx_for_later_ones(
 @pytest.mark.parametrize(
     ("gpu", "wheel", "why", "fix"),
     [
-        (H100, CPU, "built without CUDA", "pip install torch==2.13.0+cu126 --index-url https://download.pytorch.org/whl/cu126"),
-        (with_driver(H100, "580.95.05"), CPU, "built without CUDA", "pip install torch==2.13.0+cu130 --index-url https://download.pytorch.org/whl/cu130"),
-        (H100, NEW, "the driver is too old: CUDA 13.0 needs 580.65.06", "update the NVIDIA driver to 580.65.06 or newer, or: pip install torch==2.13.0+cu126"),
-        (GTX1080, seen(GTX1080), "the wheel has no code for sm_61", "pip install torch==2.13.0+cu126"),
-        (GTX1080, NEW, "the wheel has no code for sm_61", "pip install torch==2.13.0+cu126"),
-        (GTX1080, CPU, "built without CUDA", "pip install torch==2.13.0+cu126"),
-        (with_driver(GTX1080, "470.256.02"), CPU, "built without CUDA", "update the NVIDIA driver to 525.60.13 or newer, then: pip install torch==2.13.0+cu126"),
-        (RTX5090, NEW, "the driver is too old", "update the NVIDIA driver to 580.65.06 or newer; or"),
-        (RTX5090, Wheel(torch="2.13.0+cu126", cuda="12.6", archs=CU126, seen=seen(RTX5090).seen), "no code for sm_120", "update the NVIDIA driver to 580.65.06 or newer, then: pip install torch==2.13.0+cu130"),
+        (H100, CPU, "built without CUDA", f"{INSTALL}+cu126 {INDEX}cu126"),
+        (with_driver(H100, "580.95.05"), CPU, "built without CUDA", f"{INSTALL}+cu130 {INDEX}cu130"),
+        (H100, NEW, "the driver is too old: CUDA 13.0 needs 580.65.06",
+         f"{UPDATE} 580.65.06 or newer, or: {INSTALL}+cu126"),
+        (GTX1080, seen(GTX1080), "the wheel has no code for sm_61", f"{INSTALL}+cu126"),
+        (GTX1080, NEW, "the wheel has no code for sm_61", f"{INSTALL}+cu126"),
+        (GTX1080, CPU, "built without CUDA", f"{INSTALL}+cu126"),
+        (with_driver(GTX1080, "470.256.02"), CPU, "built without CUDA",
+         f"{UPDATE} 525.60.13 or newer, then: {INSTALL}+cu126"),
+        (RTX5090, NEW, "the driver is too old", f"{UPDATE} 580.65.06 or newer; or"),
+        (RTX5090, msgspec.structs.replace(OLD, seen=seen(RTX5090).seen), "no code for sm_120",
+         f"{UPDATE} 580.65.06 or newer, then: {INSTALL}+cu130"),
         (A100, NEW, "MIG is on", "nvidia-smi mig"),
         (RTX4090, msgspec.structs.replace(NEW, visible="7"), "CUDA_VISIBLE_DEVICES is 7", "nvidia-modprobe"),
         (RTX4090, msgspec.structs.replace(NEW, error="CUDA unknown error"), "CUDA unknown error", "nvidia-modprobe"),

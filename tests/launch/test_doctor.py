@@ -400,12 +400,13 @@ PLAIN = {"capability": None, "uuid": "", "mig": False}
     [
         ((smi.H100,), {}, [GPU], ""),
         ((smi.H100,), {"lacking": ("compute_cap",)}, [GPU | PLAIN], ""),
-        ((smi.H100 | {"memory.total": "[N/A]", "compute_cap": "[N/A]"},), {}, [GPU | {"memory": 0, "capability": None}], ""),
+        ((smi.H100 | {"memory.total": "[N/A]", "compute_cap": "[N/A]"},), {},
+         [GPU | {"memory": 0, "capability": None}], ""),
         ((smi.A100_MIG,), {}, [{"name": "NVIDIA A100-SXM4-40GB", "memory": 40960 * 2**20, "driver": "580.82.07",
                                 "capability": [8, 0], "uuid": smi.A100_MIG["uuid"], "mig": True}], ""),
         ((), {"said": smi.FAILED, "code": 9}, [], "couldn't communicate with the NVIDIA driver"),
         ((), {"said": smi.NONE, "code": 6}, [], ""),
-        ((), {"said": "Unable to determine the device handle for GPU0000:01:00.0: Unknown Error\n", "code": 15}, [], "Unknown Error"),
+        ((), {"said": smi.FALLEN, "code": 15}, [], "Unknown Error"),
         ((), {"seconds": 60}, [], "has not answered within 1 s"),
     ],
 )  # fmt: skip

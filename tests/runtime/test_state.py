@@ -106,7 +106,7 @@ def _starts(tensors):
 
 @pytest.mark.parametrize("name", sorted(presets()))
 def test_parameters_and_owned_parts_begin_at_16_bytes_for_any_number_of_ranks(name):
-    """Kernels load 16 bytes at a time where a tensor begins at a multiple of them, and fall back to slower ones else."""
+    """Kernels load 16 bytes at a time where a tensor begins at a multiple of them, else more slowly."""
     with torch.device("meta"):
         model = Decoder(preset(name).spec)
     meta = torch.device("meta")

@@ -132,7 +132,8 @@ def _describe(backend: str) -> tuple[Cluster | None, tuple[str, ...], list[Probl
     """This machine's devices, a note on each GPU that is left out, and what is wrong with them."""
     from farspan.launch.probe import Probe, check_gpus
 
-    notes, wrong = (), list[Problem]()
+    notes: tuple[str, ...] = ()
+    wrong = list[Problem]()
     try:
         job.require_torch()
         try:
