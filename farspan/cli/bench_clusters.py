@@ -37,8 +37,9 @@ def cluster_of(matrix: Matrix, label: str) -> Iterator[Cluster]:
     """A cluster of the matrix, its lab up for as long as the `with` lasts."""
     asked = matrix.clusters[label]
     if asked == HERE:
-        from farspan.launch.probe import Probe
+        from farspan.launch.probe import Probe, check_gpus
 
+        check_gpus("auto")
         with Probe() as probe:
             found = probe.describe("auto", None)
             # A worker a core, with its share of all memory: what is free just now is another cluster each time.

@@ -87,6 +87,7 @@ def resolve(config: RunConfig, console: Console, *, trial: bool) -> Resolved:
     resolve_store(config.index.store)
     allowed(config.parallel)
     engine, given = find_engine("farspan"), given_cluster(config, reach=trial)
+    notes = check_gpus(config) if given is None else ()
     folder, manifest = prepare(config, console)
     if trial or given is None:
         with _prober(config, given) as (probe, cluster):
@@ -102,7 +103,7 @@ def resolve(config: RunConfig, console: Console, *, trial: bool) -> Resolved:
         cluster = pace.calibrated(cluster, found.model, found.train, engine, found.probe)
     return Resolved(
         model=found.model, train=found.train, cluster=cluster, corpus=manifest, corpus_folder=folder,
-        warnings=found.warnings, origin=found.origin,
+        warnings=(*notes, *found.warnings), origin=found.origin,
     )  # fmt: skip
 
 
@@ -115,6 +116,15 @@ def _prober(config: RunConfig, given: Cluster | None) -> Iterator[tuple[Probe, C
     with Probe(given.machines[0], threads=given.devices[0].threads, device=0) if given else Probe() as probe:
         workers = config.parallel.workers
         yield probe, given or probe.describe(config.parallel.device, None if workers == "auto" else workers)
+
+
+def check_gpus(config: RunConfig) -> tuple[str, ...]:
+    """A note on each GPU of this machine that is left out of the devices that run.yaml asks for; refuses where PyTorch
+    can use none, before any work is done."""
+    from farspan.launch import probe
+
+    require_torch()
+    return probe.check_gpus(config.parallel.device)
 
 
 def _trials(config: RunConfig, probe: Probe, cluster: Cluster, console: Console) -> dict[str, Any]:
@@ -226,7 +236,7 @@ def require_torch() -> None:
 
 def first_device(cluster: Cluster) -> PlannedDevice:
     host, device = cluster.machines[0], cluster.devices[0]
-    return PlannedDevice(host=host.name, backend=device.backend, index=0, threads=device.threads)
+    return PlannedDevice(host=host.name, backend=device.backend, index=0, threads=device.threads, kind=device.kind)
 
 
 def start(path: Path, config: RunConfig, console: Console, *, table: bool = False) -> RunFolder:

@@ -98,7 +98,7 @@ def planned(path: Path, config: RunConfig, config_path: Path, console: Console) 
             "plan-mismatch", what="the plan was made from flags, without text", where=path,
             fact="it has no hash of a corpus, so nothing says what to train on", remedy=again,
         )  # fmt: skip
-    cluster = _cluster(config)
+    cluster, notes = _cluster(config)
     check_cluster(plan, cluster, path, again)
     folder, manifest = job.prepare(config, console)
     if plan.inputs.corpus != manifest.hash:
@@ -114,24 +114,24 @@ def planned(path: Path, config: RunConfig, config_path: Path, console: Console) 
         )  # fmt: skip
     console.say(f"as {path} says: model and training are the plan's, text and cluster {config_path}'s")
     resolved = job.Resolved(
-        model=plan.model, train=plan.train, cluster=cluster, corpus=manifest, corpus_folder=folder, warnings=(),
+        model=plan.model, train=plan.train, cluster=cluster, corpus=manifest, corpus_folder=folder, warnings=notes,
         origin={},
     )  # fmt: skip
     found = estimate(plan, models.graph(plan.model), cluster, engine(plan.engine))
     return job.Planned(plan=plan, estimate=found, resolved=resolved)
 
 
-def _cluster(config: RunConfig) -> Cluster:
-    """The run's cluster: the one that it names, or this machine."""
+def _cluster(config: RunConfig) -> tuple[Cluster, tuple[str, ...]]:
+    """The run's cluster: the one that it names, or this machine with a note on each GPU that is left out."""
     from farspan.launch.probe import Probe
 
     job.require_torch()
     given = job.given_cluster(config, reach=True)
     if given is not None:
-        return given
-    workers = config.parallel.workers
+        return given, ()
+    notes, workers = job.check_gpus(config), config.parallel.workers
     with Probe() as probe:
-        return probe.describe(config.parallel.device, None if workers == "auto" else workers)
+        return probe.describe(config.parallel.device, None if workers == "auto" else workers), notes
 
 
 class _NotNamedError(Exception):

@@ -26,6 +26,8 @@ SITE_BANDWIDTH = 10e9 / 8
 #: Variables of a worker's environment, for `Device.enter`: STARTING is set where the worker may start unconfined; READY
 #: then names a file a line and what to write there, `FILE=TEXT`, once it has started.
 STARTING, READY = "FARSPAN_STARTING", "FARSPAN_READY"
+#: The number of a worker's GPU among those that it sees, where a launcher hides the others; else the plan's holds.
+GIVEN = "FARSPAN_GIVEN_GPU"
 
 
 class MatmulRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -182,9 +182,14 @@ class _Reader:
         )  # fmt: skip
 
     def _device(self, entry: DeviceEntry, where: str, site_price: float | None) -> Device:
-        self._check_kind(entry.kind, where)
         memory = self._quantity(parse_bytes, entry.memory, f"{where}.memory", 2**20, 2**50)
-        device = self._kinds[entry.kind].device(entry.kind, memory)
+        device: Device | None
+        if entry.kind not in self._kinds and entry.backend == "cuda" and memory is not None:
+            # A GPU by its driver's name, of which only the file and measurements say more.
+            device = Device(kind=entry.kind, backend="cuda", memory=memory)
+        else:
+            self._check_kind(entry.kind, where)
+            device = self._kinds[entry.kind].device(entry.kind, memory)
         if device is None:
             raise self._invalid(f"{entry.kind} needs its memory", where, "its kind comes in all sizes",
                                 f"write {{kind: {entry.kind}, memory: 8GB}}")  # fmt: skip

@@ -171,6 +171,8 @@ class PlannedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     backend: str
     index: int
     threads: int
+    #: The cluster's name of it; plans of before there was one have none, and keep their hash.
+    kind: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class Inputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -45,6 +45,7 @@ EXIT_CODES = {
     "cannot-export": 40,
     "loss-spike": 41,
     "run-untrusted": 42,
+    "device-unusable": 43,
     "interrupted": 130,
 }
 

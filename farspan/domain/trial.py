@@ -33,9 +33,10 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def plan_key(plan: Plan) -> str:
-    """What decides a plan's seconds a step: its hash without the run's length, schedule, and inputs."""
-    train = plan.train
+    """What decides a plan's seconds a step on a cluster: its hash without the run's length, schedule, inputs, and what
+    the cluster calls its devices."""
+    train, devices = plan.train, tuple(msgspec.structs.replace(at, kind=msgspec.UNSET) for at in plan.devices)
     return content_hash(
-        plan.model, plan.replicas, plan.sync, plan.devices, plan.engine, train.batch, train.seq_len, train.precision,
+        plan.model, plan.replicas, plan.sync, devices, plan.engine, train.batch, train.seq_len, train.precision,
         train.attention, train.recompute, train.compile, train.wan_bits,
     )  # fmt: skip

@@ -25,6 +25,10 @@ from typing import Any
 BLOCK = 1 << 18
 #: Who calls says the server's secret within CALL_S, and is not silent for longer than IDLE_S.
 CALL_S, IDLE_S = 10, 60
+#: What nvidia-smi is asked for of each GPU; drivers know the first three since ever.
+GPU_FIELDS = ("name", "memory.total", "driver_version", "compute_cap", "uuid", "mig.mode.current")
+#: Seconds until a driver that does not answer is hung, and until PyTorch is imported on a slow disk.
+DRIVER_S, IMPORT_S = 10.0, 90.0
 PACKAGES = ("farspan", "torch", "ray", "numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
@@ -166,7 +170,7 @@ def facts() -> dict[str, Any]:
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "disk_free": shutil.disk_usage(Path.home()).free,
-        "gpus": gpus(),
+        "nvidia": nvidia(),
     }
 
 
@@ -181,14 +185,56 @@ def version(name: str) -> str | None:
         return None
 
 
-def gpus() -> list[str]:
-    """Names and memory of NVIDIA GPUs, as their driver says."""
+def nvidia() -> dict[str, Any]:
+    """The NVIDIA GPUs that their driver lists, in the order of its numbers, or why it lists none."""
+    found = asked_of_driver(GPU_FIELDS)
+    # Older drivers refuse a question whose fields they do not all know.
+    return asked_of_driver(GPU_FIELDS[:3]) if "not a valid field" in found["failure"] else found
+
+
+def asked_of_driver(fields: tuple[str, ...]) -> dict[str, Any]:
+    words = ["nvidia-smi", "--query-gpu=" + ",".join(fields), "--format=csv,noheader,nounits"]
     try:
-        query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
-        done = subprocess.run(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return [line.strip() for line in done.stdout.decode().splitlines() if line.strip()]
+        done = subprocess.run(
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=DRIVER_S
+        )
+    except FileNotFoundError:
+        return {"gpus": [], "failure": ""}
+    except subprocess.TimeoutExpired:
+        return {"gpus": [], "failure": f"it has not answered within {DRIVER_S:g} s"}
+    except OSError as error:
+        return {"gpus": [], "failure": str(error)}
+    lines = [line.strip() for line in done.stdout.decode(errors="replace").splitlines() if line.strip()]
+    rows = [[value.strip() for value in line.split(",")] for line in lines]
+    gpus = [gpu({field: row[i] for i, field in enumerate(fields)}) for row in rows if len(row) == len(fields)]
+    # Exit code 6: no GPU is there, which is no failure.
+    failure = "" if gpus or done.returncode in (0, 6) else " ".join(lines)[:300] or f"exit code {done.returncode}"
+    return {"gpus": gpus, "failure": failure}
+
+
+def gpu(said: dict[str, str]) -> dict[str, Any]:
+    """A row of nvidia-smi; what it does not know it writes as "[N/A]"."""
+    memory, capability = said["memory.total"], said.get("compute_cap", "").split(".")
+    return {
+        "name": said["name"],
+        "memory": int(float(memory) * 2**20) if memory.replace(".", "", 1).isdigit() else 0,
+        "driver": said["driver_version"],
+        "capability": [int(part) for part in capability] if all(map(str.isdigit, capability)) else None,
+        "uuid": said.get("uuid", ""),
+        "mig": said.get("mig.mode.current") == "Enabled",
+    }
+
+
+def wheel() -> dict[str, Any]:
+    """What the PyTorch of this interpreter is built for and sees; None where it, or farspan, is not there."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "farspan.runtime.probe"], input=b'{"type": "installed"}\n', stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, timeout=IMPORT_S,
+        )  # fmt: skip
+        return {"wheel": json.loads(done.stdout.decode())["answer"]}
+    except (OSError, subprocess.TimeoutExpired, ValueError, KeyError):
+        return {"wheel": None}
 
 
 def interfaces() -> dict[str, str]:
@@ -319,7 +365,7 @@ def transfer(address: str, port: int, secret: str, size: int, repeats: int) -> d
     return {"seconds": times}
 
 
-DO = (hello, serve, free_ports, received, datagrams, facts, route, reach, say, stream, settle, transfer)
+DO = (hello, serve, free_ports, received, datagrams, facts, wheel, route, reach, say, stream, settle, transfer)
 
 
 def main() -> None:

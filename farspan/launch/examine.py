@@ -15,7 +15,9 @@ from typing import NamedTuple
 import msgspec
 
 from farspan.domain.cluster import Cluster, Host
+from farspan.domain.gpus import Nvidia, Wheel
 from farspan.domain.problems import Problem, Refusal
+from farspan.launch.agent import IMPORT_S
 from farspan.launch.hosts import Agent
 
 #: A connection that has not come about by then will not: three SYNs, sent after 0, 1 and 3 s.
@@ -39,8 +41,9 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     cpus: int
     memory: int
     disk_free: int
-    #: "name, MiB, driver" of each NVIDIA GPU.
-    gpus: tuple[str, ...]
+    nvidia: Nvidia
+    #: None where no GPU is listed, or no PyTorch can say.
+    wheel: Wheel | None = None
 
 
 class Way(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,13 +93,23 @@ def agents(hosts: Iterable[Host]) -> Iterator[tuple[dict[str, Agent], dict[str, 
 def examine(cluster: Cluster, *, streams: Sequence[int]) -> Examination:
     """Every host and every pair of hosts, rates with so many streams each."""
     with agents(cluster.hosts) as (reached, unreachable):
-        facts = {name: msgspec.convert(agent.ask("facts"), HostFacts) for name, agent in reached.items()}
+        facts = {name: facts_of(agent) for name, agent in reached.items()}
         ways: list[Way] = []
         for pairs in rounds(sorted(reached)):
             with ThreadPoolExecutor(max(1, len(pairs))) as pool:
                 for found in pool.map(lambda pair: between(reached[pair[0]], reached[pair[1]], streams), pairs):
                     ways += found
     return Examination(hosts=facts, unreachable=unreachable, ways=tuple(ways))
+
+
+def facts_of(agent: Agent) -> HostFacts:
+    """What a host says of itself and, where it has GPUs, its PyTorch of them."""
+    facts = msgspec.convert(agent.ask("facts"), HostFacts)
+    return msgspec.structs.replace(facts, wheel=wheel_of(agent)) if facts.nvidia.gpus else facts
+
+
+def wheel_of(agent: Agent) -> Wheel | None:
+    return msgspec.convert(agent.ask("wheel", deadline_s=IMPORT_S + 10)["wheel"], Wheel | None)
 
 
 def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import msgspec
 
 from farspan.domain.cluster import Cluster, Host
+from farspan.domain.gpus import judge
 from farspan.domain.problems import Problem
 from farspan.domain.units import format_bytes, format_seconds
 from farspan.launch.examine import Examination, HostFacts, Way, address
@@ -99,9 +100,12 @@ def _of_host(host: Host, found: Examination) -> Iterator[Finding]:
                       fact=f"{format_bytes(facts.disk_free)} free, {format_bytes(LITTLE_DISK)} is comfortable",
                       remedy=f"on {host.name}: du -xh ~ | sort -h | tail")  # fmt: skip
     wanted = sum(device.backend == "cuda" for device in host.devices)
-    if wanted > len(facts.gpus):
+    if facts.wheel is not None and (problem := judge(facts.nvidia, facts.wheel, host.name).problem):
+        # A file that names the host's CPU alone means that.
+        yield Finding(severity="refused" if wanted else "warned", **msgspec.structs.asdict(problem))
+    if wanted > len(facts.nvidia.gpus):
         yield Finding(severity="refused", code="device-missing", what=f"{host.name} has fewer GPUs than the file says",
-                      where=where, fact=f"{wanted} in the file, {len(facts.gpus)} there",
+                      where=where, fact=f"{wanted} in the file, {facts.nvidia.failure or len(facts.nvidia.gpus)} there",
                       remedy=f"on {host.name}: nvidia-smi, then mend its devices: in the cluster file")  # fmt: skip
     if _numbers(facts.python) < OLDEST_PYTHON:
         yield Finding(severity="refused", code="version-mismatch", what=f"Python of {host.name} is too old",

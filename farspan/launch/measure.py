@@ -137,7 +137,9 @@ def _local_rate(host: Host, probes: Sequence[Probe], units: _Units, say: Callabl
 
 def _planned(host: Host, index: int) -> PlannedDevice:
     device = host.devices[index]
-    return PlannedDevice(host=host.name, backend=device.backend, index=index, threads=device.threads)
+    return PlannedDevice(
+        host=host.name, backend=device.backend, index=index, threads=device.threads, kind=device.kind
+    )  # fmt: skip
 
 
 def _allreduce(cluster: Cluster, probes: dict[str, list[Probe]], say: Callable[[str], None]) -> dict[int, float]:

@@ -11,11 +11,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from farspan.domain.cluster import Cluster, DType, Host, UnitTime
+from farspan.domain.gpus import Nvidia, Wheel, judge
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import PlannedDevice
 from farspan.domain.probe import DeviceRates, ProbeResult
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.train import Precision, TrainSpec
+from farspan.launch.agent import nvidia
 from farspan.launch.hosts import answer_of, command, interpreter
 from farspan.launch.meeting import Meeting
 from farspan.launch.workers import with_environment, worker_environment
@@ -44,6 +46,10 @@ class Probe:
     def describe(self, backend: str, workers: int | None) -> Cluster:
         """This machine's devices, as a cluster of one host."""
         return self._ask({"type": "describe", "backend": backend, "workers": workers}, Cluster)
+
+    def installed(self) -> Wheel:
+        """The host's PyTorch, and the GPUs that it sees."""
+        return self._ask({"type": "installed"}, Wheel)
 
     def matmul_flops(self, device: PlannedDevice, precisions: tuple[Precision, ...]) -> dict[str, float]:
         """FLOP/s of one worker's matrix products, by precision."""
@@ -114,3 +120,19 @@ class Probe:
         if self._process is not None:
             self._process.kill()
             self._process.wait(timeout=10)
+
+
+def check_gpus(backend: str) -> tuple[str, ...]:
+    """A note on each GPU of this machine that is left out of devices of such a backend.
+
+    Raises Refusal (device-unusable) where its driver lists GPUs of which PyTorch can use none, unless the backend is
+    one that needs no GPU.
+    """
+    listed = msgspec.convert(nvidia(), Nvidia) if backend in ("auto", "cuda") else Nvidia()
+    if not listed.gpus and not listed.failure:
+        return ()
+    with Probe() as probe:
+        problem, notes = judge(listed, probe.installed())
+    if problem is not None:
+        raise Refusal.of(problem)
+    return notes

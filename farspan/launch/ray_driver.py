@@ -14,16 +14,19 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import ray
 
+from farspan.domain.cluster import GIVEN
 from farspan.domain.codec import save
+from farspan.domain.gpus import Gpu, Nvidia, is_kind
 from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.run import SECRET
-from farspan.launch.agent import free_ports, interfaces
+from farspan.launch.agent import free_ports, interfaces, nvidia
 from farspan.launch.held import at_end_of_input
 from farspan.launch.launchers.ray import LOST, Job, Node
 from farspan.launch.workers import GRACE_S, worker_environment
@@ -33,6 +36,8 @@ POLL_S = 0.2
 ANSWER_S = 15.0
 #: Nodes join within seconds of each other, on busy machines within tens of seconds.
 JOIN_S = 60.0
+#: A node starts a process and asks its driver within this.
+CARDS_S = 40.0
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,13 +47,26 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     said: bool = False
 
 
+class Spot(NamedTuple):
+    """Where an actor lives: its node's address, a free port of it, the interface of that address, and the GPU that Ray
+    gave it, by Ray's number or UUID and its driver's name."""
+
+    address: str
+    port: int
+    interface: str
+    gpu: str | None
+    name: str
+
+
 class RankActor:
     """Runs one worker as a process of the node that the actor lives on."""
 
-    def place(self) -> tuple[str, int, str]:
-        """The node's address, a free port of it, and the interface of that address."""
+    def place(self) -> Spot:
         address, port = ray.util.get_node_ip_address(), int(free_ports(1)["ports"][0])
-        return address, port, next((name for name, ip in interfaces().items() if ip == address), "")
+        interface = next((name for name, ip in interfaces().items() if ip == address), "")
+        ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+        names = [card["name"] for i, card in enumerate(nvidia()["gpus"]) if ids[:1] in ([str(i)], [card["uuid"]])]
+        return Spot(address, port, interface, ids[0] if ids else None, names[0] if names else "")
 
     def start(self, folder: str, environment: dict[str, str]) -> None:
         self._folder = Path(folder).expanduser()
@@ -58,11 +76,9 @@ class RankActor:
         self._words = self._logs / f"rank-{self._rank}.problem.json"
         self._words.unlink(missing_ok=True)
         words = [sys.executable, "-m", "farspan.runtime.worker", str(self._folder / "plan.json"), str(self._folder)]
-        # Empty, Ray up to 2.55 sets it for an actor that asks for no GPU; the plan says which one a worker takes.
-        own = {name: value for name, value in os.environ.items() if (name, value) != ("CUDA_VISIBLE_DEVICES", "")}
         with open(self._logs / f"rank-{self._rank}.log", "ab") as log:
             self._process = subprocess.Popen(
-                words, env={**own, **environment}, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                words, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
 
     def poll(self) -> tuple[int | None, bytes | None]:
@@ -102,20 +118,66 @@ def run(job: Job, secret: str) -> list[Ended | None]:
     """How each rank ended."""
     nodes = nodes_of(job)
     remote: Any = ray.remote(RankActor)
-    actors = [remote.options(num_cpus=0, label_selector={"ray.io/node-id": nodes[host]}).remote() for host in job.ranks]
-    places = ray.get([actor.place.remote() for actor in actors], timeout=JOIN_S)
+    # A GPU that an actor asks for is given to nobody else as long as it lives.
+    made = [
+        remote.options(
+            num_cpus=0, num_gpus=int(gpu is not None), label_selector={"ray.io/node-id": nodes[host]}
+        ).remote()
+        for host, gpu in zip(job.ranks, job.gpus, strict=True)
+    ]
+    spots = _spots(job, made)
+    order = takers(job, spots)
+    actors, places = [made[k] for k in order], [spots[k] for k in order]
     for rank, (host, actor, place) in enumerate(zip(job.ranks, actors, places, strict=True)):
         environment = worker_environment(job.threads[rank]) | {
-            "RANK": str(rank), "WORLD_SIZE": str(len(actors)), "MASTER_ADDR": places[0][0],
-            "MASTER_PORT": str(places[0][1]), SECRET: secret,
+            "RANK": str(rank), "WORLD_SIZE": str(len(actors)), "MASTER_ADDR": places[0].address,
+            "MASTER_PORT": str(places[0].port), SECRET: secret,
         }  # fmt: skip
-        if place[2]:
-            environment |= {"GLOO_SOCKET_IFNAME": place[2], "NCCL_SOCKET_IFNAME": place[2]}
+        if place.interface:
+            environment |= {"GLOO_SOCKET_IFNAME": place.interface, "NCCL_SOCKET_IFNAME": place.interface}
+        if place.gpu is not None:  # The only one that the worker sees.
+            environment |= {"CUDA_VISIBLE_DEVICES": place.gpu, GIVEN: "0"}
         if host in job.caches:
             environment["FARSPAN_CACHE"] = job.caches[host]
         ray.get(actor.start.remote(job.folders[host], environment), timeout=JOIN_S)
     signal.signal(signal.SIGTERM, lambda number, frame: [actor.signal.remote(number) for actor in actors])
     return watch(job, actors)
+
+
+def _spots(job: Job, actors: list[Any]) -> list[Spot]:
+    """Where the actors live; refuses where Ray has not as many GPUs left as they ask for."""
+    try:
+        return list(ray.get([actor.place.remote() for actor in actors], timeout=JOIN_S))
+    except ray.exceptions.GetTimeoutError:
+        if not any(job.gpus):
+            raise
+        counts = {host: sum(at == host and gpu is not None for at, gpu in zip(job.ranks, job.gpus, strict=True))
+                  for host in job.hosts}  # fmt: skip
+        asked = ", ".join(f"{count} on {host}" for host, count in counts.items() if count)
+        raise Refusal(
+            "device-missing", what="Ray does not give the GPUs that the plan needs", where=job.address,
+            fact=f"it needs {asked}; within {JOIN_S:.0f} s they were not free",
+            remedy=f"ray status --address={job.address}",
+        ) from None  # fmt: skip
+
+
+def takers(job: Job, spots: Sequence[Spot]) -> list[int]:
+    """The actor that each rank takes, of those on its host. Ray chooses who gets which GPU: a rank takes the one with
+    its planned GPU, else one with a GPU of that kind, else any."""
+    found: dict[int, int] = {}
+    for fits in (
+        lambda spot, gpu: gpu is None or spot.gpu == str(gpu[0]),
+        lambda spot, gpu: is_kind(spot.name, gpu[1]),
+        lambda spot, gpu: True,
+    ):
+        for rank, (host, gpu) in enumerate(zip(job.ranks, job.gpus, strict=True)):
+            free = (
+                k for k, spot in enumerate(spots)
+                if job.ranks[k] == host and (job.gpus[k] is None) == (gpu is None) and k not in found.values()
+            )  # fmt: skip
+            if rank not in found and (taken := next((k for k in free if fits(spots[k], gpu)), None)) is not None:
+                found[rank] = taken
+    return [found[rank] for rank in range(len(spots))]
 
 
 def watch(job: Job, actors: list[Any]) -> list[Ended | None]:
@@ -161,6 +223,7 @@ def describe(address: str) -> list[Node]:
     ray.init(address=address, log_to_driver=False, configure_logging=False)
     own = ray.get_runtime_context().get_node_id()
     nodes = [node for node in ray.nodes() if node["Alive"]]
+    cards = _cards([node["NodeID"] for node in nodes if node["Resources"].get("GPU", 0)])
     return [
         Node(
             name=node.get("Labels", {}).get("farspan-host") or node["NodeManagerHostname"],
@@ -168,9 +231,27 @@ def describe(address: str) -> list[Node]:
             cpus=int(node["Resources"].get("CPU", 1)), gpus=int(node["Resources"].get("GPU", 0)),
             accelerator=node.get("Labels", {}).get("ray.io/accelerator-type"),
             memory=int(node["Resources"].get("memory", 0)), here=node["NodeID"] == own,
+            cards=cards.get(node["NodeID"], ()),
         )
         for node in sorted(nodes, key=lambda node: (node["NodeID"] != own, node["NodeManagerAddress"]))
     ]  # fmt: skip
+
+
+def _cards(nodes: list[str]) -> dict[str, tuple[Gpu, ...]]:
+    """The GPUs that the driver of each of these nodes lists; none of a node that does not say."""
+    remote: Any = ray.remote(nvidia)
+    asked = {
+        node: remote.options(num_cpus=0, num_gpus=0, label_selector={"ray.io/node-id": node}).remote() for node in nodes
+    }
+    if asked:
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=CARDS_S)
+    found = {}
+    for node, answer in asked.items():
+        try:
+            found[node] = msgspec.convert(ray.get(answer, timeout=0.1), Nvidia).gpus
+        except ray.exceptions.RayError:
+            continue
+    return found
 
 
 def main() -> int:

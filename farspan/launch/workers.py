@@ -81,6 +81,8 @@ def worker_environment(threads: int) -> dict[str, str]:
     """
     return {
         "OMP_NUM_THREADS": str(threads),
+        # Else CUDA counts the fastest GPU first, and nvidia-smi, Ray and a plan by place.
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "MALLOC_MMAP_THRESHOLD_": str(2**31 - 1),
         "MALLOC_TRIM_THRESHOLD_": str(2**33),
         "MALLOC_TOP_PAD_": str(2**26),

@@ -9,13 +9,15 @@ import platform
 import re
 import resource
 import sys
+import warnings
 from pathlib import Path
 
 import psutil
 import torch
 
 import farspan
-from farspan.domain.cluster import READY, Cluster, Device, DType, Host, Site
+from farspan.domain.cluster import GIVEN, READY, Cluster, Device, DType, Host, Site
+from farspan.domain.gpus import Seen, Wheel, is_kind, runs
 from farspan.domain.plan import PlannedDevice
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Environment
@@ -28,23 +30,69 @@ FULL = re.compile(r"can't allocate memory|out of memory|ALLOC_FAILED", re.IGNORE
 
 
 def open_device(planned: PlannedDevice) -> torch.device:
-    """The torch device that a plan names; refuses when this machine lacks it."""
+    """The torch device that a plan names; refuses when this machine lacks it, or has another GPU in its place."""
     torch.set_num_threads(planned.threads)
     if planned.backend == "cpu":
         return torch.device("cpu")
     if planned.backend == "mps" and torch.backends.mps.is_available():
         return torch.device("mps")
-    if planned.backend == "cuda" and torch.cuda.device_count() > planned.index:
-        torch.cuda.set_device(planned.index)
+    index, gpus = int(os.environ.get(GIVEN, planned.index)), usable_gpus() if planned.backend == "cuda" else ()
+    if index < len(gpus):
+        check_kind(planned, torch.cuda.get_device_name(gpus[index]))
+        torch.cuda.set_device(gpus[index])
         torch.backends.cuda.matmul.allow_tf32 = False
-        return torch.device("cuda", planned.index)
+        return torch.device("cuda", gpus[index])
     raise Refusal(
         "device-missing",
         what=f"the plan wants {planned.backend} device {planned.index}",
         where=planned.host,
-        fact=f"this machine has {torch.cuda.device_count()} CUDA devices",
-        remedy="plan for what is here: farspan train run.yaml",
+        fact=f"this machine has {len(gpus)} CUDA devices that PyTorch can use; {installed()}",
+        remedy="farspan doctor   (there); or plan for what is here: farspan train run.yaml",
     )
+
+
+def check_kind(planned: PlannedDevice, name: str) -> None:
+    """Refuse a GPU of a kind that was not planned for; plans of before there were kinds in them take any."""
+    if planned.kind and not is_kind(name, planned.kind):
+        raise Refusal(
+            "plan-mismatch", what=f"GPU {planned.index} is not the one that was planned for", where=planned.host,
+            fact=f"the plan is for {planned.kind}; it is {name}",
+            remedy=f"put that GPU back, or name {name!r} among the host's devices, and plan again",
+        )  # fmt: skip
+
+
+def usable_gpus() -> tuple[int, ...]:
+    """CUDA's numbers of the GPUs that this PyTorch has code for, in the order of the PCI bus, as nvidia-smi has them.
+    A device's place in its host, and in a plan, is its place among these."""
+    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    if not torch.cuda.is_available():
+        return ()
+    archs = () if torch.version.hip else tuple(torch.cuda.get_arch_list())
+    return tuple(
+        index for index in range(torch.cuda.device_count()) if runs(torch.cuda.get_device_capability(index), archs)
+    )
+
+
+def installed() -> Wheel:
+    """What this PyTorch was built for, and the GPUs that it sees."""
+    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    error, seen = "", list[Seen]()
+    with warnings.catch_warnings(record=True) as caught:  # A driver that is too old is said as a warning.
+        warnings.simplefilter("always")
+        there = torch.cuda.is_available()
+    try:
+        for index in range(torch.cuda.device_count() if there else 0):
+            seen.append(Seen(
+                name=torch.cuda.get_device_name(index), capability=torch.cuda.get_device_capability(index)
+            ))  # fmt: skip
+    except RuntimeError as failed:
+        error = str(failed)
+    return Wheel(
+        torch=str(torch.__version__), cuda=torch.version.cuda, hip=torch.version.hip,
+        archs=tuple(torch.cuda.get_arch_list()), seen=tuple(seen),
+        error=" ".join((error or " ".join(str(one.message) for one in caught)).split())[:300],
+        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+    )  # fmt: skip
 
 
 def hold() -> None:
@@ -59,9 +107,9 @@ def detect(backend: str, workers: int | None) -> Cluster:
     memory = psutil.virtual_memory()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     if backend == "auto":
-        backend = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        backend = "cuda" if usable_gpus() else "mps" if torch.backends.mps.is_available() else "cpu"
     if backend == "cuda":
-        devices = [_cuda_device(i) for i in range(torch.cuda.device_count())][: workers or None]
+        devices = [_cuda_device(i) for i in usable_gpus()][: workers or None]
     elif backend == "mps":
         apple = Device(kind=_cpu_name(), backend="mps", memory=memory.total, dtypes=("fp32", "bf16", "fp16"))
         devices = [apple]

@@ -99,9 +99,8 @@ class Place:
 
     @property
     def device(self) -> str:
-        """The torch device of this rank, as its plan names it."""
-        planned = self.plan.devices[self.rank]
-        return f"{planned.backend}:{planned.index}" if planned.backend == "cuda" else planned.backend
+        """The torch device of this rank; of GPUs the current one is a worker's own (`open_device`)."""
+        return self.plan.devices[self.rank].backend
 
     @property
     def zero(self) -> int:

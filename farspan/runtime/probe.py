@@ -23,7 +23,7 @@ from farspan.domain.plan import PlannedDevice
 from farspan.domain.probe import ProbeResult, Speed
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.train import Precision, TrainSpec
-from farspan.runtime.device import detect, memory_is_full, open_device, peak_memory, settle
+from farspan.runtime.device import detect, installed, memory_is_full, open_device, peak_memory, settle
 from farspan.runtime.model import Decoder, drawn
 from farspan.runtime.rates import allreduce_seconds, device_rates
 from farspan.runtime.state import TrainState, learning_rate
@@ -40,6 +40,10 @@ class Describe(msgspec.Struct, frozen=True, tag="describe"):
 
     backend: str
     workers: int | None
+
+
+class Installed(msgspec.Struct, frozen=True, tag="installed"):
+    """What is this PyTorch built for, and which GPUs does it see? Answered by a Wheel."""
 
 
 class MatmulRate(msgspec.Struct, frozen=True, tag="matmul"):
@@ -90,7 +94,7 @@ class AllReduce(msgspec.Struct, frozen=True, tag="allreduce"):
     sizes: tuple[int, ...]
 
 
-Request = Describe | MatmulRate | Measure | Rates | Units | AllReduce
+Request = Describe | Installed | MatmulRate | Measure | Rates | Units | AllReduce
 
 
 def matmul_rate(request: MatmulRate) -> dict[str, float]:
@@ -158,6 +162,8 @@ def _step_times(request: Measure, precision: Precision, device: torch.device) ->
 def answer(request: Request) -> object:
     if isinstance(request, Describe):
         return detect(request.backend, request.workers)
+    if isinstance(request, Installed):
+        return installed()
     if isinstance(request, Rates):
         return device_rates(request.device, request.shapes, request.dtypes)
     if isinstance(request, Units):

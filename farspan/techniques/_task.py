@@ -50,7 +50,14 @@ class Task:
     @functools.cached_property
     def devices(self) -> tuple[PlannedDevice, ...]:
         everything = [
-            PlannedDevice(host=host.name, site=site.name, backend=device.backend, index=index, threads=device.threads)
+            PlannedDevice(
+                host=host.name,
+                site=site.name,
+                backend=device.backend,
+                index=index,
+                threads=device.threads,
+                kind=device.kind,
+            )
             for site in self.cluster.sites
             for host in site.hosts
             for index, device in enumerate(host.devices)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
 import socket
@@ -16,9 +17,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from farspan.domain.cluster import Cluster, Device, Host, Site
 from farspan.domain.clusterfile import save_cluster
+from farspan.domain.gpus import Gpu, Nvidia, Wheel
 from farspan.domain.problems import Refusal
 from farspan.lab import spec, state
 from farspan.launch import agent, meeting
@@ -26,6 +29,7 @@ from farspan.launch.examine import Examination, HostFacts, Way, examine, rounds
 from farspan.launch.findings import OLDEST_PYTHON, findings
 from farspan.launch.hosts import Agent, by_client, command
 from farspan.launch.probe import Probe
+from tests import smi
 
 CPU = Device(kind="cpu-avx2", backend="cpu", memory=10**9)
 
@@ -183,7 +187,7 @@ def test_an_agent_ends_with_who_asks_it():
 
 def facts(**changes):
     packages = {"farspan": "0.1.0", "torch": "2.13.0", "ray": None, "numpy": "2.0.0", "nvidia-nccl-cu12": None}
-    base = {"hostname": "x", "python": "3.11.7", "system": "Linux", "packages": packages, "cpus": 4, "gpus": (),
+    base = {"hostname": "x", "python": "3.11.7", "system": "Linux", "packages": packages, "cpus": 4, "nvidia": Nvidia(),
             "interfaces": {"e0": "10.0.0.1"}, "memory": 10**10, "disk_free": 10**12}  # fmt: skip
     return HostFacts(**{**base, **changes, "packages": packages | changes.get("packages", {})})
 
@@ -211,12 +215,24 @@ def test_other_findings_of_a_host():
     assert [f.code for f in pair(facts(), facts(python="3.9.1"))] == ["version-mismatch", "version-mismatch"]
     assert [f.what for f in pair(facts(), facts(packages={"torch": None}))] == ["b lacks torch"]
     assert [f.code for f in pair(facts(), facts(disk_free=10**9))] == ["disk-full"]
-    gpu = msgspec.structs.replace(CPU, backend="cuda")
-    assert [f.code for f in pair(facts(gpus=("A30, 24576, 550",)), facts(), device=gpu)] == ["device-missing"]
+    gpu, one = msgspec.structs.replace(CPU, backend="cuda"), Nvidia(gpus=(Gpu(name="NVIDIA A30"),))
+    assert [f.code for f in pair(facts(nvidia=one), facts(), device=gpu)] == ["device-missing"]
     skew = pair(facts(), facts(), clock_offset_s=3.5)
     assert [(f.severity, f.what) for f in skew] == [("warned", "the clocks of a and b differ")]
     docker = pair(facts(), facts())
     assert docker == ()
+
+
+def test_gpus_that_a_hosts_pytorch_cannot_use_stop_a_run_on_them_alone():
+    there = {"nvidia": Nvidia(gpus=(Gpu(name="NVIDIA A30", driver="580.95.05"),)),
+             "wheel": Wheel(torch="2.13.0+cpu", cuda=None)}  # fmt: skip
+    gpu = msgspec.structs.replace(CPU, backend="cuda")
+    for device, severity in ((gpu, "refused"), (CPU, "warned")):
+        found = pair(facts(**there), facts(**there), device=device)
+        assert [(f.severity, f.code, f.where) for f in found] == [
+            (severity, "device-unusable", f"host {name}") for name in "ab"
+        ]
+        assert found[0].remedy.startswith("on a: pip install torch==2.13.0+cu130")
 
 
 @pytest.mark.parametrize(("python", "old"), [("3.11.3", True), ("3.11.4", False), ("3.12.0", False)])
@@ -359,3 +375,54 @@ def test_doctor_of_this_machine_alone(tmp_path):
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "Python 3" in done.stdout and "finding" in done.stdout
+
+
+def test_doctor_of_a_cluster_asks_each_host_for_its_gpus_and_its_pytorch(tmp_path):
+    """The agent finds a recorded driver on the path, and asks the PyTorch of these tests, which is a CPU wheel."""
+    if torch.cuda.is_available():
+        pytest.skip("this PyTorch can use GPUs")
+    file = tmp_path / "c.yaml"
+    file.write_text(f"sites: {{a: {{hosts: {{{socket.gethostname()}: {{devices: [h100]}}}}}}}}\n")
+    words = [sys.executable, "-m", "farspan", "doctor", "--cluster", str(file), "--json"]
+    path = f"{smi.install(tmp_path / 'bin', smi.H100)}:{os.environ['PATH']}"
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env={**os.environ, "PATH": path})
+    (finding,) = [f for f in json.loads(done.stdout)["findings"] if f["code"] == "device-unusable"]
+    assert finding["severity"] == "refused" and "550.90.07" in finding["fact"] and "cu126" in finding["remedy"]
+
+
+GPU = {"name": "NVIDIA H100 80GB HBM3", "memory": 81559 * 2**20, "driver": "550.90.07", "capability": [9, 0],
+       "uuid": smi.H100["uuid"], "mig": False}  # fmt: skip
+PLAIN = {"capability": None, "uuid": "", "mig": False}
+
+
+@pytest.mark.parametrize(
+    ("cards", "how", "gpus", "failure"),
+    [
+        ((smi.H100,), {}, [GPU], ""),
+        ((smi.H100,), {"lacking": ("compute_cap",)}, [GPU | PLAIN], ""),
+        ((smi.H100 | {"memory.total": "[N/A]", "compute_cap": "[N/A]"},), {},
+         [GPU | {"memory": 0, "capability": None}], ""),
+        ((smi.A100_MIG,), {}, [{"name": "NVIDIA A100-SXM4-40GB", "memory": 40960 * 2**20, "driver": "580.82.07",
+                                "capability": [8, 0], "uuid": smi.A100_MIG["uuid"], "mig": True}], ""),
+        ((), {"said": smi.FAILED, "code": 9}, [], "couldn't communicate with the NVIDIA driver"),
+        ((), {"said": smi.NONE, "code": 6}, [], ""),
+        ((), {"said": smi.FALLEN, "code": 15}, [], "Unknown Error"),
+        ((), {"seconds": 60}, [], "has not answered within 1 s"),
+    ],
+)  # fmt: skip
+def test_what_nvidia_smi_was_recorded_to_say(tmp_path, monkeypatch, cards, how, gpus, failure):
+    monkeypatch.setenv("PATH", f"{smi.install(tmp_path, *cards, **how)}:{os.environ['PATH']}")
+    monkeypatch.setattr(agent, "DRIVER_S", 1.0 if how.get("seconds") else 10.0)
+    said = agent.nvidia()
+    assert said["gpus"] == gpus
+    assert failure in said["failure"] and bool(failure) == bool(said["failure"])
+
+
+def test_two_gpus_keep_the_order_of_their_numbers(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{smi.install(tmp_path, smi.GTX1080, smi.SECOND)}:{os.environ['PATH']}")
+    assert [gpu["uuid"] for gpu in agent.nvidia()["gpus"]] == [smi.GTX1080["uuid"], smi.SECOND["uuid"]]
+
+
+def test_a_machine_without_nvidia_smi_has_no_gpus(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert agent.nvidia() == {"gpus": [], "failure": ""}

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
+import msgspec
 import pytest
 
+from farspan.domain.codec import content_hash
 from farspan.domain.plan import PlannedDevice
+from farspan.domain.problems import Refusal
 from farspan.domain.train import TrainSpec
+from farspan.launch.workers import worker_environment
+from farspan.runtime.device import check_kind
 from farspan.runtime.probe import Measure, measure, quick
 from tests import tiny
 
@@ -24,3 +33,36 @@ def test_a_trial_trains_the_model_of_the_plan():
     assert (found.rows, found.seq_len, set(found.speeds)) == (2, 16, {"fp32", "bf16"})
     for speed in found.speeds.values():
         assert speed.tokens_per_s == pytest.approx(32 / speed.step_s) and speed.memory_bytes > 10**7
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "fits"),
+    [("NVIDIA A30", "NVIDIA A30", True), ("a30", "NVIDIA A30", True), ("a30", "Tesla T4", False),
+     ("NVIDIA GeForce RTX 5090", "NVIDIA GeForce RTX 4090", False), (None, "Tesla T4", True)],
+)  # fmt: skip
+def test_a_worker_refuses_a_gpu_that_is_not_the_one_that_was_planned_for(kind, name, fits):
+    planned = PlannedDevice(host="gpu1", backend="cuda", index=1, threads=1)
+    planned = planned if kind is None else msgspec.structs.replace(planned, kind=kind)
+    if fits:
+        check_kind(planned, name)
+        return
+    with pytest.raises(Refusal) as refusal:
+        check_kind(planned, name)
+    problem = refusal.value.problem
+    assert (problem.code, problem.where) == ("plan-mismatch", "gpu1")
+    assert name in problem.fact and kind in problem.fact
+
+
+def test_a_plan_of_before_there_were_kinds_keeps_its_hash():
+    old = msgspec.json.decode(b'{"host":"a","site":"","backend":"cuda","index":0,"threads":1}', type=PlannedDevice)
+    assert "kind" not in msgspec.to_builtins(old)
+    assert content_hash(old) == content_hash({"host": "a", "site": "", "backend": "cuda", "index": 0, "threads": 1})
+
+
+def test_cuda_counts_gpus_as_nvidia_smi_does_wherever_they_are_opened_or_listed():
+    assert worker_environment(1)["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    show = "from farspan.runtime import device; import os; {}(); print(os.environ['CUDA_DEVICE_ORDER'])"
+    for name in ("device.usable_gpus", "device.installed"):
+        done = subprocess.run([sys.executable, "-c", show.format(name)], capture_output=True, text=True, timeout=120,
+                              env={**os.environ, "CUDA_DEVICE_ORDER": "FASTEST_FIRST"})  # fmt: skip
+        assert done.stdout.split() == ["PCI_BUS_ID"], done.stderr

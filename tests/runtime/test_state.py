@@ -1,5 +1,6 @@
 """Flat AdamW against torch's own, schedules against hand calculations."""
 
+import itertools
 import math
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 from torch import nn
 
 from farspan.domain.train import Optimizer, Schedule
-from farspan.runtime.state import Division, TrainState, learning_rate
+from farspan.models import preset, presets
+from farspan.runtime.model import Decoder
+from farspan.runtime.state import Division, TrainState, divide, learning_rate, segment
 
 
 def _model() -> nn.Module:
@@ -59,7 +62,7 @@ def test_gradients_accumulate_in_fp32_over_backward_passes_and_begin_anew(precis
 
 
 def test_masters_stay_fp32_and_small_updates_are_not_lost_to_bf16():
-    model = nn.Linear(4, 4, bias=False)
+    model = nn.Linear(8, 8, bias=False)
     state = TrainState(model, "bf16")
     (master,), (grad,) = state.master, state.grad
     before = master.clone()
@@ -94,3 +97,68 @@ def test_learning_rates_of_short_runs_are_positive_and_bounded(kind, steps):
         schedule = Schedule(kind=kind, warmup_steps=warmup)
         for step in range(steps):
             assert 0 < learning_rate(schedule, 3e-4, step, steps) <= 3e-4
+
+
+def _starts(tensors):
+    """Bytes from the start of its storage at which each tensor begins."""
+    return [tensor.storage_offset() * tensor.itemsize for tensor in tensors]
+
+
+@pytest.mark.parametrize("name", sorted(presets()))
+def test_parameters_and_owned_parts_begin_at_16_bytes_for_any_number_of_ranks(name):
+    """Kernels load 16 bytes at a time where a tensor begins at a multiple of them, else more slowly."""
+    with torch.device("meta"):
+        model = Decoder(preset(name).spec)
+    meta = torch.device("meta")
+    for ways, (zero, precision) in itertools.product(range(1, 9), ((0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "bf16"))):
+        division = Division(zero=zero, ways=ways, index=ways - 1, bucket_bytes=25_000_000)
+        state = TrainState(model, precision, meta, division)
+        gradients = [one for one in state.collected if one is not None]
+        starts = _starts([*state.parameters, *state.shards, *state.master, *state.exp_avg, *state.grad, *gradients])
+        assert [start % 16 for start in starts] == [0] * len(starts), (ways, zero, precision)
+
+
+@pytest.mark.parametrize("bucket_bytes", [None, 300, 10**6])
+@pytest.mark.parametrize("sliced", [frozenset(), frozenset({"b"})])
+def test_parameters_of_any_shape_begin_at_16_bytes_inside_their_bucket(bucket_bytes, sliced):
+    names, shapes = ["a", "b", "c", "d"], [torch.Size(one) for one in ((5, 7), (3,), (11, 3), (1,))]
+    for ways, zero in itertools.product(range(1, 9), range(4)):
+        parts = [
+            divide(names, shapes, Division(zero=zero, ways=ways, index=i, bucket_bytes=bucket_bytes, sliced=sliced))
+            for i in range(ways)
+        ]
+        for bucket in itertools.chain.from_iterable(parts):
+            updated = [piece.start for decayed in (True, False) if (piece := segment(bucket, decayed))]
+            assert all(2 * start % 16 == 0 for start in (*bucket.starts, bucket.size, *updated)), bucket
+        for buckets in zip(*parts, strict=True):
+            if buckets[0].ways == 1:
+                continue
+            assert [one.own.start for one in buckets] == [0, *(one.own.stop for one in buckets[:-1])]
+            assert buckets[-1].own.stop == buckets[-1].size
+            assert {(one.own.stop - one.own.start) * 2 % 16 for one in buckets} == {0}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_what_fills_up_a_bucket_stays_zero_and_counts_in_no_norm(zero):
+    model, whole = _model(), _model()
+    state = TrainState(model, "fp32", division=Division(zero=zero, ways=1 if zero == 0 else 2, index=0))
+    (bucket,) = state.buckets
+    with torch.no_grad():
+        for mine, other in zip(state.parameters, whole.parameters(), strict=True):
+            mine.copy_(other)  # As if the other worker's part had been gathered.
+    for _ in range(2):
+        x = torch.randn(4, 5)
+        whole.zero_grad()
+        for one in (model, whole):
+            (one(x) ** 2).sum().backward()
+        full = state.collected[0]
+        exact = sum(float(parameter.grad.norm()) ** 2 for parameter in whole.parameters())
+        assert float(full.norm()) ** 2 == pytest.approx(exact, rel=1e-5)
+        filling = torch.ones(bucket.size, dtype=torch.bool)
+        for i, shape in enumerate(state.shapes):
+            start = state.home[i][1]
+            filling[start : start + shape.numel()] = False
+        assert filling.any() and not full[filling].any()
+        full[filling] = math.nan  # As a codec leaves it beside an infinity.
+        state.collected[0] = full if zero < 2 else None
+        state.clear()

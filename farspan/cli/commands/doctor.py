@@ -14,6 +14,7 @@ import msgspec
 from farspan.cli import job
 from farspan.cli.console import Console
 from farspan.domain.cluster import Cluster
+from farspan.domain.gpus import judge
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.run import cache_folder
 from farspan.domain.units import format_bytes, format_rate, format_seconds
@@ -38,11 +39,8 @@ def run(given: argparse.Namespace, console: Console) -> None:
         return _cluster(given.cluster, console)
     versions = {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
     findings: list[Problem] = []
-    cluster: Cluster | None = None
-    try:
-        cluster = _describe(given.device)
-    except Refusal as refusal:
-        findings.append(refusal.problem)
+    cluster, notes, wrong = _describe(given.device)
+    findings += wrong
     findings += _disk_findings()
     for name, version in versions.items():
         console.say(f"{name:12} {version or 'not installed'}")
@@ -51,12 +49,14 @@ def run(given: argparse.Namespace, console: Console) -> None:
             f"{'device':12} {device.kind} ({device.backend}), {format_bytes(device.memory)}, "
             f"{', '.join(device.dtypes)}, {device.threads} threads"
         )
+    for note in notes:
+        console.say(f"{'note':12} {note}")
     free = shutil.disk_usage(".").free
     console.say(f"{'disk':12} {format_bytes(free)} free here")
     _say_findings(findings, console)
     console.answer({
         "versions": versions, "devices": cluster.devices if cluster else [], "disk_free_bytes": free,
-        "findings": findings,
+        "notes": notes, "findings": findings,
     })  # fmt: skip
     return None
 
@@ -90,6 +90,8 @@ def _say_hosts(cluster: Cluster, found: Examination, console: Console) -> None:
             f"{host.name:12} Python {facts.python}, {packages or 'no packages'}; {devices}; "
             f"{facts.cpus} cores, {format_bytes(facts.memory)}, {format_bytes(facts.disk_free)} free on disk"
         )
+        for note in judge(facts.nvidia, facts.wheel, host.name).notes if facts.wheel else ():
+            console.say(f"{'note':12} {note}")
 
 
 def _table(cluster: Cluster, found: Examination) -> str:
@@ -126,12 +128,22 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _describe(backend: str) -> Cluster:
-    from farspan.launch.probe import Probe
+def _describe(backend: str) -> tuple[Cluster | None, tuple[str, ...], list[Problem]]:
+    """This machine's devices, a note on each GPU that is left out, and what is wrong with them."""
+    from farspan.launch.probe import Probe, check_gpus
 
-    job.require_torch()
-    with Probe() as probe:
-        return probe.describe(backend, None)
+    notes: tuple[str, ...] = ()
+    wrong = list[Problem]()
+    try:
+        job.require_torch()
+        try:
+            notes = check_gpus(backend)
+        except Refusal as refusal:
+            wrong.append(refusal.problem)
+        with Probe() as probe:
+            return probe.describe(backend, None), notes, wrong
+    except Refusal as refusal:
+        return None, notes, [*wrong, refusal.problem]
 
 
 def _disk_findings() -> list[Problem]:

@@ -20,9 +20,10 @@ from pathlib import Path
 import msgspec
 
 from farspan.domain import catalog
-from farspan.domain.cluster import Cluster, Host, Site
+from farspan.domain.cluster import Cluster, Device, Host, Site
 from farspan.domain.clusterfile import FAR_FOLDER
 from farspan.domain.codec import load
+from farspan.domain.gpus import Gpu
 from farspan.domain.problems import Problem, Refusal
 from farspan.launch.examine import address, agents
 from farspan.launch.hosts import interpreter
@@ -50,10 +51,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     folders: dict[str, str]
     caches: dict[str, str]
     threads: tuple[int, ...]
+    #: The number and the kind of each rank's GPU in its host; None where it needs none.
+    gpus: tuple[tuple[int, str] | None, ...]
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):
-    """A node of a running Ray cluster; `accelerator` is Ray's name of its GPUs' kind."""
+    """A node of a running Ray cluster: GPUs that Ray gives away, its label of their kind, and those that the node's own
+    driver lists."""
 
     name: str
     address: str
@@ -61,6 +65,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     cpus: int
     gpus: int
     accelerator: str | None
+    cards: tuple[Gpu, ...]
     memory: int
     #: Whether it is this machine.
     here: bool
@@ -87,19 +92,33 @@ def read_cluster(where: str) -> Cluster:
 
 def _host(node: Node) -> Host:
     """A node's GPUs, or its CPU as one device. Folders are its own: Ray says nothing of shared disks."""
-    kinds = catalog.devices()
-    if node.gpus:
-        kind = (node.accelerator or "").lower()
-        if kind not in kinds:
-            raise _unusable(node.address, f"the catalogue knows no GPU called {node.accelerator!r}")
-        devices = (kinds[kind].device(kind),) * node.gpus
+    kinds, label = catalog.devices(), (node.accelerator or "").lower()
+    devices: tuple[Device, ...]
+    if not node.gpus:
+        cpu = kinds["cpu-avx2"].device("cpu-avx2", node.memory)
+        devices = (msgspec.structs.replace(cpu, threads=node.cpus),) if cpu else ()
+    elif node.cards:
+        devices = tuple(_gpu(card, node) for card in node.cards[: node.gpus])
+    elif label in kinds and (known := kinds[label].device(label)):
+        devices = (known,) * node.gpus
     else:
-        devices = (kinds["cpu-avx2"].device("cpu-avx2", node.memory),)
-    found = tuple(msgspec.structs.replace(one, threads=1 if node.gpus else node.cpus) for one in devices if one)
+        fact = f"nvidia-smi on {node.name} lists none of the {node.gpus} GPUs that Ray gives away there"
+        raise _unusable(node.address, f"{fact}, and the catalogue has no {node.accelerator!r}")
     return Host(
-        name=node.name, address=node.address, devices=found, cpus=node.cpus, memory=node.memory,
+        name=node.name, address=node.address, devices=devices, cpus=node.cpus, memory=node.memory,
         enter=() if node.here else None, python=sys.executable, folder=None if node.here else FAR_FOLDER,
     )  # fmt: skip
+
+
+def _gpu(card: Gpu, node: Node) -> Device:
+    """A GPU by its driver's name: of the catalogue's kind, or of one that only measuring says more of. One that shares
+    the machine's memory names none of its own."""
+    kind = catalog.kind_of(card.name)
+    if kind and (known := catalog.devices()[kind].device(kind, card.memory or None)):
+        return known
+    bf16 = card.capability is None or card.capability >= (8, 0)
+    return Device(kind=card.name, backend="cuda", memory=card.memory or node.memory,
+                  dtypes=("fp32", "bf16", "fp16") if bf16 else ("fp32", "fp16"))  # fmt: skip
 
 
 def _unusable(where: str, fact: str) -> Refusal:
@@ -132,11 +151,11 @@ class Launch(Workers):
 
     def _node(self, host: Host, meeting: Meeting, token: dict[str, str]) -> HostProcess:
         where = _ip(address(host))
-        first = host is self.hosts[0]
+        first, gpus = host is self.hosts[0], sum(device.backend == "cuda" for device in host.devices)
         join = [f"--port={meeting.port}", "--head"] if first else [f"--address={_ip(meeting.address)}:{meeting.port}"]
         words = [
             interpreter(host), "-m", "farspan.launch.ray_node", *join, f"--node-ip-address={where}",
-            f"--num-cpus={len(host.devices)}", f"--dashboard-host={LOOPBACK}",
+            f"--num-cpus={len(host.devices)}", f"--num-gpus={gpus}", f"--dashboard-host={LOOPBACK}",
             f"--labels=farspan-host={host.name},site={self.cluster.site_of(host.name).name}",
             "--disable-usage-stats", "--include-log-monitor=false",
         ]  # fmt: skip
@@ -155,6 +174,7 @@ class Launch(Workers):
             folders={host.name: str(run_folder(host, plan, self.run).path) for host in self.hosts},
             caches={host.name: str(Path(host.folder) / "cache") for host in self.hosts if host.folder},
             threads=tuple(device.threads for device in plan.devices),
+            gpus=tuple((at.index, at.kind or "") if at.backend == "cuda" else None for at in plan.devices),
         )  # fmt: skip
         words = [interpreter(head), "-m", "farspan.launch.ray_driver", msgspec.json.encode(job).decode()]
         environment = {"RAY_AUTH_MODE": token.get("RAY_AUTH_MODE", "token"), **worker_environment(1), **PATIENT}

@@ -1,0 +1,68 @@
+"""GPUs that the driver lists and PyTorch cannot use: never a run on the CPU without a word. Drivers are recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import smi
+from tests.cli.conftest import Farspan
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this PyTorch can use GPUs")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return f"{smi.install(tmp_path / 'bin', smi.H100)}:{os.environ['PATH']}"
+
+
+def parts_of(done: subprocess.CompletedProcess[str]) -> str:
+    return done.stdout + done.stderr
+
+
+def test_doctor_says_driver_wheel_architectures_and_fix(farspan: Farspan, path: str):
+    done = farspan("doctor", PATH=path)
+    assert done.returncode == 0
+    for part in ("device-unusable", "550.90.07", f"torch {torch.__version__}", "get_arch_list() is []",
+                 f"pip install torch=={torch.__version__.split('+')[0]}+cu126", "parallel.device: cpu"):  # fmt: skip
+        assert part in done.stdout
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+@pytest.mark.parametrize("words", [("train", "run.yaml"), ("plan", "run.yaml"), ("select", "run.yaml")])
+def test_nothing_goes_on_with_the_cpu_unless_it_is_asked_to(farspan: Farspan, tmp_path: Path, path: str, words, device):
+    extra = ("--run", str(tmp_path / "run")) if words[0] == "train" else ()
+    done = farspan(*words, *extra, "--set", f"parallel.device={device}", PATH=path)
+    assert done.returncode == 43, parts_of(done)
+    assert "error[device-unusable]" in parts_of(done) and not (tmp_path / "run").exists()
+
+
+def test_a_demo_does_not_go_on_either(farspan: Farspan, tmp_path: Path, path: str):
+    done = farspan("demo", "--run", str(tmp_path / "demo"), PATH=path)
+    assert done.returncode == 43 and "error[device-unusable]" in parts_of(done)
+
+
+@pytest.mark.parametrize("how", ["device", "environment"])
+def test_it_trains_on_the_cpu_where_that_is_said(farspan: Farspan, tmp_path: Path, path: str, how: str):
+    words = ("train", "run.yaml", "--run", str(tmp_path / "run"))
+    if how == "device":
+        done = farspan(*words, "--set", "parallel.device=cpu", PATH=path)
+        assert "GPU" not in parts_of(done)
+    else:
+        done = farspan(*words, PATH=path, CUDA_VISIBLE_DEVICES="")
+        assert "CUDA_VISIBLE_DEVICES hides the NVIDIA GPUs" in parts_of(done)
+    assert done.returncode == 0, parts_of(done)
+
+
+def test_a_driver_that_is_not_loaded_is_noted(farspan: Farspan, tmp_path: Path):
+    path = f"{smi.install(tmp_path / 'bin', said=smi.FAILED, code=9)}:{os.environ['PATH']}"
+    done = farspan("doctor", "--json", PATH=path)
+    said = json.loads(done.stdout)
+    assert done.returncode == 0 and [f["code"] for f in said["findings"] if f["code"] == "device-unusable"] == []
+    (note,) = said["notes"]
+    assert "couldn't communicate with the NVIDIA driver" in note and said["devices"][0]["backend"] == "cpu"
