@@ -205,7 +205,8 @@ class _Reader:
             "usd_per_hour": next((price for price in prices if price is not None), None),
             "origin": None if entry == DeviceEntry(kind=entry.kind, count=entry.count) else entry.origin,
         }  # fmt: skip
-        return msgspec.structs.replace(device, **{key: value for key, value in set_here.items() if value is not None})
+        made = msgspec.structs.replace(device, **{key: value for key, value in set_here.items() if value is not None})
+        return _at_its_share(made, entry)
 
     def _links(self, hosts: set[str], sites: set[str]) -> tuple[Link, ...]:
         seen: set[frozenset[str]] = set()
@@ -265,6 +266,17 @@ class _Reader:
 
     def _invalid(self, what: str, where: str, fact: str, remedy: str) -> Refusal:
         return Refusal("cluster-invalid", what=what, where=f"{self._where}, {where}", fact=fact, remedy=remedy)
+
+
+def _at_its_share(device: Device, entry: DeviceEntry) -> Device:
+    """A device that is held to a share of its time has that share of what its kind reaches; figures that are given, or
+    were measured, are its own."""
+    flops, bandwidth = device.flops, device.bandwidth
+    if not (entry.flops or entry.rates):
+        flops = {dtype: rate * device.share for dtype, rate in flops.items()}
+    if entry.bandwidth is None and bandwidth is not None:
+        bandwidth *= device.share
+    return msgspec.structs.replace(device, flops=flops, bandwidth=bandwidth)
 
 
 def save_cluster(cluster: Cluster, path: Path, comment: str) -> None:

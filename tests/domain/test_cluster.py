@@ -54,6 +54,19 @@ def test_gpus_come_before_the_other_devices_of_their_host(tmp_path):
     assert [device.memory for device in host.devices[2:]] == [10**9, 2 * 10**9]
 
 
+def test_a_device_held_to_a_share_has_that_share_of_what_its_kind_reaches(tmp_path):
+    held = "{kind: cpu-avx2, memory: 1GB, share: 25%}"
+    given = "{kind: cpu-avx2, memory: 1GB, share: 25%, flops: {fp32: 3e9}, bandwidth: 1GB/s}"
+    whole = "{kind: cpu-avx2, memory: 1GB}"
+    cluster = read(tmp_path, f"sites: {{a: {{hosts: {{x: {{devices: [{whole}, {held}, {given}]}}}}}}}}")
+    free, quarter, said = cluster.devices
+    assert quarter.flops == {dtype: rate / 4 for dtype, rate in free.flops.items()}
+    assert quarter.bandwidth == free.bandwidth / 4
+    assert (said.flops, said.bandwidth) == ({"fp32": 3e9}, 1e9)
+    save_cluster(cluster, tmp_path / "again.yaml", "again")
+    assert load_cluster(tmp_path / "again.yaml") == cluster
+
+
 def test_quantities_are_read_in_their_units(tmp_path):
     cluster = read(
         tmp_path,
