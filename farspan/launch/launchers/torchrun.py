@@ -35,7 +35,12 @@ class Launch(Workers):
         meeting = arrange(self.hosts)
         for host, words in zip(self.hosts, commands(self.plan, self.run, self.hosts, meeting), strict=True):
             ranks = tuple(rank for rank, device in enumerate(self.plan.devices) if device.host == host.name)
-            yield HostProcess(host, ranks, words, log=self.log(f"rank-{ranks[0]}"), keep_open=self.keep_open)
+            # By itself torchrun goes on where its launcher is gone, and its workers look at torchrun alone.
+            yield HostProcess(host, ranks, words, log=self.log(f"rank-{ranks[0]}"), keep_open=self.keep_open, hold=True)
+
+    def broken(self, process: Process) -> bool:
+        """One that gets SIGTERM says that it failed, though its workers have saved and ended well."""
+        return process.poll() != 1
 
     def lost(self, process: Process) -> dict[int, Problem]:
         """All failures of which torchrun tells at its end. Of those that it sees at one glance it takes the lowest rank
