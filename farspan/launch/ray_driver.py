@@ -22,6 +22,7 @@ import ray
 
 from farspan.domain.codec import save
 from farspan.domain.problems import Problem, Refusal, command
+from farspan.domain.run import HOME
 from farspan.launch.agent import free_port, interfaces
 from farspan.launch.held import at_end_of_input
 from farspan.launch.launchers.ray import LOST, Job, Node
@@ -106,7 +107,7 @@ def run(job: Job) -> list[Ended | None]:
     for rank, (host, actor, place) in enumerate(zip(job.ranks, actors, places, strict=True)):
         environment = worker_environment(job.threads[rank]) | {
             "RANK": str(rank), "WORLD_SIZE": str(len(actors)), "MASTER_ADDR": places[0][0],
-            "MASTER_PORT": str(places[0][1]),
+            "MASTER_PORT": str(places[0][1]), HOME: job.home,
         }  # fmt: skip
         if place[2]:
             environment |= {"GLOO_SOCKET_IFNAME": place[2], "NCCL_SOCKET_IFNAME": place[2]}
@@ -151,7 +152,7 @@ def _poll(job: Job, rank: int, actor: Any) -> Ended | None:
         cause = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return Ended(problem=Problem(
         code="worker-lost", what=f"rank {rank} on {host} was lost", where=f"host {host}", fact=cause,
-        remedy=command("resume", job.folders[job.ranks[0]]),
+        remedy=command("resume", job.home),
     ))  # fmt: skip
 
 

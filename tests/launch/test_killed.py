@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -168,3 +169,18 @@ def test_whom_a_second_request_ends_at_once_saves_nothing(tmp_path):
     problem = said(process)
     eventually(lambda: not processes(str(run.path)))
     assert problem.code in ("interrupted", "worker-lost") and not list(run.checkpoints.glob("step-*"))
+
+
+@pytest.mark.parametrize("killed", ["actor", "worker", "raylet"])
+def test_what_ray_runs_a_worker_by_is_killed(tmp_path, killed):
+    needs("ray")
+    run, process = started(tmp_path, "ray")
+    (worker, actor), *_ = sorted(workers_of(run).items())
+    pid = {"actor": actor, "worker": worker, "raylet": next(iter(processes("/raylet/raylet")))}[killed]
+    os.kill(pid, signal.SIGKILL)
+    problem = said(process)
+    assert (problem.code, problem.exit_code) == ("worker-lost", 24)
+    assert problem.remedy == f"farspan resume {run.path}"
+    if killed != "raylet":
+        assert re.fullmatch(r"rank [01] on here was lost", problem.what)
+    eventually(lambda: not processes(str(run.path)))

@@ -50,6 +50,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     folders: dict[str, str]
     caches: dict[str, str]
     threads: tuple[int, ...]
+    #: The run's folder where farspan was asked to train.
+    home: str
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,7 +156,7 @@ class Launch(Workers):
             ranks=tuple(device.host for device in plan.devices),
             folders={host.name: str(run_folder(host, plan, self.run).path) for host in self.hosts},
             caches={host.name: str(Path(host.folder) / "cache") for host in self.hosts if host.folder},
-            threads=tuple(device.threads for device in plan.devices),
+            threads=tuple(device.threads for device in plan.devices), home=str(self.run.path.absolute()),
         )  # fmt: skip
         words = [interpreter(head), "-m", "farspan.launch.ray_driver", msgspec.json.encode(job).decode()]
         environment = {"RAY_AUTH_MODE": token.get("RAY_AUTH_MODE", "token"), **worker_environment(1), **PATIENT}

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from farspan.domain.cluster import Host
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem
-from farspan.domain.run import RunFolder
+from farspan.domain.run import HOME, RunFolder
 from farspan.launch.hosts import interpreter
 from farspan.launch.meeting import Meeting, arrange
 from farspan.launch.workers import (
@@ -59,7 +59,7 @@ def commands(plan: Plan, run: RunFolder, hosts: tuple[Host, ...], meeting: Meeti
         made.append(with_environment(
             # By itself it kills workers that still save 30 s after it was told to end.
             worker_environment(max(device.threads for device in here)) | place(host, meeting)
-            | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{SAVE_S:.0f}"},
+            | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{SAVE_S:.0f}", HOME: str(run.path.absolute())},
             [
                 interpreter(host), "-m", "torch.distributed.run", f"--nnodes={len(hosts)}", f"--node-rank={node}",
                 f"--nproc-per-node={len(here)}", f"--master-addr={meeting.address}",
