@@ -38,9 +38,12 @@ def at_end_of_input(stop: Callable[[], None], kill: Callable[[], None] = lambda:
     threading.Thread(target=read, daemon=True).start()
 
 
-def run(words: Sequence[str], environment: Mapping[str, str] | None = None, *, adopt: bool = False) -> int:
+def run(
+    words: Sequence[str], environment: Mapping[str, str] | None = None, *, adopt: bool = False,
+    first: Callable[[], None] = lambda: None,
+) -> int:  # fmt: skip
     """Run a command until it ends, asked to (SIGTERM) or not; its exit code, as a shell would give it. With `adopt`
-    until all have ended that it leaves behind."""
+    until all have ended that it leaves behind. When it is to be asked, `first` is called before."""
     asked, killed = threading.Event(), threading.Event()
 
     def kill() -> None:
@@ -53,6 +56,7 @@ def run(words: Sequence[str], environment: Mapping[str, str] | None = None, *, a
 
     def end() -> None:
         asked.wait()
+        first()
         if not killed.is_set():
             process.terminate()
         killed.wait()

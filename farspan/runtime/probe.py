@@ -65,6 +65,8 @@ class Rates(msgspec.Struct, frozen=True, tag="rates"):
     device: PlannedDevice
     shapes: tuple[tuple[int, int, int], ...]
     dtypes: tuple[DType, ...]
+    #: Bytes that the device may use.
+    memory: int
 
 
 class Units(msgspec.Struct, frozen=True, tag="units"):
@@ -75,6 +77,8 @@ class Units(msgspec.Struct, frozen=True, tag="units"):
     seq_len: int
     rows: tuple[int, ...]
     dtypes: tuple[DType, ...]
+    #: Bytes that the device may use.
+    memory: int
 
 
 class AllReduce(msgspec.Struct, frozen=True, tag="allreduce"):
@@ -158,10 +162,12 @@ def answer(request: Request) -> object:
     if isinstance(request, Describe):
         return detect(request.backend, request.workers)
     if isinstance(request, Rates):
-        return device_rates(request.device, request.shapes, request.dtypes)
+        return device_rates(request.device, request.shapes, request.dtypes, request.memory)
     if isinstance(request, Units):
         device = open_device(request.device)
-        return unit_times(device, request.model, request.seq_len, request.rows, request.dtypes)
+        return unit_times(
+            device, request.model, request.seq_len, request.rows, request.dtypes, request.memory
+        )
     if isinstance(request, AllReduce):
         os.environ |= {"MASTER_ADDR": request.address, "MASTER_PORT": str(request.port)}
         if request.interface:
