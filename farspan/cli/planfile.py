@@ -35,10 +35,13 @@ def cluster_hash(cluster: Cluster) -> str:
 def identity(cluster: Cluster) -> str:
     """What a plan knows its cluster by: its sites, hosts and devices. How fast these are, and the links between them,
     is measured and learned anew, and the plan priced by it."""
-    return content_hash([
-        (site.name, [(host.name, [(one.kind, one.backend, one.threads) for one in host.devices]) for host in site.hosts])
+    devices = [
+        (site.name, host.name, one.kind, one.backend, one.threads)
         for site in cluster.sites
-    ])  # fmt: skip
+        for host in site.hosts
+        for one in host.devices
+    ]
+    return content_hash(devices)
 
 
 def lasting(plan: Plan, cluster: Cluster) -> Plan:

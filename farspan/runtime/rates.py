@@ -50,8 +50,6 @@ def device_rates(
     target = torch.empty_like(source)
     # Every byte is read once and written once.
     bandwidth = 2 * source.nbytes / _seconds(lambda: target.copy_(source), device)
-    del source, target
-    release(device)
     return DeviceRates(rates=tuple(rates), bandwidth=bandwidth, memory=memory, left_out=tuple(left_out))
 
 

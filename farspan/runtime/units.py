@@ -66,7 +66,8 @@ def unit_times(
             release(device)
             if sum(map(sum, times.values())) > LONG_S:
                 break
-        units.clear()
+        while units:
+            units.popitem()[1].end()
         release(device)
     return UnitTimes(times=tuple(found), left_out=tuple(left_out))
 
@@ -114,6 +115,10 @@ class _Unit:
 
     def clear(self) -> None:
         self._state.clear()
+        self._x = self._y = torch.empty(0)
+
+    def end(self) -> None:
+        self._state.end()
 
 
 def _timed(
