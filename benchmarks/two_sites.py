@@ -99,7 +99,7 @@ class Bench:
         if not self.known(Probed):
             print("probing", flush=True)
             status = cells.status(self.labs[RTT_MS])
-            found = measure(of_lab(status), self.work.spec, lambda text: None, dtypes=("fp32",))
+            found = measure(of_lab(status), self.work.spec, lambda text: None, dtypes=("fp32",)).cluster
             plain = {count: msgspec.to_builtins(wan.bare(found, count), str_keys=True) for count in WORKERS}
             self.write(Probed(session=self.session, work=self.work, clusters=plain))
         clusters = [msgspec.convert(one, Cluster, str_keys=True) for one in self.known(Probed)[0].clusters.values()]

@@ -95,7 +95,7 @@ class Bench:
                     seq_len=self.work.seq_len,
                     dtypes=(self.work.precision,),
                 )
-                plain = msgspec.to_builtins(bare(found))
+                plain = msgspec.to_builtins(bare(found.cluster))
                 self.write(Probed(session=self.session, work=self.work, rtt_ms=rtt_ms, cluster=plain))
             measured = msgspec.convert(self.known(Probed, rtt_ms=rtt_ms)[0].cluster, Cluster, str_keys=True)
             for name in missing:

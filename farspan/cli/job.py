@@ -251,7 +251,7 @@ def start(path: Path, config: RunConfig, console: Console, *, table: bool = Fals
 
 def make(path: Path, config: RunConfig, planned: Planned, console: Console) -> RunFolder:
     """Say what a plan will take, and make its run directory at `path`."""
-    from farspan.cli import selecting
+    from farspan.cli import planfile, selecting
     from farspan.launch.trust import seal
 
     resolved = planned.resolved
@@ -264,7 +264,7 @@ def make(path: Path, config: RunConfig, planned: Planned, console: Console) -> R
         corpus=str(resolved.corpus_folder.resolve()), command=tuple(sys.argv),
         created=datetime.now(UTC).isoformat(timespec="seconds"), warnings=resolved.warnings,
         initial=str(Path(config.model.path).expanduser().resolve()) if config.model.path else None,
-        launcher=selecting.launcher(config.parallel),
+        launcher=selecting.launcher(config.parallel), asked=config,
     )  # fmt: skip
     write_atomically(run.config, as_yaml(config))
     write_atomically(run.corpus, to_json(resolved.corpus))
@@ -273,7 +273,7 @@ def make(path: Path, config: RunConfig, planned: Planned, console: Console) -> R
     save(resolved.cluster, run.cluster)
     save(record, run.record)
     seal(run)
-    save(planned.plan, run.plan)
+    save(planfile.lasting(planned.plan, resolved.cluster), run.plan)
     return run
 
 

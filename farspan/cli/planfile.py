@@ -21,7 +21,8 @@ VERSION = next(field.default for field in msgspec.structs.fields(Plan) if field.
 
 
 def cluster_hash(cluster: Cluster) -> str:
-    """What a cluster is known by: without what a trial measured on one day, and without the processes of a lab."""
+    """What measurements of a cluster are known by: without what a trial measured on one day, and without the processes
+    of a lab."""
 
     def lasting_host(host: Host) -> Host:
         devices = tuple(msgspec.structs.replace(one, pace=1.0, framework=None, enter=None) for one in host.devices)
@@ -31,9 +32,21 @@ def cluster_hash(cluster: Cluster) -> str:
     return content_hash(msgspec.structs.replace(cluster.with_hosts(lasting_host), links=links))
 
 
+def identity(cluster: Cluster) -> str:
+    """What a plan knows its cluster by: its sites, hosts and devices. How fast these are, and the links between them,
+    is measured and learned anew, and the plan priced by it."""
+    devices = [
+        (site.name, host.name, one.kind, one.backend, one.threads)
+        for site in cluster.sites
+        for host in site.hosts
+        for one in host.devices
+    ]
+    return content_hash(devices)
+
+
 def lasting(plan: Plan, cluster: Cluster) -> Plan:
     """The plan as it is known again on the same cluster on another day."""
-    inputs = msgspec.structs.replace(plan.inputs, cluster=cluster_hash(cluster))
+    inputs = msgspec.structs.replace(plan.inputs, cluster=identity(cluster))
     return msgspec.structs.replace(plan, inputs=inputs)
 
 
@@ -69,7 +82,7 @@ def read(path: Path) -> Plan:
 
 def check_cluster(plan: Plan, cluster: Cluster, path: Path, remedy: str) -> None:
     """Refuse a plan that was made for another cluster, or that names devices which there are none of."""
-    here = cluster_hash(cluster)
+    here = identity(cluster)
     if plan.inputs.cluster != here:
         devices = ", ".join(dict.fromkeys(device.host for device in plan.devices))
         raise Refusal(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from farspan.domain.cluster import MatmulRate
+from farspan.domain.cluster import MatmulRate, UnitTime
 from farspan.domain.train import Precision
 
 
@@ -24,9 +24,26 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     speeds: dict[Precision, Speed]
 
 
+class LeftOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What was not measured, as it would have needed more bytes than were free: of so many rows, where it has rows."""
+
+    what: str
+    needed: int
+    free: int
+    rows: tuple[int, ...] = ()
+
+
 class DeviceRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """FLOP/s of matrix products by shape and dtype, bytes a second of memory, and bytes that a worker may use."""
 
     rates: tuple[MatmulRate, ...]
     bandwidth: float
     memory: int
+    left_out: tuple[LeftOut, ...] = ()
+
+
+class UnitTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds of a model's units on a device."""
+
+    times: tuple[UnitTime, ...]
+    left_out: tuple[LeftOut, ...] = ()

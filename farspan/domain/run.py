@@ -13,8 +13,13 @@ import msgspec
 
 import farspan
 from farspan.domain.codec import load
+from farspan.domain.config import RunConfig
 from farspan.domain.plan import Plan
-from farspan.domain.problems import Refusal, nearest
+from farspan.domain.problems import Refusal, command, nearest
+
+#: The variable of a worker's environment that names the run's folder where farspan was asked to train: a worker on
+#: another host may have a folder of its own.
+HOME = "FARSPAN_RUN"
 
 #: The variable of a worker's environment that holds the secret by which the workers of a run know each other, and its
 #: value where the secret is the first line of standard input.
@@ -54,6 +59,8 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     initial: str | None = None
     #: What starts the run's workers: a file of `launch/launchers/`.
     launcher: str = "local"
+    #: run.yaml as it was when the run was made; None of runs that earlier versions made.
+    asked: RunConfig | None = None
 
     @property
     def corpus_folder(self) -> Path:
@@ -105,6 +112,10 @@ class RunFolder:
                 remedy=f"use {shlex.quote(str(meant))}" if meant else "start one: farspan train run.yaml",
             )
         return run
+
+    def resume(self) -> str:
+        """The command that goes on with the run, on the machine where farspan was asked to train."""
+        return command("resume", os.environ.get(HOME, self.path))
 
     def load_plan(self) -> Plan:
         return load(self.plan, Plan)

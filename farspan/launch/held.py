@@ -3,21 +3,30 @@
 Clients such as ssh pass input on to a host, but no signals: there STOP, or the end of the input, is the request to
 stop, and KILL ends the command at once. The input also ends where the launcher is gone, however that happened.
 The input begins with a line, the secret of the run, which the command finds in its environment.
+
+On Linux the command is also asked to stop where this process itself is killed, and what a killed command leaves behind,
+as torchrun does its workers, is waited for.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+import psutil
 
 from farspan.domain.run import SECRET
 
 #: What standard input says.
 STOP, KILL = b"s", b"k"
+#: Of Linux's prctl.h: the signal that a process gets when its parent ends; who adopts what its descendants leave.
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def at_end_of_input(stop: Callable[[], None], kill: Callable[[], None] = lambda: None) -> None:
@@ -32,8 +41,12 @@ def at_end_of_input(stop: Callable[[], None], kill: Callable[[], None] = lambda:
     threading.Thread(target=read, daemon=True).start()
 
 
-def run(words: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
-    """Run a command until it ends, asked to (SIGTERM) or not; its exit code, as a shell would give it."""
+def run(
+    words: Sequence[str], environment: Mapping[str, str] | None = None, *, adopt: bool = False,
+    first: Callable[[], None] = lambda: None,
+) -> int:  # fmt: skip
+    """Run a command until it ends, asked to (SIGTERM) or not; its exit code, as a shell would give it. With `adopt`
+    until all have ended that it leaves behind. When it is to be asked, `first` is called before."""
     asked, killed = threading.Event(), threading.Event()
 
     def kill() -> None:
@@ -41,18 +54,26 @@ def run(words: Sequence[str], environment: Mapping[str, str] | None = None) -> i
         asked.set()
 
     signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
+    process = _started(words, environment, adopt)
     at_end_of_input(asked.set, kill)
-    process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL)
 
     def end() -> None:
         asked.wait()
+        first()
         if not killed.is_set():
             process.terminate()
         killed.wait()
+        family = psutil.Process().children(recursive=True)
         process.kill()
+        for member in family if adopt else ():
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
 
     threading.Thread(target=end, daemon=True).start()
     code = process.wait()
+    with suppress(ChildProcessError):  # None is left.
+        while adopt:
+            os.wait()
     return code if code >= 0 else 128 - code
 
 
@@ -64,5 +85,22 @@ def first_line() -> str:
     return line.decode()
 
 
+def _started(words: Sequence[str], environment: Mapping[str, str] | None, adopt: bool) -> subprocess.Popen[bytes]:
+    """The command, before any other thread runs here, which could hold a lock while its process is made."""
+    linux, here = sys.platform == "linux", os.getpid()
+
+    def follow() -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != here:  # Killed in between.
+            os._exit(128 + signal.SIGTERM)
+
+    if adopt and linux:
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    return subprocess.Popen(
+        words, env=environment, stdin=subprocess.DEVNULL, preexec_fn=follow if linux else None,
+        close_fds=False,  # It inherits what this process was given to keep open, as the lock of a run.
+    )  # fmt: skip
+
+
 if __name__ == "__main__":
-    raise SystemExit(run(sys.argv[1:], {**os.environ, SECRET: first_line()}))
+    raise SystemExit(run(sys.argv[1:], {**os.environ, SECRET: first_line()}, adopt=True))

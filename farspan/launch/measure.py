@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from itertools import combinations
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -16,12 +16,17 @@ from farspan.domain.cluster import Cluster, Device, DType, Host, Link
 from farspan.domain.clusterfile import MAX_LOSS
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import PlannedDevice
-from farspan.domain.problems import Refusal
+from farspan.domain.probe import LeftOut, UnitTimes
+from farspan.domain.problems import Problem, Refusal
+from farspan.domain.units import format_bytes
 from farspan.launch.examine import Way, agents, reach, stream
 from farspan.launch.hosts import Agent
 from farspan.launch.meeting import arrange
 from farspan.launch.probe import Probe
 
+T = TypeVar("T")
+#: What mends too little memory.
+SMALLER = "--model and --seq-len with a smaller model or shorter sequences, or leave the device out of the cluster"
 STREAMS = (1, 2, 4, 8, 16)
 PINGS = 40
 #: Datagrams that loss is counted on, and the pause between two.
@@ -40,12 +45,21 @@ SENT_ROWS, SENT_BYTES = 8, 2
 LIMITED = 1.5
 
 
+class Measured(NamedTuple):
+    """What was found; why devices are not measured in whole, by host and place there; what needed too much memory."""
+
+    cluster: Cluster
+    failed: dict[tuple[str, int], Problem]
+    notes: tuple[str, ...]
+
+
 def measure(
     cluster: Cluster, model: ModelSpec, say: Callable[[str], None], *, seq_len: int | None = None,
     dtypes: Sequence[DType] | None = None,
-) -> Cluster:  # fmt: skip
+) -> Measured:  # fmt: skip
     """The same cluster with measured devices, links and collectives, at the shapes of `model`; its units over sequences
-    of `seq_len` tokens, by default as long as its context, in `dtypes`, by default those that a device has.
+    of `seq_len` tokens, by default as long as its context, in `dtypes`, by default those that a device has. A device
+    that fails keeps what was known of it, and the others are measured.
 
     Raises Refusal (host-unreachable) for a host or a link that does not work.
     """
@@ -54,25 +68,29 @@ def measure(
     with ExitStack() as stack:
         probes = {
             host.name: [
-                stack.enter_context(Probe(host, threads=one.threads, device=i)) for i, one in enumerate(host.devices)
+                stack.enter_context(Probe(host, threads=one.threads, device=i, remedy=SMALLER))
+                for i, one in enumerate(host.devices)
             ]
             for host in cluster.hosts
         }
-        for probe in itertools.chain.from_iterable(probes.values()):
-            probe.describe("cpu", None)  # It has started: what it takes for that disturbs nobody's rates any more.
-        units = _Units(model, seq_len or model.context, dtypes)
+        asked = _Asked(model, seq_len or model.context, dtypes, say, probes, {}, [])
+        for host in cluster.hosts:
+            for index, probe in enumerate(probes[host.name]):
+                # It has started: what it takes for that disturbs nobody's rates any more.
+                asked.of(host, index, partial(probe.describe, "cpu", None))
         measured: Sequence[Host] = cluster.hosts
         # Hosts side by side, and each step of it on all at once: those of a lab share a machine's memory.
         with ThreadPoolExecutor(len(cluster.hosts)) as pool:
             for part in (_alone, _crowded, _local_rate):
-                measured = list(pool.map(lambda host, do=part: do(host, probes[host.name], units, say), measured))
+                measured = list(pool.map(lambda host, do=part: do(host, asked), measured))
         by_name = {host.name: host for host in measured}
         sites = tuple(
             msgspec.structs.replace(site, hosts=tuple(by_name[host.name] for host in site.hosts))
             for site in cluster.sites
         )
-        allreduce = _allreduce(cluster, probes, say) if len(cluster.devices) > 1 else {}
-    return msgspec.structs.replace(cluster, sites=sites, links=found, allreduce_s=allreduce)
+        allreduce = _allreduce(cluster, asked) if len(cluster.devices) > 1 else {}
+    made = msgspec.structs.replace(cluster, sites=sites, links=found, allreduce_s=allreduce)
+    return Measured(made, asked.failed, tuple(asked.notes))
 
 
 def shapes(model: ModelSpec, rows: int) -> list[tuple[int, int, int]]:
@@ -82,56 +100,99 @@ def shapes(model: ModelSpec, rows: int) -> list[tuple[int, int, int]]:
     return [(rows, k, n) for k, n in dict.fromkeys(products)]
 
 
-class _Units(NamedTuple):
-    """What is timed of a model: sequences so long, in these dtypes or all that a device has."""
+class _Asked(NamedTuple):
+    """What is timed of a model, sequences so long in these dtypes or all that a device has; and what came of it."""
 
     model: ModelSpec
     seq_len: int
     dtypes: Sequence[DType] | None
+    say: Callable[[str], None]
+    probes: dict[str, list[Probe]]
+    failed: dict[tuple[str, int], Problem]
+    notes: list[str]
+
+    def of(self, host: Host, index: int, question: Callable[[], T]) -> T | None:
+        """What a device's probe answers; None of one that has failed, now or before."""
+        if (host.name, index) in self.failed:
+            return None
+        try:
+            return question()
+        except Refusal as refusal:
+            self.failed[host.name, index] = refusal.problem
+            self.say(f"device {index} of {host.name} has failed: {refusal.problem.what} ({refusal.problem.fact})")
+            return None
+
+    def note(self, host: Host, index: int, left_out: Sequence[LeftOut]) -> None:
+        for one in left_out:
+            rows = f" over {', '.join(map(str, one.rows))} sequences" if one.rows else ""
+            needs = f"{format_bytes(one.needed)} needed, {format_bytes(one.free)} free"
+            text = f"device {index} of {host.name}: left out {one.what}{rows}: {needs}"
+            self.say(text)
+            self.notes.append(text)
+
+    def units(self, host: Host, index: int) -> UnitTimes | None:
+        device = host.devices[index]
+        return self.of(host, index, lambda: self.probes[host.name][index].units(
+            _planned(host, index), self.model, self.seq_len, SEQUENCES, self.dtypes or device.dtypes, device.memory
+        ))  # fmt: skip
+
+    def working(self, host: Host) -> list[int]:
+        """A host's devices that have not failed."""
+        return [index for index in range(len(host.devices)) if (host.name, index) not in self.failed]
 
 
-def _alone(host: Host, probes: Sequence[Probe], units: _Units, say: Callable[[str], None]) -> Host:
+def _alone(host: Host, asked: _Asked) -> Host:
     """A host's devices one after another: those that share cores must not disturb each other."""
     done = list[Device]()
     bare = [msgspec.structs.replace(device, enter=None) for device in host.devices]
-    for index, (device, probe) in enumerate(zip(host.devices, probes, strict=True)):
-        say(f"device {index} of {host.name}: {device.kind}")
-        planned, dtypes = _planned(host, index), units.dtypes or device.dtypes
-        found = probe.rates(planned, shapes(units.model, ROWS[device.backend]), dtypes)
-        # Those that are alike need not all be timed alone.
-        times = next((one.units for other, one in zip(bare, done, strict=False) if other == bare[index]), ())
-        times = times or probe.units(planned, units.model, units.seq_len, SEQUENCES, dtypes)
-        done.append(msgspec.structs.replace(
-            device, rates=found.rates, units=times, bandwidth=found.bandwidth, memory=min(device.memory, found.memory),
-            origin="measured",
-        ))  # fmt: skip
+    for index, device in enumerate(host.devices):
+        asked.say(f"device {index} of {host.name}: {device.kind}")
+        planned, dtypes = _planned(host, index), asked.dtypes or device.dtypes
+        products = shapes(asked.model, ROWS[device.backend])
+        probe = asked.probes[host.name][index]
+        found = asked.of(host, index, partial(probe.rates, planned, products, dtypes, device.memory))
+        if found is not None:
+            asked.note(host, index, found.left_out)
+            device = msgspec.structs.replace(
+                device, rates=found.rates, bandwidth=found.bandwidth, memory=min(device.memory, found.memory)
+            )
+            # Those that are alike need not all be timed alone.
+            times = next((one.units for other, one in zip(bare, done, strict=False) if other == bare[index]), ())
+            if not times and (timed := asked.units(host, index)) is not None:
+                asked.note(host, index, timed.left_out)
+                times = timed.times
+            whole = (host.name, index) not in asked.failed
+            device = msgspec.structs.replace(device, units=times, origin="measured" if whole else device.origin)
+        done.append(device)
     return msgspec.structs.replace(host, devices=tuple(done))
 
 
-def _crowded(host: Host, probes: Sequence[Probe], units: _Units, say: Callable[[str], None]) -> Host:
+def _crowded(host: Host, asked: _Asked) -> Host:
     """A host's devices with the times of units while all of them compute."""
-    if len(host.devices) < 2:
+    if len(there := asked.working(host)) < 2:
         return host
-    say(f"all devices of {host.name} together")
+    asked.say(f"all devices of {host.name} together")
+    devices = list(host.devices)
 
-    def ask(index: int) -> Device:
-        device = host.devices[index]
-        times = probes[index].units(
-            _planned(host, index), units.model, units.seq_len, SEQUENCES, units.dtypes or device.dtypes
-        )
-        crowd = (msgspec.structs.replace(one, together=len(host.devices)) for one in times)
-        return msgspec.structs.replace(device, units=(*device.units, *crowd))
+    def ask(index: int) -> UnitTimes | None:
+        return asked.units(host, index)
 
-    with ThreadPoolExecutor(len(host.devices)) as pool:
-        return msgspec.structs.replace(host, devices=tuple(pool.map(ask, range(len(host.devices)))))
+    with ThreadPoolExecutor(len(there)) as pool:
+        for index, found in zip(there, pool.map(ask, there), strict=True):
+            times = () if found is None else found.times
+            crowd = (msgspec.structs.replace(one, together=len(there)) for one in times)
+            devices[index] = msgspec.structs.replace(devices[index], units=(*devices[index].units, *crowd))
+    return msgspec.structs.replace(host, devices=tuple(devices))
 
 
-def _local_rate(host: Host, probes: Sequence[Probe], units: _Units, say: Callable[[str], None]) -> Host:
+def _local_rate(host: Host, asked: _Asked) -> Host:
     """Bytes a second that each device of a host sends in an all-reduce over all of them: a ring of 2 (n - 1) steps with
     a part each."""
-    if (n := len(probes)) < 2:
+    if (n := len(there := asked.working(host))) < 2:
         return host
-    seconds = _together([(host, index, probe) for index, probe in enumerate(probes)], (INSIDE_BYTES,))[INSIDE_BYTES]
+    seconds = _together([(host, index) for index in there], (INSIDE_BYTES,), asked).get(INSIDE_BYTES)
+    if seconds is None:
+        return host
     return msgspec.structs.replace(host, local_rate=2 * (n - 1) / n * INSIDE_BYTES / seconds)
 
 
@@ -142,24 +203,37 @@ def _planned(host: Host, index: int) -> PlannedDevice:
     )  # fmt: skip
 
 
-def _allreduce(cluster: Cluster, probes: dict[str, list[Probe]], say: Callable[[str], None]) -> dict[int, float]:
-    say(f"all-reduce over {len(cluster.devices)} devices")
-    every = [(host, index, probe) for host in cluster.hosts for index, probe in enumerate(probes[host.name])]
-    return _together(every, ALLREDUCE_BYTES)
+def _allreduce(cluster: Cluster, asked: _Asked) -> dict[int, float]:
+    """Over all devices; nothing where one has failed, as what the others take is no figure of the cluster."""
+    if asked.failed:
+        return {}
+    asked.say(f"all-reduce over {len(cluster.devices)} devices")
+    every = [(host, index) for host in cluster.hosts for index in range(len(host.devices))]
+    return _together(every, ALLREDUCE_BYTES, asked)
 
 
-def _together(ranks: Sequence[tuple[Host, int, Probe]], sizes: Sequence[int]) -> dict[int, float]:
-    """Seconds of all-reduces over these devices."""
-    meeting = arrange(list({host.name: host for host, _, _ in ranks}.values()))
+def _together(ranks: Sequence[tuple[Host, int]], sizes: Sequence[int], asked: _Asked) -> dict[int, float]:
+    """Seconds of all-reduces over these devices; of none where one of them fails, which the others then do, too."""
+    meeting, problems = arrange(list({host.name: host for host, _ in ranks}.values())), dict[int, Problem]()
 
     def ask(rank: int) -> dict[int, float]:
-        host, index, probe = ranks[rank]
-        return probe.allreduce(
-            _planned(host, index), rank, len(ranks), meeting, meeting.interfaces.get(host.name), sizes
-        )
+        host, index = ranks[rank]
+        try:
+            return asked.probes[host.name][index].allreduce(
+                _planned(host, index), rank, len(ranks), meeting, meeting.interfaces.get(host.name), sizes
+            )
+        except Refusal as refusal:
+            problems[rank] = refusal.problem
+            return {}
 
     with ThreadPoolExecutor(len(ranks)) as pool:
-        return next(iter(pool.map(ask, range(len(ranks)))))
+        found = list(pool.map(ask, range(len(ranks))))
+    causes = {rank: one for rank, one in problems.items() if one.code != "worker-lost"} or problems
+    for rank, problem in causes.items():
+        host, index = ranks[rank]
+        asked.failed[host.name, index] = problem
+        asked.say(f"device {index} of {host.name} has failed: {problem.what} ({problem.fact})")
+    return {} if problems else found[0]
 
 
 def links(cluster: Cluster, activation_bytes: int, say: Callable[[str], None]) -> tuple[Link, ...]:

@@ -2,41 +2,57 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
 import msgspec
 
-from farspan.domain.cluster import Cluster, DType, Host, UnitTime
+from farspan.domain.caps import Cap
+from farspan.domain.cluster import Cluster, DType, Host
 from farspan.domain.gpus import Nvidia, Wheel, judge
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import PlannedDevice
-from farspan.domain.probe import DeviceRates, ProbeResult
+from farspan.domain.probe import DeviceRates, ProbeResult, UnitTimes
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.train import Precision, TrainSpec
+from farspan.domain.units import format_bytes
 from farspan.launch.agent import nvidia
-from farspan.launch.hosts import answer_of, command, interpreter
+from farspan.launch.hosts import answer_of, by_client, command, interpreter
 from farspan.launch.meeting import Meeting
 from farspan.launch.workers import with_environment, worker_environment
 
 T = TypeVar("T")
 #: No answer takes longer, short of a machine in trouble.
 ANSWER_S = 300.0
+#: What the limits of a device are is said within this: an interpreter has to start.
+CAPS_S = 30.0
+#: Exit codes of who was killed, and of who waited for it.
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+#: What mends too little memory while a run is planned.
+SMALLER = "set a smaller model or train.batch.global in run.yaml"
 THIS_MACHINE = Host(name="localhost", devices=(), enter=())
 
 
 class Probe:
     """A probe process on a host, with the threads and the environment that the worker of one device would get."""
 
-    def __init__(self, host: Host = THIS_MACHINE, *, threads: int = 1, device: int | None = None) -> None:
-        self._host, self._threads, self._device = host, threads, device
+    def __init__(
+        self, host: Host = THIS_MACHINE, *, threads: int = 1, device: int | None = None, remedy: str = SMALLER
+    ) -> None:
+        self._host, self._threads, self._device, self._remedy = host, threads, device, remedy
         self._process: subprocess.Popen[bytes] | None = None
+        #: Bytes that the process held at most, when it last answered.
+        self._peak = 0
 
     def __enter__(self) -> Probe:
         words = [interpreter(self._host), "-m", "farspan.runtime.probe"]
+        if by_client(self._host, self._device):  # ssh passes on what exit codes say of signals, but not signals.
+            words = ["sh", "-c", '"$@"; exit $?', "sh", *words]
         self._process = subprocess.Popen(
             command(self._host, with_environment(worker_environment(self._threads), words), device=self._device),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
@@ -67,19 +83,22 @@ class Probe:
         return self._ask(question, ProbeResult)
 
     def rates(
-        self, device: PlannedDevice, shapes: Sequence[tuple[int, int, int]], dtypes: Sequence[DType]
+        self, device: PlannedDevice, shapes: Sequence[tuple[int, int, int]], dtypes: Sequence[DType], memory: int
     ) -> DeviceRates:
-        """What the device can do: products of these (m, k, n), its memory's speed and size."""
-        return self._ask({"type": "rates", "device": device, "shapes": shapes, "dtypes": dtypes}, DeviceRates)
+        """What the device can do in so many bytes: products of these (m, k, n), its memory's speed and size."""
+        question = {"type": "rates", "device": device, "shapes": shapes, "dtypes": dtypes, "memory": memory}
+        return self._ask(question, DeviceRates)
 
     def units(
-        self, device: PlannedDevice, model: ModelSpec, seq_len: int, rows: Sequence[int], dtypes: Sequence[DType]
-    ) -> tuple[UnitTime, ...]:
-        """Seconds of the model's units over so many sequences."""
+        self, device: PlannedDevice, model: ModelSpec, seq_len: int, rows: Sequence[int], dtypes: Sequence[DType],
+        memory: int,
+    ) -> UnitTimes:  # fmt: skip
+        """Seconds of the model's units over so many sequences, of those counts that fit so many bytes."""
         question = {
             "type": "units", "device": device, "model": model, "seq_len": seq_len, "rows": rows, "dtypes": dtypes,
+            "memory": memory,
         }  # fmt: skip
-        return self._ask(question, tuple[UnitTime, ...])
+        return self._ask(question, UnitTimes)
 
     def allreduce(
         self, device: PlannedDevice, rank: int, world: int, meeting: Meeting, interface: str | None,
@@ -95,7 +114,13 @@ class Probe:
     def _ask(self, question: dict[str, Any], kind: type[T]) -> T:
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
-        watchdog = threading.Timer(ANSWER_S, process.kill)
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            process.kill()
+
+        watchdog = threading.Timer(ANSWER_S, end)
         watchdog.start()
         try:
             process.stdin.write(msgspec.json.encode(question) + b"\n")
@@ -106,15 +131,41 @@ class Probe:
         finally:
             watchdog.cancel()
         if not line:
-            raise Refusal(
-                "worker-lost", what="the trial process ended without an answer", where="probe",
-                fact=f"exit code {process.wait(timeout=10)} (-9 is the kernel's, when memory runs out)",
-                remedy="set a smaller model or train.batch.global in run.yaml",
-            )  # fmt: skip
+            raise self._gone(late.is_set())
         reply = answer_of(line, self._host)
+        self._peak = max(self._peak, int(reply.get("peak", 0)))
         if "problem" in reply:
             raise Refusal.of(msgspec.convert(reply["problem"], Problem))
         return msgspec.convert(reply["answer"], kind, strict=False)
+
+    def _gone(self, late: bool) -> Refusal:
+        """Why there is no answer: killed by the kernel, with what limit and peak there were, or otherwise."""
+        assert self._process is not None
+        device = "" if self._device is None else f", device {self._device}"
+        where, code = f"host {self._host.name}{device}", self._process.wait(timeout=10)
+        if late or code not in KILLED:
+            fact = f"no answer within {ANSWER_S:.0f} s" if late else f"exit code {code}"
+            return Refusal(
+                "worker-lost", what="the trial process ended without an answer", where=where, fact=fact,
+                remedy="farspan doctor --cluster, with the same cluster",
+            )  # fmt: skip
+        limit, peak = self._limit_and_peak()
+        return Refusal(
+            "out-of-memory", what="the trial process was killed, as the kernel does when memory runs out", where=where,
+            fact=f"limit {limit}, peak {peak}; ended by SIGKILL", remedy=self._remedy,
+        )  # fmt: skip
+
+    def _limit_and_peak(self) -> tuple[str, str]:
+        """In words: of the control group that the process was in, else of the device and of the last answer."""
+        words = command(self._host, [interpreter(self._host), "-m", "farspan.domain.caps"], device=self._device)
+        cap = None
+        with suppress(OSError, subprocess.TimeoutExpired, msgspec.DecodeError):
+            said = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=CAPS_S).stdout
+            cap = msgspec.json.decode(said, type=Cap | None)
+        given = None if self._device is None else self._host.devices[self._device].memory
+        limits = [limit for limit in (given, None if cap is None else cap.limit) if limit is not None]
+        peak = self._peak if cap is None or cap.peak is None else cap.peak
+        return format_bytes(min(limits)) if limits else "none", format_bytes(peak) if peak else "unknown"
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._process is not None:

@@ -25,7 +25,7 @@ from farspan.domain.cluster import GIVEN
 from farspan.domain.codec import save
 from farspan.domain.gpus import Gpu, Nvidia, is_kind
 from farspan.domain.problems import Problem, Refusal, command
-from farspan.domain.run import SECRET
+from farspan.domain.run import HOME, SECRET
 from farspan.launch.agent import free_ports, interfaces, nvidia
 from farspan.launch.held import at_end_of_input
 from farspan.launch.launchers.ray import LOST, Job, Node
@@ -131,7 +131,7 @@ def run(job: Job, secret: str) -> list[Ended | None]:
     for rank, (host, actor, place) in enumerate(zip(job.ranks, actors, places, strict=True)):
         environment = worker_environment(job.threads[rank]) | {
             "RANK": str(rank), "WORLD_SIZE": str(len(actors)), "MASTER_ADDR": places[0].address,
-            "MASTER_PORT": str(places[0].port), SECRET: secret,
+            "MASTER_PORT": str(places[0].port), SECRET: secret, HOME: job.home,
         }  # fmt: skip
         if place.interface:
             environment |= {"GLOO_SOCKET_IFNAME": place.interface, "NCCL_SOCKET_IFNAME": place.interface}
@@ -214,7 +214,7 @@ def _poll(job: Job, rank: int, actor: Any) -> Ended | None:
         cause = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return Ended(problem=Problem(
         code="worker-lost", what=f"rank {rank} on {host} was lost", where=f"host {host}", fact=cause,
-        remedy=command("resume", job.folders[job.ranks[0]]),
+        remedy=command("resume", job.home),
     ))  # fmt: skip
 
 

@@ -112,6 +112,7 @@ class HostProcess:
     """A process on a host, started through the host's `enter` command. Without ranks it is a service of the others.
 
     With `said` its standard input begins with that, and ends when the process is asked to stop or its launcher is gone.
+    With `hold` it is run by `held`, as what a client starts always is: it would not notice that itself.
     The `secret` of the run goes to workers the same way: everybody on a machine can read a command line.
     """
 
@@ -322,8 +323,10 @@ class Workers:
     def _refuse_if_failed(self) -> None:
         failed = [process for process in self.processes if process.ranks and process.poll()]
         failed = [process for process in failed if process not in self._culled] or failed
-        # A torchrun that was asked to end says that it failed, though its workers have saved and ended well.
-        if not failed or (self._finished is not None and self._finished.reason == "interrupted"):
+        saved = self._finished is not None and self._finished.reason == "interrupted"
+        # Workers also save where what had started some of them is gone: nobody has asked for that.
+        asked = self._interrupted_at is not None or not any(map(self.broken, failed))
+        if not failed or (saved and asked):
             return
         # Workers that lost a peer fail too. The cause is a problem that is about something else, or a worker that was
         # killed before it could say anything.
@@ -337,6 +340,10 @@ class Workers:
                 remedy=farspan("resume", self.run.path),
             )  # fmt: skip
         raise Refusal.of(cause)
+
+    def broken(self, process: Process) -> bool:
+        """Whether a process that has failed did so otherwise than by ending as it was asked to, by whom ever."""
+        return True
 
     def lost(self, process: Process) -> dict[int, Problem]:
         """Workers of a failed process that ended without a word, by rank, as far as it knows them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import platform
 import re
@@ -16,6 +17,7 @@ import psutil
 import torch
 
 import farspan
+from farspan.domain.caps import caps
 from farspan.domain.cluster import GIVEN, READY, Cluster, Device, DType, Host, Site
 from farspan.domain.gpus import Seen, Wheel, is_kind, runs
 from farspan.domain.plan import PlannedDevice
@@ -157,33 +159,26 @@ def usable_memory(device: torch.device) -> int:
     """Free bytes of a GPU; of a CPU what the machine, and each control group that this process is in, allow."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return min([psutil.virtual_memory().total, *_limits()])
+    return min([psutil.virtual_memory().total, *(cap.limit for cap in caps())])
 
 
-def _limits() -> list[int]:
-    """Memory limits of this process's control groups and their parents, version 2 and version 1."""
-    found = []
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, name = Path("/sys/fs/cgroup"), "memory.max"
-        elif "memory" in controllers.split(","):
-            root, name = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
-        else:
-            continue
-        group = root / path.lstrip("/")
-        for folder in (group, *group.parents):
-            try:
-                found.append(int((folder / name).read_text()))
-            except (OSError, ValueError):
-                continue  # No limit there ("max"), or the group lies outside what this process sees.
-            if folder == root:
-                break
-    return found
+def free_memory(device: torch.device, allowed: int) -> int:
+    """Bytes that this process can still take: of those `allowed` to it, of the device's, and of what control groups
+    leave."""
+    if device.type == "cuda":
+        held, free = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)[0]
+        return int(min(allowed - held, free + torch.cuda.memory_reserved(device) - held))
+    left = [cap.limit - cap.used for cap in caps()]
+    return min([allowed - psutil.Process().memory_info().rss, psutil.virtual_memory().available, *left])
+
+
+def release(device: torch.device) -> None:
+    """Give what is free of this process's memory back, to who measures next and to the limits that it is under."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    with contextlib.suppress(AttributeError, OSError):  # Where malloc is not glibc's.
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _cpu_name() -> str:

@@ -6,7 +6,6 @@ what one real training step takes in time and memory.
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import statistics
@@ -23,7 +22,7 @@ from farspan.domain.plan import PlannedDevice
 from farspan.domain.probe import ProbeResult, Speed
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.train import Precision, TrainSpec
-from farspan.runtime.device import detect, installed, memory_is_full, open_device, peak_memory, settle
+from farspan.runtime.device import detect, installed, memory_is_full, open_device, peak_memory, release, settle
 from farspan.runtime.model import Decoder, drawn
 from farspan.runtime.rates import allreduce_seconds, device_rates
 from farspan.runtime.state import TrainState, learning_rate
@@ -69,6 +68,8 @@ class Rates(msgspec.Struct, frozen=True, tag="rates"):
     device: PlannedDevice
     shapes: tuple[tuple[int, int, int], ...]
     dtypes: tuple[DType, ...]
+    #: Bytes that the device may use.
+    memory: int
 
 
 class Units(msgspec.Struct, frozen=True, tag="units"):
@@ -79,6 +80,8 @@ class Units(msgspec.Struct, frozen=True, tag="units"):
     seq_len: int
     rows: tuple[int, ...]
     dtypes: tuple[DType, ...]
+    #: Bytes that the device may use.
+    memory: int
 
 
 class AllReduce(msgspec.Struct, frozen=True, tag="allreduce"):
@@ -125,7 +128,7 @@ def measure(request: Measure) -> ProbeResult:
     for precision in sorted(request.precisions, key=lambda name: name == "fp32"):
         step_s = quick(_step_times(request, precision, device))
         speeds[precision] = Speed(step_s=step_s, tokens_per_s=tokens / step_s, memory_bytes=peak_memory(device))
-        gc.collect()
+        release(device)
     return ProbeResult(rows=request.train.batch, seq_len=request.train.seq_len, speeds=speeds)
 
 
@@ -156,6 +159,7 @@ def _step_times(request: Measure, precision: Precision, device: torch.device) ->
         if spent > SLOW * request.seconds and len(times) >= 2:
             break
         times.append(_timed(step, device))
+    state.end()
     return times[WARMUP_STEPS:] if len(times) >= WARMUP_STEPS + 2 else times
 
 
@@ -165,10 +169,10 @@ def answer(request: Request) -> object:
     if isinstance(request, Installed):
         return installed()
     if isinstance(request, Rates):
-        return device_rates(request.device, request.shapes, request.dtypes)
+        return device_rates(request.device, request.shapes, request.dtypes, request.memory)
     if isinstance(request, Units):
         device = open_device(request.device)
-        return unit_times(device, request.model, request.seq_len, request.rows, request.dtypes)
+        return unit_times(device, request.model, request.seq_len, request.rows, request.dtypes, request.memory)
     if isinstance(request, AllReduce):
         os.environ |= {"MASTER_ADDR": request.address, "MASTER_PORT": str(request.port)}
         if request.interface:
@@ -180,7 +184,7 @@ def answer(request: Request) -> object:
 def main() -> None:
     decoder = msgspec.json.Decoder(Request)
     for line in sys.stdin.buffer:
-        reply: object
+        reply: dict[str, object]
         try:
             reply = {"answer": answer(decoder.decode(line))}
         except Refusal as refusal:
@@ -191,6 +195,8 @@ def main() -> None:
                 where="probe", fact=" ".join(str(error).split())[:300],
                 remedy="set a smaller train.batch.global or model in run.yaml",
             )}  # fmt: skip
+        # As long as it lives: of a process that was killed nobody else could say it.
+        reply["peak"] = peak_memory(torch.device("cpu"))
         sys.stdout.buffer.write(msgspec.json.encode(reply) + b"\n")
         sys.stdout.buffer.flush()
 

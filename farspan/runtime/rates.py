@@ -12,9 +12,9 @@ from torch import Tensor
 
 from farspan.domain.cluster import DType, MatmulRate
 from farspan.domain.plan import PlannedDevice
-from farspan.domain.probe import DeviceRates
+from farspan.domain.probe import DeviceRates, LeftOut
 from farspan.runtime.collective import Group, meet
-from farspan.runtime.device import open_device, settle, usable_memory
+from farspan.runtime.device import free_memory, open_device, release, settle, usable_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: Seconds that each figure is taken over: several periods of a CPU quota, whose pauses are part of the rate.
@@ -28,24 +28,35 @@ LONGEST_S = 20.0
 
 
 def device_rates(
-    planned: PlannedDevice, shapes: tuple[tuple[int, int, int], ...], dtypes: tuple[DType, ...]
+    planned: PlannedDevice, shapes: tuple[tuple[int, int, int], ...], dtypes: tuple[DType, ...], allowed: int
 ) -> DeviceRates:
-    """Rates of one device. `shapes` are (m, k, n) of `[m, k] @ [k, n]`."""
+    """Rates of one device, in so many bytes. `shapes` are (m, k, n) of `[m, k] @ [k, n]`."""
     device = open_device(planned)
     memory = usable_memory(device)
-    rates = []
+    rates, left_out = list[MatmulRate](), list[LeftOut]()
     for m, k, n in shapes:
+        if (needed := product_bytes(m, k, n)) > (free := free_memory(device, allowed)):
+            left_out.append(LeftOut(what=f"the product [{m}, {k}] @ [{k}, {n}]", needed=needed, free=max(0, free)))
+            continue
         flops: dict[DType, float] = {}
         for dtype in dtypes:
             a = torch.ones(m, k, dtype=DTYPES[dtype], device=device)
             b = torch.ones(k, n, dtype=DTYPES[dtype], device=device)
             flops[dtype] = 2 * m * k * n / _seconds(lambda a=a, b=b: a @ b, device)
+            del a, b
+            release(device)
         rates.append(MatmulRate(m=m, k=k, n=n, flops=flops))
-    source = torch.ones(min(COPIED, memory // 8) // 4, device=device)
+    source = torch.ones(max(4, min(COPIED, free_memory(device, allowed) // 8)) // 4, device=device)
     target = torch.empty_like(source)
     # Every byte is read once and written once.
     bandwidth = 2 * source.nbytes / _seconds(lambda: target.copy_(source), device)
-    return DeviceRates(rates=tuple(rates), bandwidth=bandwidth, memory=memory)
+    return DeviceRates(rates=tuple(rates), bandwidth=bandwidth, memory=memory, left_out=tuple(left_out))
+
+
+def product_bytes(m: int, k: int, n: int) -> int:
+    """What a product takes at most: its three matrices in fp32, and the second one again as libraries lay it out; where
+    the device lacks a narrower dtype, its numbers beside those in fp32."""
+    return 6 * (m * k + m * n + 2 * k * n)
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
@@ -72,6 +83,9 @@ def allreduce_seconds(
     for size in sorted(sizes):
         # Large ones grow with their size; the time of a small one says nothing about them.
         if times and max(times) > 1e6 and times[max(times)] * size / max(times) > LONGEST_S:
+            break
+        # Gloo keeps a copy of what it sums, and a part of another.
+        if max(group.gather(float(3 * size > free_memory(group.device, 2**62)))):
             break
         tensor = torch.zeros(max(1, size // 4), device=group.device)
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from farspan.domain.problems import Refusal, command
+from farspan.domain.problems import Refusal
+from farspan.domain.run import RunFolder
 from farspan.domain.units import format_seconds
 from farspan.runtime import checkpoint
 from farspan.runtime.checkpoint import MODEL, OPTIMIZER, Corrupt, Progress, Unsaved
@@ -94,14 +95,14 @@ class Saves:
         """A warning that a checkpoint could not be written. Raises Refusal (disk-full) where it was the last one, or
         was due UNSAVED times on end."""
         self._unsaved += due
-        every, run = format_seconds(self._executor.place.plan.train.checkpoint_every_s), self._folder.parent
+        every, run = format_seconds(self._executor.place.plan.train.checkpoint_every_s), RunFolder(self._folder.parent)
         if not last and self._unsaved < UNSAVED:
             return (
                 f"step {step}: no checkpoint could be written: {why}; {self.kept}, and the next is tried in {every}; "
                 f"after {UNSAVED} on end the run stops"
             )
         raise Refusal(
-            "disk-full", where=self._folder, remedy=f"free some space there, then: {command('resume', run)}",
+            "disk-full", where=self._folder, remedy=f"free some space there, then: {run.resume()}",
             what="the last checkpoint could not be written" if last
             else f"no checkpoint could be written for {UNSAVED} intervals of {every}",
             fact=f"{why}; {step} of {steps} steps are trained, {self.kept}",

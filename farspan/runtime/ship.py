@@ -25,7 +25,7 @@ from farspan.corpus.tokens import TokenFile
 from farspan.domain.codec import load, save
 from farspan.domain.corpus import TOKEN_FILES, CorpusManifest
 from farspan.domain.plan import Plan
-from farspan.domain.problems import Refusal, command
+from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder, RunRecord, cache_folder
 from farspan.runtime import connections, sealed
 from farspan.runtime.notices import Notices
@@ -78,7 +78,7 @@ def _give(notices: Notices, world: int, run: RunFolder) -> None:
                 raise Refusal(
                     "worker-lost", what=f"rank {lost} on {plan.devices[lost].host} was lost",
                     where=f"rank {lost}", fact=f"it has taken nothing of plan and tokens for {QUIET_S:.0f} s",
-                    remedy=command("resume", run.path),
+                    remedy=run.resume(),
                 )  # fmt: skip
             time.sleep(POLL_S)
     notices.say(SHARED, b"1")

@@ -133,8 +133,9 @@ class TrainState:
                 if parameter is not None:
                     module._parameters[name] = new[id(parameter)]
         made = [new[id(parameter)] for parameter in old]
-        for i, parameter in enumerate(made):
-            parameter.register_post_accumulate_grad_hook(self._collector(i))
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._collector(i)) for i, parameter in enumerate(made)
+        ]
         return made
 
     def _collector(self, index: int) -> Callable[[Tensor], None]:
@@ -223,6 +224,11 @@ class TrainState:
         ]  # fmt: skip
         # In double precision on the CPU: Apple's GPUs have none.
         return sum((norm * norm for norm in torch.stack(norms).cpu().double().tolist()), 0.0) if norms else 0.0
+
+    def end(self) -> None:
+        """Let go of the model, with which this state's memory would stay: the hooks of its parameters hold both."""
+        for hook in self._hooks:
+            hook.remove()
 
     def clear(self) -> None:
         """Gradients begin anew: every parameter's must be given before the next update."""

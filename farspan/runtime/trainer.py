@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.plan import Plan, Replica, row_quantum
-from farspan.domain.problems import Refusal, command
+from farspan.domain.problems import Refusal
 from farspan.domain.results import Event, Saved, Step, Traced, Validated, Warned
 from farspan.domain.run import RunFolder
 from farspan.runtime.budget import TimeBudget
@@ -266,7 +266,7 @@ class Trainer:
             return
         raise Refusal(
             "loss-spike", what=f"the loss of one worker is far above the others' for {PATIENCE} steps on end",
-            where=where, remedy=command("resume", self.w.run.path),
+            where=where, remedy=self.w.run.resume(),
             fact=f"{fact}, at step {step + 1}: its memory, processor or copy of the corpus is damaged",
         )  # fmt: skip
 

@@ -11,8 +11,12 @@ from torch import Tensor
 
 from farspan import models
 from farspan.domain.cluster import DType, UnitTime
+from farspan.domain.engine import engine
 from farspan.domain.model import ModelSpec
-from farspan.runtime.device import settle
+from farspan.domain.probe import LeftOut, UnitTimes
+from farspan.domain.train import TrainSpec
+from farspan.estimate.memory import kept_per_row, logits_bytes
+from farspan.runtime.device import free_memory, memory_is_full, release, settle
 from farspan.runtime.model import Decoder
 from farspan.runtime.state import TrainState
 
@@ -24,21 +28,34 @@ MOST_S = 5.0
 LONG_S = 1.0
 #: Blocks that are timed together, so that no cache holds the one that comes next.
 BLOCKS = 4
+#: Bytes a parameter of a unit with its state (`TrainState`): weights as made and as used, masters, gradients, two
+#: moments.
+STATE_BYTES: dict[DType, int] = {"fp32": 20, "bf16": 22, "fp16": 22}
 
 
 def unit_times(
-    device: torch.device, spec: ModelSpec, seq_len: int, rows: Sequence[int], dtypes: Sequence[DType]
-) -> tuple[UnitTime, ...]:
-    """Forward and backward seconds of every unit over so many sequences, by dtype; without those that do not fit."""
+    device: torch.device, spec: ModelSpec, seq_len: int, rows: Sequence[int], dtypes: Sequence[DType], allowed: int
+) -> UnitTimes:
+    """Forward and backward seconds of every unit over so many sequences, by dtype, in so many bytes; what would need
+    more is left out."""
     blocks = min(BLOCKS, spec.layers)
     ends = {"embedding": (0, 1), "block": (1, 1 + blocks), "head": (spec.layers + 1, spec.layers + 2)}
-    hash_, found = models.graph(spec).units_hash, list[UnitTime]()
+    hash_, found, left_out = models.graph(spec).units_hash, list[UnitTime](), list[LeftOut]()
     for dtype in dtypes:
-        units = {name: _Unit(device, spec, which, dtype) for name, which in ends.items()}
-        for count in sorted(rows):
+        units = dict[str, _Unit]()
+        for place, count in enumerate(sorted(rows)):
+            state, working = bytes_needed(spec, seq_len, count, dtype, device.type)
+            needed, free = working + (0 if units else state), free_memory(device, allowed)
             try:
+                if needed > free:
+                    raise torch.OutOfMemoryError
+                units = units or {name: _Unit(device, spec, which, dtype) for name, which in ends.items()}
                 times = _timed(units, (count, seq_len), spec.vocab_size, device)
-            except torch.OutOfMemoryError:
+            except (MemoryError, RuntimeError) as error:
+                if not memory_is_full(error):
+                    raise
+                left = tuple(sorted(rows)[place:])
+                left_out.append(LeftOut(what=f"units in {dtype}", rows=left, needed=needed, free=max(0, free)))
                 break
             for name, (forward, backward) in times.items():
                 share = blocks if name == "block" else 1
@@ -46,9 +63,29 @@ def unit_times(
                     model=hash_, unit=name, dtype=dtype, rows=count, seq_len=seq_len,  # type: ignore[arg-type]
                     forward_s=forward / share, backward_s=backward / share,
                 ))  # fmt: skip
+            release(device)
             if sum(map(sum, times.values())) > LONG_S:
                 break
-    return tuple(found)
+        while units:
+            units.popitem()[1].end()
+        release(device)
+    return UnitTimes(times=tuple(found), left_out=tuple(left_out))
+
+
+def bytes_needed(spec: ModelSpec, seq_len: int, rows: int, dtype: DType, backend: str) -> tuple[int, int]:
+    """Bytes that the timed units take: of their state, and of passes over so many sequences."""
+    graph, blocks, own = models.graph(spec), min(BLOCKS, spec.layers), engine("farspan")
+    train = TrainSpec(steps=1, batch=rows, seq_len=seq_len, precision=dtype)
+    kinds = ((graph.embedding, 1), (graph.block, blocks), (graph.head, 1))
+    weights = sum(count * graph.size(weight.dims) for unit, count in kinds for op in unit for weight in op.weights)
+    kept = sum(count * kept_per_row(graph, unit, train, {}, 1, backend) for unit, count in kinds)
+    # Of what a block keeps its backward pass makes gradients, one block at a time.
+    kept += kept_per_row(graph, graph.block, train, {}, 1, backend)
+    passing = rows * kept + logits_bytes(graph, train, rows, own)
+    # What a backward pass gives stands beside the sum that it is added to.
+    return round(weights * STATE_BYTES[dtype]), round(passing + 4 * max(
+        graph.size(weight.dims) for unit, _ in kinds for op in unit for weight in op.weights
+    ))  # fmt: skip
 
 
 class _Unit:
@@ -78,6 +115,10 @@ class _Unit:
 
     def clear(self) -> None:
         self._state.clear()
+        self._x = self._y = torch.empty(0)
+
+    def end(self) -> None:
+        self._state.end()
 
 
 def _timed(

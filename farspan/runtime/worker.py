@@ -29,7 +29,7 @@ from farspan.domain import catalog
 from farspan.domain.codec import load, save
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.plan import Plan, unsound
-from farspan.domain.problems import Problem, Refusal, command
+from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import Estimate, Event, Finished, Sampled, Started
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.units import format_bytes
@@ -222,21 +222,21 @@ def as_problem(error: BaseException, plan: Plan | None, run: RunFolder, rank: in
     if isinstance(error, checkpoint.Corrupt):
         return Problem(
             code="checkpoint-corrupt", what="a checkpoint changed while it was read", where=str(run.checkpoints),
-            fact=message[:300], remedy=command("resume", run.path),
+            fact=message[:300], remedy=run.resume(),
         )  # fmt: skip
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     full = full or "No space left" in message or "Disk quota exceeded" in message
     if full and "/dev/shm" not in message:  # Which is memory that NCCL's processes share.
         return Problem(
             code="disk-full", what="the disk became full while training", where=str(run.path), fact=message[:300],
-            remedy=f"free some space there, then: {command('resume', run.path)}",
+            remedy=f"free some space there, then: {run.resume()}",
         )  # fmt: skip
     return Problem(
         code="worker-lost",
         what=f"rank {rank} on {plan.devices[rank].host if plan else platform.node()} failed",
         where=f"{type(error).__name__} in {run.logs}/rank-{rank}.log",
         fact=message[:300] or "no message",
-        remedy=command("resume", run.path),
+        remedy=run.resume(),
     )
 
 
@@ -251,7 +251,7 @@ def gone(peer: int, how: How, plan: Plan, run: RunFolder) -> Problem:
     fact = f"it has said nothing for {SILENCE_S:.0f} s: the machine, the network or the process stands still"
     return Problem(
         code="worker-lost", what=f"rank {peer} on {plan.devices[peer].host} was lost",
-        where=f"{run.logs}/rank-{peer}.log", remedy=command("resume", run.path),
+        where=f"{run.logs}/rank-{peer}.log", remedy=run.resume(),
         fact=fact if how == "silence" else "a connection to it broke: it has ended, or the network between is cut",
     )  # fmt: skip
 
@@ -261,7 +261,7 @@ def check_plan(plan: Plan, run: RunFolder, rank: int, world: int) -> None:
     if world != len(plan.devices):
         raise Refusal(
             "plan-mismatch", what=f"the plan is for {len(plan.devices)} workers, not {world}", where=f"rank {rank}",
-            fact=f"{world} were started", remedy=command("resume", run.path),
+            fact=f"{world} were started", remedy=run.resume(),
         )  # fmt: skip
     if wrong := unsound(plan):
         raise Refusal(

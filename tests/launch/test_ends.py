@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import signal
@@ -17,7 +18,7 @@ from farspan.domain.clusterfile import FAR_FOLDER
 from farspan.domain.codec import load, save
 from farspan.domain.corpus import TOKEN_FILES
 from farspan.domain.problems import Problem, Refusal
-from farspan.domain.results import Finished
+from farspan.domain.results import Finished, Step, read_events
 from farspan.domain.run import RunRecord
 from farspan.launch.away import Away
 from farspan.launch.launchers import launch, torchrun
@@ -27,7 +28,7 @@ from farspan.runtime import huggingface
 from farspan.runtime.events import EventLog
 from farspan.runtime.model import drawn
 from tests import tiny
-from tests.launch.test_launchers import TRAIN
+from tests.launch.test_launchers import LONG, TRAIN, worker_of
 
 
 class Scripted(Workers):
@@ -128,13 +129,29 @@ def test_what_an_earlier_start_said_on_another_host_is_not_the_cause(far, tmp_pa
     assert (problem.code, problem.what) == ("device-missing", "rank 1 on far was lost")
 
 
+def test_what_workers_on_another_host_say_names_the_run_where_farspan_was_asked(far, tmp_path):
+    plan = tiny.plan(LONG, rows=(4, 4), micro_rows=2)
+    plan = replace(plan, devices=(replace(plan.devices[0], host="far"),) * 2)
+    run, two = tiny.run_folder(tmp_path / "my run", plan), replace(far, devices=far.devices * 2)
+    cluster = Cluster(sites=(Site(name="far", hosts=(two,)),))
+    with pytest.raises(Refusal) as refusal, launch("local", plan, run, cluster) as workers:
+        for event in workers:
+            if isinstance(event, Step) and event.step == 1:
+                os.kill(worker_of(run, 1), signal.SIGKILL)
+    said = load(on_disk(run_folder(far, plan, run).logs, tmp_path) / "rank-0.problem.json", Problem)
+    *_, last = read_events(run.events)
+    assert isinstance(last, Finished) and last.problem is not None
+    remedies = {problem.remedy for problem in (refusal.value.problem, said, last.problem)}
+    assert remedies == {f"farspan resume '{run.path}'"}
+
+
 # -- half of an event --------------------------------------------------------------------------------------------------
 
 #: As rank 0 begins: what is unfinished is cut off, and more is written.
 WRITES = """
 import sys
 from pathlib import Path
-from farspan.domain.results import Finished
+from farspan.domain.results import Finished, Step, read_events
 from farspan.runtime.events import EventLog
 with EventLog(Path(sys.argv[1])) as log:
     log.write(Finished(at=2.0, step=6, reason="done", seconds=1.0))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import msgspec
+
 from farspan.cli import job
 from farspan.cli.clusters import find
 from farspan.cli.commands.cluster import show
@@ -36,9 +38,13 @@ def run(given: argparse.Namespace, console: Console) -> None:
             fact=f"its context is {model.context}", remedy=f"--seq-len {model.context}",
         )  # fmt: skip
     job.refuse_file(out, f"farspan probe --cluster {given.cluster} -o {out.with_stem(out.stem + '-2')}")
-    measured = measure(cluster, model, console.say, seq_len=length)
+    measured, failed, notes = measure(cluster, model, console.say, seq_len=length)
     asked = f"--cluster {given.cluster} --model {given.model} --seq-len {length}"
-    save_cluster(measured, out, f"Measured by farspan probe {asked}.")
+    lost = [f"device {index} of {host} has failed: {problem.fact}" for (host, index), problem in failed.items()]
+    save_cluster(measured, out, "\n# ".join((f"Measured by farspan probe {asked}.", *notes, *lost)))
     show(measured, console)
     console.say(f"written: {out}")
+    for problem in failed.values():
+        others = f"; {len(failed) - 1} more have failed" if len(failed) > 1 else ""
+        raise Refusal.of(msgspec.structs.replace(problem, fact=f"{problem.fact}{others}; the rest is in {out}"))
     console.answer(to_file(measured))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from farspan.domain.run import HOME
 from farspan.launch.hosts import interpreter
 from farspan.launch.meeting import arrange
 from farspan.launch.workers import (
@@ -29,6 +30,7 @@ class Launch(Workers):
             values = {
                 **worker_environment(device.threads), **place(host, meeting),
                 "RANK": str(rank), "WORLD_SIZE": str(len(self.plan.devices)),
+                HOME: str(self.run.path.absolute()),
             }  # fmt: skip
             worker = [interpreter(host), "-m", "farspan.runtime.worker", str(folder.plan), str(folder.path)]
             yield HostProcess(

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from farspan.domain.cluster import Host
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem
-from farspan.domain.run import STORE_PORT, RunFolder
+from farspan.domain.run import HOME, STORE_PORT, RunFolder
 from farspan.launch.hosts import interpreter
 from farspan.launch.meeting import Meeting, arrange
 from farspan.launch.workers import (
@@ -37,8 +37,13 @@ class Launch(Workers):
         meeting = arrange(self.hosts)
         for host, words in zip(self.hosts, commands(self.plan, self.run, self.hosts, meeting), strict=True):
             ranks = tuple(rank for rank, device in enumerate(self.plan.devices) if device.host == host.name)
+            # By itself torchrun goes on where its launcher is gone, and its workers look at torchrun alone.
             yield HostProcess(host, ranks, words, log=self.log(f"rank-{ranks[0]}"), keep_open=self.keep_open,
                               hold=True, secret=meeting.secret)  # fmt: skip
+
+    def broken(self, process: Process) -> bool:
+        """One that gets SIGTERM says that it failed, though its workers have saved and ended well."""
+        return process.poll() != 1
 
     def lost(self, process: Process) -> dict[int, Problem]:
         """All failures of which torchrun tells at its end. Of those that it sees at one glance it takes the lowest rank
@@ -57,7 +62,10 @@ def commands(plan: Plan, run: RunFolder, hosts: tuple[Host, ...], meeting: Meeti
         made.append(with_environment(
             # By itself it kills workers that still save 30 s after it was told to end.
             worker_environment(max(device.threads for device in here)) | place(host, meeting)
-            | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{SAVE_S:.0f}", STORE_PORT: str(meeting.port)},
+            | {
+                "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{SAVE_S:.0f}", STORE_PORT: str(meeting.port),
+                HOME: str(run.path.absolute()),
+            },
             [
                 interpreter(host), "-m", "torch.distributed.run", f"--nnodes={len(hosts)}", f"--node-rank={node}",
                 f"--nproc-per-node={len(here)}", f"--master-addr={meeting.address}",

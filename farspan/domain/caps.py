@@ -1,0 +1,86 @@
+"""What control groups, version 2 and version 1, allow this process of memory: `python -m farspan.domain.caps` says it.
+
+Run through a host's or a device's `enter` command it says what holds there, also after what ran there was killed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+#: Beyond, a limit of version 1 means none.
+UNLIMITED = 2**60
+#: Files of a group by version: its limit, its use and the most of it so far.
+FILES = {2: ("memory.max", "memory.current", "memory.peak"),
+         1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.max_usage_in_bytes")}  # fmt: skip
+
+
+class Cap(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of one group: its limit, what cannot be taken back of what it uses, and the most that it used."""
+
+    limit: int
+    used: int
+    peak: int | None = None
+
+
+def caps() -> list[Cap]:
+    """The groups of this process, and their parents, that have a limit."""
+    return [cap for folder, version in _groups() if (cap := _cap(folder, *FILES[version])) is not None]
+
+
+def tightest() -> Cap | None:
+    """The group with the least limit."""
+    return min(caps(), key=lambda cap: cap.limit, default=None)
+
+
+def _groups() -> Iterator[tuple[Path, int]]:
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, version = Path("/sys/fs/cgroup"), 2
+        elif "memory" in controllers.split(","):
+            root, version = Path("/sys/fs/cgroup/memory"), 1
+        else:
+            continue
+        group = root / path.lstrip("/")
+        while True:
+            yield group, version
+            if group in (root, group.parent):
+                break
+            group = group.parent
+
+
+def _cap(folder: Path, limit: str, use: str, peak: str) -> Cap | None:
+    """None where there is no limit ("max"), or the group lies outside what this process sees."""
+    allowed, used = _number(folder / limit), _number(folder / use)
+    if allowed is None or used is None or allowed >= UNLIMITED:
+        return None
+    return Cap(limit=allowed, used=max(0, used - _cached(folder)), peak=_number(folder / peak))
+
+
+def _cached(folder: Path) -> int:
+    """Bytes of files that the kernel takes back before it kills anybody."""
+    try:
+        figures = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+    names = ("inactive_file", "active_file")
+    return sum(int(figures.get(f"total_{name}", figures.get(name, 0))) for name in names)
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(msgspec.json.encode(tightest()) + b"\n")

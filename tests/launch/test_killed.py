@@ -1,0 +1,186 @@
+"""Whatever is killed with SIGKILL, launcher, actor or what lies between: nobody trains on, what was done is saved, and
+who was lost is named."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from farspan.domain.codec import save
+from farspan.domain.problems import Problem
+from farspan.domain.results import Finished, Step, read_events
+from farspan.domain.run import RunFolder
+from farspan.runtime import checkpoint
+from tests import tiny
+from tests.launch.test_launchers import LONG
+
+#: Launches a run; prints the problem that it ends with, or null. SIGUSR1 is as Ctrl-C twice.
+DRIVE = """
+import signal, sys, msgspec
+from pathlib import Path
+from farspan.domain.cluster import Cluster
+from farspan.domain.codec import load
+from farspan.domain.problems import Refusal
+from farspan.domain.run import RunFolder
+from farspan.launch.launchers import launch
+run, problem = RunFolder(Path(sys.argv[1])), None
+try:
+    with launch(sys.argv[2], run.load_plan(), run, load(run.cluster, Cluster)) as workers:
+        signal.signal(signal.SIGUSR1, lambda number, frame: (workers.interrupt(), workers.interrupt()))
+        list(workers)
+except Refusal as refusal:
+    problem = refusal.problem
+print(msgspec.json.encode(problem).decode())
+"""
+#: What is asked to end has ended within this, on a busy machine.
+END_S = 60.0
+
+
+def started(tmp_path: Path, launcher: str) -> tuple[RunFolder, subprocess.Popen[bytes]]:
+    """A run of two workers that would go on for hours, and the process that launched it, once it trains."""
+    plan = tiny.plan(LONG, rows=(4, 4), micro_rows=4)
+    run = tiny.run_folder(tmp_path / "run", plan)
+    here = tiny.this_machine(plan).with_hosts(lambda host: replace(host, address="127.0.0.1"))
+    save(here, run.cluster)
+    process = subprocess.Popen([sys.executable, "-c", DRIVE, str(run.path), launcher], stdout=subprocess.PIPE)
+
+    def trains() -> bool:
+        assert process.poll() is None, process.communicate()
+        return run.events.exists() and any(isinstance(one, Step) for one in read_events(run.events))
+
+    eventually(trains, 180.0)
+    return run, process
+
+
+def eventually(true: Callable[[], bool], seconds: float = END_S) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it does not come about"
+        time.sleep(0.05)
+
+
+def processes(*words: str) -> dict[int, int]:
+    """Processes whose command line has all these words, and their parents."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (process / "cmdline").read_bytes().decode().split("\0")
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, IndexError):
+            continue
+        if all(any(word in part for part in line) for word in words):
+            found[int(process.name)] = parent
+    return found
+
+
+def workers_of(run: RunFolder) -> dict[int, int]:
+    return {
+        pid: parent
+        for pid, parent in processes(str(run.path), "farspan.runtime.worker").items()
+        if not processes("torch.distributed.run", str(run.path)).keys() & {pid} and pid not in holders(run)
+    }
+
+
+def holders(run: RunFolder) -> dict[int, int]:
+    return processes(str(run.path), "farspan.launch.held")
+
+
+def ends_and_has_saved(run: RunFolder) -> None:
+    """All processes of the run end, its lock is free, and the step that it stood at is saved."""
+    eventually(lambda: not processes(str(run.path)))
+    *_, last = read_events(run.events)
+    assert isinstance(last, Finished) and last.reason == "interrupted" and last.step < LONG.steps
+    assert any(checkpoint.verify(path) for path in checkpoint.newest_first(run.checkpoints))
+    with open(run.lock, "ab") as lock:
+        eventually(lambda: free(lock.fileno()))
+
+
+def free(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def said(process: subprocess.Popen[bytes]) -> Problem:
+    out, _ = process.communicate(timeout=END_S)
+    problem = msgspec.json.decode(out, type=Problem | None)
+    assert problem is not None, "it says that all went well"
+    return problem
+
+
+@pytest.fixture(autouse=True)
+def _none_left(tmp_path):
+    yield
+    for pid in processes(str(tmp_path)):
+        os.kill(pid, signal.SIGKILL)
+
+
+def needs(launcher: str) -> None:
+    if launcher == "ray":
+        pytest.importorskip("ray", reason="waits for farspan[ray]")
+
+
+@pytest.mark.parametrize("launcher", ["local", "torchrun", "ray"])
+def test_the_end_of_a_killed_launcher_asks_its_workers_to_save_and_end(tmp_path, launcher):
+    needs(launcher)
+    run, process = started(tmp_path, launcher)
+    process.kill()
+    process.communicate()
+    ends_and_has_saved(run)
+
+
+@pytest.mark.parametrize("killed", ["held", "torchrun"])
+def test_what_lies_between_launcher_and_workers_is_killed(tmp_path, killed):
+    run, process = started(tmp_path, "torchrun")
+    (holder,) = holders(run)
+    agent = next(pid for pid, parent in processes("torch.distributed.run").items() if parent == holder)
+    os.kill(holder if killed == "held" else agent, signal.SIGKILL)
+    problem = said(process)
+    assert (problem.code, problem.what) == ("worker-lost", "rank 0 on here was lost")
+    assert "SIGKILL" in problem.fact and problem.remedy == f"farspan resume {run.path}"
+    ends_and_has_saved(run)
+
+
+def test_a_torchrun_that_gets_sigterm_from_elsewhere_ends_as_asked(tmp_path):
+    run, process = started(tmp_path, "torchrun")
+    (holder,) = holders(run)
+    os.kill(next(pid for pid, parent in processes("torch.distributed.run").items() if parent == holder), signal.SIGTERM)
+    out, _ = process.communicate(timeout=END_S)
+    assert out == b"null\n"
+    ends_and_has_saved(run)
+
+
+def test_whom_a_second_request_ends_at_once_saves_nothing(tmp_path):
+    run, process = started(tmp_path, "torchrun")
+    process.send_signal(signal.SIGUSR1)
+    problem = said(process)
+    eventually(lambda: not processes(str(run.path)))
+    assert problem.code in ("interrupted", "worker-lost") and not list(run.checkpoints.glob("step-*"))
+
+
+@pytest.mark.parametrize("killed", ["actor", "worker", "raylet"])
+def test_what_ray_runs_a_worker_by_is_killed(tmp_path, killed):
+    needs("ray")
+    run, process = started(tmp_path, "ray")
+    (worker, actor), *_ = sorted(workers_of(run).items())
+    pid = {"actor": actor, "worker": worker, "raylet": next(iter(processes("/raylet/raylet")))}[killed]
+    os.kill(pid, signal.SIGKILL)
+    problem = said(process)
+    assert (problem.code, problem.exit_code) == ("worker-lost", 24)
+    assert problem.remedy == f"farspan resume {run.path}"
+    if killed != "raylet":
+        assert re.fullmatch(r"rank [01] on here was lost", problem.what)
+    eventually(lambda: not processes(str(run.path)))
