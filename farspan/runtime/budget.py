@@ -90,11 +90,11 @@ class TimeBudget:
     def validated(self, tokens: int, seconds: float) -> None:
         """A validation has read so many tokens."""
         if tokens:
-            self.paces = msgspec.structs.replace(self.paces, token_s=seconds / tokens)
+            self.paces = msgspec.structs.replace(self.paces, token_s=_mean(self.paces.token_s, seconds / tokens))
 
     def saved(self, seconds: float) -> None:
         """A checkpoint was written."""
-        self.paces = msgspec.structs.replace(self.paces, save_s=seconds)
+        self.paces = msgspec.structs.replace(self.paces, save_s=_mean(self.paces.save_s, seconds))
 
     # -- what follows --------------------------------------------------------------------------------------------------
 
@@ -160,3 +160,8 @@ class TimeBudget:
         if left_s < least * each_s or left_s <= 0:
             return 0
         return left if each_s == 0 else min(left, max(least, int(CHUNK * left_s / each_s)))
+
+
+def _mean(before: float | None, now: float) -> float:
+    """What is rarely measured counts as much as all before it."""
+    return now if before is None else (before + now) / 2

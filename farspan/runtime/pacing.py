@@ -90,10 +90,10 @@ class Pacing:
         """How far a run of `steps` is at an update by its time: from what rank 0 said last, evenly to 1 at the last."""
         if self.share == 0.0:  # Nothing was said yet, or there is no time budget.
             return 0.0
-        if step >= steps - 1:
-            return 1.0
-        left = steps - 1 - self._share_at
-        self.share, self._share_at = self.share + (1 - self.share) * (step - self._share_at) / left, step
+        left, gone = steps - 1 - self._share_at, step - self._share_at
+        # The last step is at 1, and so are those after it for which there was time after all.
+        self.share = self.share + (1 - self.share) * gone / left if gone < left else 1.0
+        self._share_at = step
         return self.share
 
     def more_windows(self, window_tokens: int, least: int, left: int) -> int:

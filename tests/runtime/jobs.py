@@ -17,6 +17,7 @@ from farspan.domain.run import RunFolder
 from farspan.runtime.collective import Group
 from farspan.runtime.tied import TABLE
 from farspan.runtime.trainer import Trainer
+from farspan.runtime.validation import Sums
 from farspan.runtime.wire import Sent
 from farspan.runtime.worker import build
 from tests.runtime import reference
@@ -162,3 +163,13 @@ def staying(group: Group, plan: Plan, path: Path) -> list[str]:
             b for b, bucket in enumerate(state.buckets) if bucket.ways > 1 and state.working[b].untyped_storage().size()
         ]
         return [name for i, name in enumerate(state.names) if name.startswith("blocks.") and state.home[i][0] in here]
+
+
+def read(group: Group, plan: Plan, path: Path, first: int, stop: int) -> tuple[Sums, list[int]]:
+    """What the first weights have on windows of the validation split, and the windows that this worker reads itself."""
+    with trainer(group, plan, path) as (made, _):
+        validation = made.validation
+        chosen = validation.windows(first, stop)
+        mine = [int(w) for windows in validation._mine(chosen) for w in windows if w < made.w.val.count]
+        place = made.w.executor.place
+        return validation.read(first, stop), mine if place.last and place.tensor == 0 else []
