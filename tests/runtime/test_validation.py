@@ -177,7 +177,8 @@ def test_a_budget_without_time_for_the_whole_split_reads_a_larger_sample_and_say
     monkeypatch.setattr(Validation, "read", slow)
     reason, _ = start.train()
     last = validated(start)[-1]
-    assert reason == "deadline" and 98.0 <= start.now <= 102.0
+    # The rest is kept for the sample text, which a worker writes after its training.
+    assert reason == "deadline" and (1 - SAMPLES) * 100 - 2 <= start.now <= 102
     assert 0.5 * VALIDATION * 100 <= 0.05 * last.tokens / S <= (VALIDATION + SAMPLES) * 100 + 1
     assert last.tokens < last.of and last.standard_error > 0
 
@@ -190,25 +191,25 @@ NAMES = (
 
 @pytest.mark.parametrize("name", NAMES)
 def test_all_workers_together_read_each_window_once(fleet: Fleet, folder: Path, name: str):
-    case = Case(folder, replace(HAND_PICKED[name], train=replace(HAND_PICKED[name].train, validate_tokens=11 * 8)))
-    found = fleet.run(jobs.read, case.world, case.plan, case.path, 0, 11)
+    case = Case(folder, replace(HAND_PICKED[name], train=replace(HAND_PICKED[name].train, validate_tokens=0)))
+    found = fleet.run(jobs.read, case.world, case.plan, case.path, 0, 10)
     assert len({sums for sums, _ in found}) == 1
     sums = found[0][0]
     manifest = load(RunFolder(case.path).corpus, CorpusManifest)
     tokens = np.fromfile(case.path.parent / "corpus" / "val.bin", "<u2")
     val = Windows(tokens, case.plan.train.seq_len)
-    chosen = validation.permute(np.arange(11, dtype=np.uint64), val.count, validation.SEED, 0)
+    chosen = validation.permute(np.arange(10, dtype=np.uint64), val.count, validation.SEED, 0)
     assert (
         Counter(w for _, mine in found for w in mine) == Counter(chosen.tolist()) and len(tokens) == manifest.val.tokens
     )
-    weights = reference.start(case.plan.model)
+    weights = {name: weight.double() for name, weight in reference.start(case.plan.model).items()}
     inputs, targets = map(torch.from_numpy, val.read(chosen))
     rows = [
         float(reference.mean_loss(weights, case.plan.model, inputs[i : i + 1], targets[i : i + 1]))
         for i in range(len(inputs))
     ]
     valid = val.valid(chosen)
-    assert (sums.windows, sums.tokens) == (11, int(valid.sum()))
+    assert (sums.windows, sums.tokens) == (10, int(valid.sum()))
     assert sums.loss == pytest.approx(float(np.dot(rows, valid)), rel=1e-5)
     assert sums.ll == pytest.approx(float(np.dot(np.square(rows), valid * valid)), rel=1e-5)
     assert sums.lt == pytest.approx(float(np.dot(rows, valid * valid)), rel=1e-5)
