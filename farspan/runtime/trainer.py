@@ -89,6 +89,7 @@ class Trainer:
         self._started = self._saved_at if began is None else began
         self._first_step = 0
         self._saved_step = self._validated_step = -1
+        self._sample = Sums()
 
     @property
     def elapsed_s(self) -> float:
@@ -146,8 +147,7 @@ class Trainer:
             self.w.executor.gatherer.publish()
             self._saved_step = self._validated_step = -1  # This is not the model that had been saved or validated.
         self.save()
-        whole = self.validation.first == self.validation.most
-        if reason != "interrupted" and not (whole and self.step == self._validated_step):
+        if reason != "interrupted":
             self._validate(last=True)
         if outer is not None:
             outer.close()
@@ -294,12 +294,15 @@ class Trainer:
     # -- validation and checkpoints --------------------------------------------------------------------------------
 
     def _validate(self, last: bool = False) -> None:
-        """Measure the loss, and keep the weights if it is the best so far: judged by the same windows each time."""
-        began = self.monotonic()
+        """Measure the loss, and keep the weights if it is the best so far: judged by the same windows each time, from
+        where the last one reads on."""
+        began, known = self.monotonic(), self.step == self._validated_step
         with self.w.executor.met():
-            sample = sums = self._read(0, self.validation.first)
+            sample = sums = self._sample if known else self._read(0, self.validation.first)
             if last:
                 sums = self._read_on(sample)
+        if known and sums == sample:
+            return
         if not math.isfinite(sums.mean):
             self.save()
             raise Refusal(
@@ -307,18 +310,23 @@ class Trainer:
                 where="the validation split", remedy=LOWER,
                 fact=f"loss {sums.mean}; these weights are kept, though their losses in training were finite",
             )  # fmt: skip
-        self._validated_step = self.step
-        best = self.progress.best_loss is None or sample.mean < self.progress.best_loss
-        self.progress = replace(
-            self.progress,
-            best_loss=sample.mean if best else self.progress.best_loss,
-            stale=0 if best else self.progress.stale + 1,
-        )
+        self._validated_step, self._sample = self.step, sample
+        best = not known and self._is_best(sample.mean)
         self.w.emit(self._validated(sums, sample if last else None, best, self.monotonic() - began))
         if best:
             weights = self.saves.weights()
             if self.w.group.rank == 0:
                 checkpoint.write_best(self.w.run.best, weights, self._current(), self.w.group.writing)
+
+    def _is_best(self, loss: float) -> bool:
+        """Whether no validation's sample had so small a loss; counted where it is not."""
+        best = self.progress.best_loss is None or loss < self.progress.best_loss
+        self.progress = replace(
+            self.progress,
+            best_loss=loss if best else self.progress.best_loss,
+            stale=0 if best else self.progress.stale + 1,
+        )
+        return best
 
     def _validated(self, sums: Sums, sample: Sums | None, best: bool, seconds: float) -> Validated:
         """What is told of a validation; of the last one also its loss on the `sample` that others read."""
