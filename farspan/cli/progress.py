@@ -16,7 +16,8 @@ from rich.text import Text
 from farspan.domain.model import train_flops_per_token
 from farspan.domain.plan import Plan
 from farspan.domain.results import Event, Finished, Saved, Started, Step, Validated, Warned
-from farspan.domain.units import format_bytes, format_seconds
+from farspan.domain.units import format_bytes, format_count, format_seconds
+from farspan.report.losses import told
 from farspan.report.text import ENDINGS, maybe
 
 #: Speeds and times to go are medians over so many last steps.
@@ -40,6 +41,8 @@ class Progress:
         self._validated: Validated | None = None
         self._saved: Saved | None = None
         self._steps, self._pauses_s = 0, 0.0
+        #: Of the whole run, as its time budget has it now.
+        self._in_all = plan.train.steps
         self._line_at = float("-inf")
         self._live: Live | None = None
         if console.is_terminal:
@@ -65,12 +68,13 @@ class Progress:
                 # Counted first: the display divides by it as soon as there is a step.
                 self._steps += 1
                 self._recent.append(event)
+                self._in_all = event.steps or self._in_all
                 if self._live is None and self._clock() - self._line_at >= LINE_S:
                     self._line_at = self._clock()
-                    self._print(" · ".join([f"step {event.step:,}/{self._plan.train.steps:,}", *self._facts()]))
+                    self._print(" · ".join([f"step {event.step:,}/{self._in_all:,}", *self._facts()]))
             case Validated():
                 self._validated, self._pauses_s = event, self._pauses_s + event.seconds
-                loss = f"validation loss {event.loss:.3f} · {event.bits_per_byte:.3f} bits a byte"
+                loss = f"validation loss {told(event)} · {event.bits_per_byte:.3f} bits a byte"
                 self._print(f"step {event.step:,} · {loss}{' · best so far' if event.best else ''}")
             case Saved():
                 self._saved, self._pauses_s = event, self._pauses_s + event.seconds
@@ -92,7 +96,7 @@ class Progress:
         last = recent[-1]
         facts = [f"loss {last.loss:.3f}"]
         if self._validated is not None:
-            facts.append(f"val {self._validated.loss:.3f}")
+            facts.append(f"val {self._validated.loss:.3f} {_read_of(self._validated)}".rstrip())
         tokens_per_s = median(step.tokens / step.step_s for step in recent)
         facts += [f"{tokens_per_s:,.0f} tokens/s", f"MFU {self._mfu(tokens_per_s)}", format_bytes(last.memory_bytes)]
         return [*facts, f"ETA {format_seconds(self.eta_s())}"]
@@ -106,10 +110,10 @@ class Progress:
         """Seconds until the last step: each takes the median of recent ones and its share of validations and saves."""
         recent = tuple(self._recent)
         each_s = median(step.step_s for step in recent) + self._pauses_s / self._steps
-        return (self._plan.train.steps - recent[-1].step) * each_s
+        return (self._in_all - recent[-1].step) * each_s
 
     def _render(self) -> Group:
-        steps = self._plan.train.steps
+        steps = self._in_all
         if not self._recent:
             return Group(Text("starting workers" if self._started is None else "first step", style="dim"))
         done = self._recent[-1].step
@@ -123,3 +127,8 @@ class Progress:
             ago_s = max(0.0, self._clock() - self._saved.at)
             saved = f"saved step {self._saved.step:,}, {format_seconds(ago_s)} ago"
         return Group(head, Text(" · ".join(facts)), Text(saved, style="dim"))
+
+
+def _read_of(event: Validated) -> str:
+    """As `read_on`, short."""
+    return "" if event.of is None else f"on {format_count(event.tokens)} of {format_count(event.of)} tokens"

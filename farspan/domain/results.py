@@ -110,15 +110,39 @@ class Step(_Event, frozen=True, kw_only=True, tag="step"):
     tokens: int
     step_s: float
     memory_bytes: int
+    #: Steps of the whole run as its time budget has it now; None of a run without one.
+    steps: int | None = None
 
 
 class Validated(_Event, frozen=True, kw_only=True, tag="validated"):
+    """The mean loss of `tokens` of the `of` tokens to be predicted in the validation split, with the weights of `step`.
+
+    What has a default was not told by earlier versions, which read the first tokens of the split.
+    """
+
     step: int
     loss: float
     bits_per_byte: float
     tokens: int
     seconds: float
+    #: Whether these weights are kept as the best so far, by what validations in between read.
     best: bool
+    of: int | None = None
+    #: Of `loss`, as an estimate of the whole split's; None where too few windows say nothing of it.
+    standard_error: float | None = None
+    #: What the tokens are known by: losses of runs with unlike names are not of the same tokens.
+    read: str | None = None
+    #: Entropies of these same tokens under the training split's counts, nats a token; told by rank 0.
+    unigram_nats: float | None = None
+    bigram_nats: float | None = None
+    #: Of the last validation of a run: its loss on the `sample_tokens` that validations in between read.
+    sample_loss: float | None = None
+    sample_tokens: int | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of the split was read."""
+        return self.tokens == self.of
 
 
 class Saved(_Event, frozen=True, kw_only=True, tag="saved"):
@@ -188,7 +212,8 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     tokens: int
     train_loss: float
-    #: Of the last validation, as are perplexity and bits per byte.
+    #: Of the last validation, as are perplexity and bits per byte; and the least on the tokens that all validations
+    #: read.
     val_loss: float | None
     best_val_loss: float | None
     perplexity: float | None
@@ -196,6 +221,17 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     mfu: float | None
     tflops_per_device: float
     reason: str
+    #: Of the last validation too, as in `Validated`: after which step, on which and how many tokens, how sure.
+    val_step: int | None = None
+    val_tokens: int | None = None
+    val_of: int | None = None
+    val_read: str | None = None
+    val_standard_error: float | None = None
+    unigram_nats: float | None = None
+    bigram_nats: float | None = None
+    #: After which step the loss was `best_val_loss`, and on how many tokens.
+    best_val_step: int | None = None
+    best_val_tokens: int | None = None
 
 
 def read_events(path: Path) -> Iterator[Event]:

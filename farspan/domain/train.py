@@ -49,14 +49,15 @@ class TrainSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     #: keep what rounding left for the next time (arXiv 1901.09847), but for activations: each is another sample's.
     wan_bits: Literal[8, 16, 32] = 32
     seed: int = 0
-    #: Steps between validations, and how many tokens of the validation split each reads (0: all).
+    #: Steps between validations, and how many tokens of the validation split each of these reads (0: all).
     validate_every: Positive = 100
     validate_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     #: Stop after so many validations in a row without a better loss; 0 never stops early.
     patience: Annotated[int, msgspec.Meta(ge=0)] = 0
     checkpoint_every_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
     keep: Positive = 3
-    #: Wall-clock end of the run, counted over all its resumptions; None runs every step.
+    #: Seconds that the workers may take, from when they open their devices to their last event, over all resumptions;
+    #: None runs every step.
     deadline_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
 
     @property

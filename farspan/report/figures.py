@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
+from farspan.report import losses
 from farspan.report.charts import Axis, Chart, Series
 from farspan.report.history import Run
 
@@ -20,12 +21,14 @@ def figures(run: Run) -> list[Chart]:
         return []
     by_tokens, by_time = _axes(run)
     steps = [timed.step for timed in history.steps]
-    validated = {event.step: event.loss for event in history.validations}
+    validated = {event.step: losses.compared(event)[0] for event in history.validations}
     loss = (
         *_both("train loss", [step.loss for step in steps], "train"),
-        Series("validation loss", [validated.get(step.step) for step in steps], "points", "val"),
+        Series(_validation_name(run), [validated.get(step.step) for step in steps], "points", "val"),
     )
-    entropies = (("unigram entropy", run.corpus.unigram_nats), ("bigram entropy", run.corpus.bigram_nats))
+    # Of the tokens that the points are of: a validation in between has read no others.
+    between = next((event for event in history.validations if event.sample_loss is None), losses.last(run))
+    entropies = tuple((f"{name} entropy", nats) for name, nats in losses.entropies(run, between).items())
     speed = _both("tokens/s", [step.tokens / step.step_s for step in steps], "speed")
     size, unit = (1e9, "GB") if history.memory_bytes >= 1e9 else (1e6, "MB")
     whose = "rank 0" if run.others else "the largest worker"
@@ -42,6 +45,13 @@ def figures(run: Run) -> list[Chart]:
     if any(norm is not None for norm in norms):
         charts.append(Chart("grad-norm", "Gradient norm", by_tokens, _both("gradient norm", norms, "norm"), "log"))
     return charts
+
+
+def _validation_name(run: Run) -> str:
+    """With the tokens that every validation read, where these are not all."""
+    end = losses.last(run)
+    _, tokens, of = (0.0, 0, None) if end is None else losses.compared(end)
+    return "validation loss" if of is None or tokens == of else f"validation loss {losses.read_on(tokens, of)}"
 
 
 def _axes(run: Run) -> tuple[Axis, Axis]:

@@ -7,6 +7,7 @@ from statistics import fmean, median
 
 from farspan.domain.model import train_flops_per_token
 from farspan.domain.results import Measurement
+from farspan.report import losses
 from farspan.report.history import Run
 
 #: The training loss reported is the mean of so many last steps: one step's loss is mostly noise.
@@ -29,7 +30,9 @@ def measure(run: Run) -> Measurement | None:
     flops = [(flops_per_token * rate, timed.start) for rate, timed in zip(rates, warm, strict=True)]
     used = [rate / start.peak_flops for rate, start in flops if start.peak_flops]
     estimate = history.estimate
-    last = history.validations[-1] if history.validations else None
+    last = losses.last(run)
+    best = min(history.validations, key=lambda event: losses.compared(event)[0], default=None)
+    entropies = losses.entropies(run, last)
     return Measurement(
         step_s=median(timed.step.step_s for timed in warm),
         run_s=history.run_s,
@@ -40,10 +43,19 @@ def measure(run: Run) -> Measurement | None:
         tokens=history.steps[-1].tokens,
         train_loss=fmean(timed.step.loss for timed in history.steps[-LAST_STEPS:]),
         val_loss=last.loss if last else None,
-        best_val_loss=min((validated.loss for validated in history.validations), default=None),
+        best_val_loss=losses.compared(best)[0] if best else None,
         perplexity=math.exp(last.loss) if last and last.loss < 700 else None,
         bits_per_byte=last.bits_per_byte if last else None,
         mfu=median(used) if len(used) == len(warm) else None,
         tflops_per_device=median(rate / start.world / 1e12 for rate, start in flops),
         reason=history.reason,
+        val_step=last.step if last else None,
+        val_tokens=last.tokens if last else None,
+        val_of=last.of if last else None,
+        val_read=last.read if last else None,
+        val_standard_error=last.standard_error if last else None,
+        unigram_nats=entropies["unigram"] if last else None,
+        bigram_nats=entropies["bigram"] if last else None,
+        best_val_step=best.step if best else None,
+        best_val_tokens=losses.compared(best)[1] if best else None,
     )

@@ -11,7 +11,7 @@ from farspan.domain.codec import content_hash, write_atomically
 from farspan.domain.results import Environment
 from farspan.domain.run import RunFolder
 from farspan.domain.units import format_bytes, format_count, format_seconds, short_time
-from farspan.report import charts, compared_text, plan_terminal, text
+from farspan.report import charts, compared_text, losses, plan_terminal, text
 from farspan.report.charts import TINTS
 from farspan.report.compared import Compared
 from farspan.report.figures import figures
@@ -40,6 +40,7 @@ def page(run: Run, found: Compared | None = None) -> str:
         run=run, history=run.history, measured=measured, found=found, figures=figures(run),
         name=run.folder.resolve().name,
         chart_style=chart_style(),
+        loss_notes=losses.notes(run, measured) if measured else [],
         comparison=text.comparison(run, measured), references=text.references(run, measured),
         timeline=timeline(run), environments=_environments(run), config_hash=content_hash(run.config),
     )  # fmt: skip
@@ -59,7 +60,8 @@ def environment() -> jinja2.Environment:
     }  # fmt: skip
     shown = (compared_text.sentences, compared_text.part_rows, compared_text.memory_rows, compared_text.traced_line,
              charts.scales, charts.ticks, charts.label, charts.caption, charts.named, charts.thin, charts.to_csv,
-             text.counted, text.gap, text.maybe, text.model_line, text.money, short_time, zip)  # fmt: skip
+             losses.exact, losses.read_on, text.counted, text.gap, text.maybe, text.model_line, text.money,
+             short_time, zip)  # fmt: skip
     made.globals |= {function.__name__: function for function in shown}
     made.globals |= {"width": charts.WIDTH, "height": charts.HEIGHT, "left": charts.LEFT, "endings": text.ENDINGS}
     made.globals |= {"tints": TINTS, "numbered": NUMBERED, "words": plan_terminal.WORDS}

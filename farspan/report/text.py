@@ -11,6 +11,7 @@ from farspan.domain.problems import command
 from farspan.domain.results import Estimate, Measurement
 from farspan.domain.units import format_bytes, format_count, format_seconds, format_usd, short_time
 from farspan.estimate.price import RESERVE
+from farspan.report import losses
 from farspan.report.compared import Compared
 from farspan.report.compared_text import memory_rows, part_rows, sentences
 from farspan.report.history import COMPLETE, Run
@@ -62,11 +63,13 @@ def summary(run: Run, found: Compared | None = None) -> str:
     lines = [f"{ending} · step {done:,} of {run.plan.train.steps:,}{_resumed(run)}"]
     if (measured := measure(run)) is not None:
         if measured.val_loss is not None:
+            assert measured.unigram_nats is not None
             lines.append(
-                f"validation loss {measured.val_loss:.3f} · perplexity {maybe(measured.perplexity, ',.1f')} · "
+                f"validation loss {losses.headline(measured)} · perplexity {maybe(measured.perplexity, ',.1f')} · "
                 f"{maybe(measured.bits_per_byte, '.3f')} bits a byte · "
-                f"{gap(measured.val_loss, run.corpus.unigram_nats)} the unigram entropy"
+                f"{gap(measured.val_loss, measured.unigram_nats)} the unigram entropy"
             )
+            lines += losses.notes(run, measured)
         lines.append(
             f"{format_seconds(measured.run_s)} · {measured.tokens_per_s:,.0f} tokens/s · "
             f"{measured.tflops_per_device:.3g} TFLOP/s a device · MFU {maybe(measured.mfu, '.1%')} · "
@@ -102,6 +105,9 @@ def report(run: Run, found: Compared | None = None) -> str:
         lines += ["", *table([("peak memory", *beside), *memory_rows(found)])]
     if rows := references(run, measured):
         lines += ["", *table([("nats a token", "entropy", "validation loss", "difference"), *rows])]
+        assert measured is not None
+        if where := losses.read_on(measured.val_tokens, measured.val_of):
+            lines.append(f"loss and entropies {where}")
     return "\n".join(lines)
 
 
@@ -140,8 +146,7 @@ def references(run: Run, measured: Measurement | None) -> list[tuple[str, str, s
     """Rows (reference, its entropy, validation loss, loss minus entropy), in nats a token."""
     if measured is None or measured.val_loss is None:
         return []
-    loss = measured.val_loss
-    entropies = {"unigram": run.corpus.unigram_nats, "bigram": run.corpus.bigram_nats}
+    loss, entropies = measured.val_loss, losses.entropies(run, losses.last(run))
     return [(name, f"{nats:.3f}", f"{loss:.3f}", f"{loss - nats:+.3f}") for name, nats in entropies.items()]
 
 

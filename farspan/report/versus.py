@@ -14,10 +14,11 @@ from typing import NamedTuple
 import msgspec
 
 from farspan.domain.codec import content_hash, read_bytes
-from farspan.domain.results import Environment, Measurement
+from farspan.domain.results import Environment, Measurement, Validated
 from farspan.domain.run import RunFolder
 from farspan.domain.units import format_bytes, format_seconds, format_usd, short_time
 from farspan.domain.words import listed, stage_words
+from farspan.report import losses
 from farspan.report.history import Run
 from farspan.report.measure import measure
 
@@ -105,9 +106,16 @@ def text(run: Run) -> tuple[object, ...]:
     return run.corpus.source, val.text_bytes, val.documents
 
 
-def validated(run: Run) -> int | None:
-    """Tokens that a run's last validation read."""
-    return run.history.validations[-1].tokens if run.history.validations else None
+def read_whole(run: Run, event: Validated) -> bool:
+    """Whether a run's last validation read all of the split."""
+    return run.plan.train.validate_tokens == 0 if event.of is None else event.whole
+
+
+def read_same(events: Sequence[Validated]) -> bool:
+    """Whether validations of one corpus read the same tokens. Earlier versions read the first of the split: theirs are
+    told by their number, and never the same as those of a run that names its tokens."""
+    names = {event.read for event in events}
+    return len(names) < 2 and (names != {None} or len({event.tokens for event in events}) < 2)
 
 
 # -- results -----------------------------------------------------------------------------------------------------------
@@ -128,8 +136,13 @@ def _results(runs: Sequence[Run]) -> tuple[tuple[Line, ...], tuple[str, ...]]:
         _line("money", measured, lambda m: m.usd, format_usd, ranked=orders.work),
         _line("validation loss, nats a token", measured, lambda m: m.val_loss, "{:.4f}".format, ranked=orders.nats),
         _line("validation loss, bits a byte", measured, lambda m: m.bits_per_byte, "{:.4f}".format, ranked=orders.bits),
+        Line(what="validation loss is", values=tuple(_read_on(one) for one in measured)),
     ]
     return tuple(line for line in lines if set(line.values) != {"?"}), tuple(notes)
+
+
+def _read_on(measured: Measurement | None) -> str:
+    return (losses.read_on(measured.val_tokens, measured.val_of) if measured else "") or "?"
 
 
 class _Orders(NamedTuple):
@@ -147,8 +160,10 @@ def _orders(runs: Sequence[Run], measured: Sequence[Measurement | None]) -> tupl
     # The same corpus, whatever it was called where it was prepared.
     same_text = len({run.corpus.hash for run in runs}) == 1 or len({text(run) for run in runs}) == 1
     same_tokens = same_text and len({tokenizer(run) for run in runs}) == 1
-    whole = all(run.plan.train.validate_tokens == 0 for run in runs)
-    nats = same_tokens and (whole or len({validated(run) for run in runs} - {None}) < 2)
+    ends = [(run, event) for run in runs if (event := losses.last(run)) is not None]
+    named = len({event.read is None for _, event in ends}) < 2
+    whole = named and all(read_whole(run, event) for run, event in ends)
+    nats = same_tokens and (whole or read_same([event for _, event in ends]))
     bits = nats or (same_text and whole)
     one_model = len({run.plan.model for run in runs}) == 1
     # As many steps of as many tokens: only then less time, or money, is better.

@@ -26,6 +26,7 @@ from farspan.domain.model import parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.units import format_bytes
+from farspan.runtime.budget import Paces
 from farspan.runtime.model import Decoder
 
 MODEL, OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
@@ -62,6 +63,12 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     skipped: Count = 0
     #: Steps of the whole run, where its time budget made them fewer than the plan's.
     steps: Count | None = None
+    #: Of a run with a time budget: the share that its learning rate has followed so far, and what it knows of its
+    #: speed.
+    share: Finite = 0.0
+    paces: Paces | None = None
+    #: Whether a person was told that its steps are not the plan's.
+    told: bool = False
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

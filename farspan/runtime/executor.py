@@ -77,7 +77,7 @@ class Executor:
         self.reducer = Reducer(place, self.state, groups, self.wire)
         self.pipeline = Pipeline(place, self.model, groups, self.wire, self.reducer, self.gatherer, self.spans)
         self.totals = Exchange(place, self.wire, TOTALS, 2)
-        self.decisions = Exchange(place, self.wire, DECISIONS, 3)
+        self.decisions = Exchange(place, self.wire, DECISIONS, 4)
         with torch.device("meta"):
             shapes = {name: parameter.shape for name, parameter in Decoder(plan.model).named_parameters()}
         self.whole = Whole(place, self.state, self.model.slices, shapes, self.wire)
@@ -171,13 +171,13 @@ class Executor:
 
     # -- beside training -----------------------------------------------------------------------------------------------
 
-    def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Summed loss of microbatches, as far as this worker counts it."""
+    def evaluate(self, batches: Iterable[Batch]) -> list[float]:
+        """The summed loss of each row of microbatches; nothing where another worker counts them."""
         self.model.eval()
-        loss = float(self.pipeline.evaluate(batches))
+        losses: list[float] = self.pipeline.evaluate(batches).tolist()
         self.model.train()
         self.wire.settle()
-        return loss if self.place.last and self.place.tensor == 0 else 0.0
+        return losses if self.place.last and self.place.tensor == 0 else []
 
     @contextmanager
     def met(self) -> Iterator[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from farspan.corpus.tokenizer import Tokenizer
@@ -10,9 +12,11 @@ from farspan.runtime.model import Decoder
 
 @torch.no_grad()
 def generate(
-    model: Decoder, tokenizer: Tokenizer, prompt: str, *, tokens: int, temperature: float, top_k: int, seed: int
-) -> str:
-    """Up to `tokens` tokens after `prompt`, as text; stops at end of text. Temperature 0 takes the likeliest.
+    model: Decoder, tokenizer: Tokenizer, prompt: str, *, tokens: int, temperature: float, top_k: int, seed: int,
+    enough: Callable[[], bool] = lambda: False,
+) -> str:  # fmt: skip
+    """Up to `tokens` tokens after `prompt`, as text; stops at end of text, and when it is `enough`. Temperature 0 takes
+    the likeliest.
 
     The window slides: at most `context` tokens are looked back at.
     """
@@ -23,6 +27,8 @@ def generate(
     was_training = model.training
     model.eval()
     for _ in range(tokens):
+        if enough():
+            break
         window = torch.tensor([ids[-model.spec.context :]], device=device)
         state_D = model.hidden(window)[0, -1]
         logits_V = (model.head_VD @ state_D).float().cpu()[: tokenizer.vocab_size]

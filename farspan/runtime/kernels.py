@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from farspan.estimate.memory import LOGITS_CHUNK_BYTES, keeps_scores, query_blocks
 
@@ -152,8 +153,7 @@ class LogitsLoss(torch.autograd.Function):
 
 def _loss_and_gradient_(logits_NV: Tensor, targets_N: Tensor, shard: Shard | None) -> Tensor:
     """Summed loss of one chunk; the logits are overwritten by their gradient."""
-    # A CPU works through so many rows at a time that their fp32 copy stays in cache.
-    step = max(1, 2**20 // logits_NV.shape[1]) if logits_NV.device.type == "cpu" else logits_NV.shape[0]
+    step = _rows_at_once(logits_NV)
     if shard is not None:
         return _sharded_loss_and_gradient_(logits_NV, targets_N, shard, step)
     loss = torch.zeros((), dtype=_wide(logits_NV.dtype), device=logits_NV.device)
@@ -174,26 +174,44 @@ def _loss_and_gradient_(logits_NV: Tensor, targets_N: Tensor, shard: Shard | Non
     return loss
 
 
+def _rows_at_once(logits_NV: Tensor) -> int:
+    """A CPU works through so many rows at a time that their fp32 copy stays in cache."""
+    return max(1, 2**20 // logits_NV.shape[1]) if logits_NV.device.type == "cpu" else max(1, logits_NV.shape[0])
+
+
 def _sharded_loss_and_gradient_(logits_NV: Tensor, targets_N: Tensor, shard: Shard, step: int) -> Tensor:
     """As `_loss_and_gradient_`: the ranks exchange each token's greatest log-sum, sum and target's logit only
     (Megatron-LM, arXiv 1909.08053, section 3)."""
-    wide, V = _wide(logits_NV.dtype), logits_NV.shape[1]
+    wide, valid_N = _wide(logits_NV.dtype), targets_N >= 0
+    index_N1, here_N1 = _indices(targets_N, shard, logits_NV.shape[1])
+    log_sum_N, target_N = _sharded_sums(logits_NV, index_N1, here_N1, shard, step)
+    for start in range(0, logits_NV.shape[0], step):
+        rows = slice(start, start + step)
+        p = (logits_NV[rows].to(wide) - log_sum_N[rows].unsqueeze(1)).exp_()
+        p.scatter_add_(1, index_N1[rows], -here_N1[rows].to(wide))
+        logits_NV[rows] = p.mul_(valid_N[rows].unsqueeze(1))
+    return ((log_sum_N - target_N) * valid_N).sum()
+
+
+def _indices(targets_N: Tensor, shard: Shard, V: int) -> tuple[Tensor, Tensor]:
+    """Where each target is in this rank's part of the vocabulary, and whether it is."""
     index_N1 = (targets_N - shard.first).unsqueeze(1)
     here_N1 = (index_N1 >= 0) & (index_N1 < V) & (targets_N >= 0).unsqueeze(1)
-    index_N1 = index_N1.clamp(0, V - 1)
+    return index_N1.clamp(0, V - 1), here_N1
+
+
+def _sharded_sums(
+    logits_NV: Tensor, index_N1: Tensor, here_N1: Tensor, shard: Shard, step: int
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Each token's log-sum over the whole vocabulary, and its target's logit."""
+    wide = _wide(logits_NV.dtype)
     own_N = torch.cat([part.to(wide).logsumexp(dim=1) for part in logits_NV.split(step)])
     most_N = own_N.clone()
     dist.all_reduce(most_N, dist.ReduceOp.MAX, shard.group)
     target_N = (logits_NV.gather(1, index_N1).to(wide) * here_N1).squeeze(1)
     both_2N = torch.stack(((own_N - most_N).exp_(), target_N))
     dist.all_reduce(both_2N, group=shard.group)
-    log_sum_N, valid_N = most_N + both_2N[0].log(), targets_N >= 0
-    for start in range(0, logits_NV.shape[0], step):
-        rows = slice(start, start + step)
-        p = (logits_NV[rows].to(wide) - log_sum_N[rows].unsqueeze(1)).exp_()
-        p.scatter_add_(1, index_N1[rows], -here_N1[rows].to(wide))
-        logits_NV[rows] = p.mul_(valid_N[rows].unsqueeze(1))
-    return ((log_sum_N - both_2N[1]) * valid_N).sum()
+    return most_N + both_2N[0].log(), both_2N[1]
 
 
 def head_loss(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, shard: Shard | None = None) -> Tensor:
@@ -206,3 +224,23 @@ def head_loss(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, shard: Shard |
 def logits_loss(logits_NV: Tensor, targets_N: Tensor, shard: Shard | None = None) -> Tensor:
     """As `head_loss`, of logits that are there."""
     return LogitsLoss.apply(logits_NV, targets_N, shard)
+
+
+@torch.no_grad()
+def head_losses(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, shard: Shard | None = None) -> Tensor:
+    """Each target's cross-entropy in nats (N,), fp32, of `x @ weight.T`; 0 where it is -1. No gradient follows."""
+    rows = max(1, LOGITS_CHUNK_BYTES // (weight_VD.shape[0] * x_ND.element_size()))
+    parts = zip(x_ND.split(rows), targets_N.split(rows), strict=True)
+    return torch.cat([logits_losses(torch.mm(x, weight_VD.t()), targets, shard) for x, targets in parts])
+
+
+@torch.no_grad()
+def logits_losses(logits_NV: Tensor, targets_N: Tensor, shard: Shard | None = None) -> Tensor:
+    """As `head_losses`, of logits that are there."""
+    step, wide = _rows_at_once(logits_NV), _wide(logits_NV.dtype)
+    if shard is not None:
+        index_N1, here_N1 = _indices(targets_N, shard, logits_NV.shape[1])
+        log_sum_N, target_N = _sharded_sums(logits_NV, index_N1, here_N1, shard, step)
+        return (log_sum_N - target_N) * (targets_N >= 0)
+    parts = zip(logits_NV.split(step), targets_N.split(step), strict=True)
+    return torch.cat([cross_entropy(part.to(wide), t, ignore_index=-1, reduction="none") for part, t in parts])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from farspan.domain.model import ModelSpec
 from farspan.estimate.sharding import RESIDUAL
-from farspan.runtime.kernels import causal_attention, head_loss, logits_loss
+from farspan.runtime.kernels import causal_attention, head_loss, head_losses, logits_loss, logits_losses
 from farspan.runtime.tensor_axis import TABLE, TOKENS, TOTAL, Layouts, TensorAxis
 
 
@@ -263,6 +263,21 @@ class Decoder(nn.Module):
             logits_BSV = layouts.between(F.linear(x_BSD, self.head_VD), "head", "loss")
             loss = logits_loss(logits_BSV.flatten(0, 1), targets_N, shard)
         return layouts.between(loss, "loss", TOTAL)
+
+    @torch.no_grad()
+    def row_losses(self, x_BSD: Tensor, targets_BS: Tensor) -> Tensor:
+        """As `finish`, summed over each row alone (B,). No gradient follows."""
+        layouts, x_BSD = self.layouts, self._normed(x_BSD)
+        targets, shard = layouts.between(targets_BS, TOKENS, "loss"), layouts.shard("loss")
+        if layouts.split("head") == layouts.split("loss"):
+            losses_N = head_losses(x_BSD.flatten(0, 1), self.head_VD, targets.flatten(), shard)
+        else:
+            logits_BSV = layouts.between(F.linear(x_BSD, self.head_VD), "head", "loss")
+            losses_N = logits_losses(logits_BSV.flatten(0, 1), targets.flatten(), shard)
+        rows, here = losses_N.new_zeros(len(targets_BS)), len(targets)
+        first = layouts.axis.coordinate * here if here < len(targets_BS) else 0
+        rows[first : first + here] = losses_N.view_as(targets).sum(dim=1)
+        return layouts.between(rows, "loss", TOTAL)
 
     def loss(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
         """`finish` of a model that has all units."""

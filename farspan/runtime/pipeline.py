@@ -83,17 +83,18 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:
-        """Summed loss of as many microbatches as there are, each of this worker's rows of a microbatch."""
-        place, total = self._place, torch.zeros((), device=self._device)
+        """The summed loss of each row of as many microbatches as there are, each of this worker's rows of a microbatch;
+        of a stage that is not the last, nothing."""
+        place, losses = self._place, [torch.zeros(0, device=self._device)]
         self._gatherer.begin()
         for i, batch in enumerate(batches):
             x = batch[0] if place.first else self._edges.evaluated_before.take()
             y = self._model.advance(x)
             if place.last:
-                total += self._model.finish(y, batch[1])
+                losses.append(self._model.row_losses(y, batch[1]))
             else:
                 self._edges.evaluated_next.send(y)
             if (i + 1) % EVALUATED == 0:  # Else all that a whole validation sends would stay in memory.
                 self._wire.settle()
         self._gatherer.end()
-        return total
+        return torch.cat(losses)

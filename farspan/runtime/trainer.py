@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -13,21 +13,23 @@ import torch
 from msgspec.structs import replace
 
 from farspan.domain.corpus import CorpusManifest
-from farspan.domain.plan import Plan, Replica, row_quantum
+from farspan.domain.plan import Plan, row_quantum
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Event, Saved, Step, Traced, Validated, Warned
 from farspan.domain.run import RunFolder
-from farspan.runtime.budget import TimeBudget
+from farspan.runtime.budget import Work
 from farspan.runtime.checkpoint import Progress, Unsaved
 from farspan.runtime.collective import Group
 from farspan.runtime.data import Order, Windows
 from farspan.runtime.device import peak_memory
 from farspan.runtime.executor import Executor, Outcome
 from farspan.runtime.model import Decoder
+from farspan.runtime.pacing import Pacing
 from farspan.runtime.pipeline import Batch
 from farspan.runtime.saves import Saves
 from farspan.runtime.state import TrainState, learning_rate
 from farspan.runtime.stray import PATIENCE, Strays
+from farspan.runtime.validation import Sums, Validation
 
 #: Loss scaling for fp16 as in arXiv 1710.03740, section 4.2: start high, halve on overflow, double after a quiet while.
 FIRST_LOSS_SCALE = 2.0**16
@@ -66,28 +68,39 @@ class Worker:
 class Trainer:
     """Runs the steps of a plan from where its newest whole checkpoint left off."""
 
-    def __init__(self, worker: Worker, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, worker: Worker, monotonic: Callable[[], float] = time.monotonic, began: float | None = None
+    ) -> None:  # fmt: skip
+        """A time budget counts from `began`, a time of the same clock; None is now."""
         self.w, self.monotonic = worker, monotonic
         self.order = Order(worker.train.count, worker.plan.train.seed)
         self.saves = Saves(worker.executor, worker.run.checkpoints, worker.plan.train.keep)
         self.strays = Strays(worker.executor.place.replica, worker.plan.train.seq_len)
         self.progress = Progress(step=0, plan=worker.plan.hash, elapsed_s=0.0)
-        deadline_s, planned = worker.plan.train.deadline_s, worker.plan.train.steps
-        self.budget = TimeBudget(deadline_s, planned) if deadline_s is not None else None
+        self.validation = Validation(worker.plan, worker.group, worker.executor, worker.val, self._to_device)
+        self.pacing = Pacing(worker.plan, self._work(), lambda: self.elapsed_s)
         #: Updates made so far, by this start and those before it, and updates in all.
-        self.step, self.steps = 0, planned
+        self.step, self.steps = 0, worker.plan.train.steps
         self.loss_scale = FIRST_LOSS_SCALE if worker.plan.train.precision == "fp16" else 1.0
         #: Steps in a row without an overflow, and those whose update an overflow has cost.
         self.quiet = self.skipped = 0
-        self._started = self._saved_at = monotonic()
+        self._saved_at = monotonic()
+        self._started = self._saved_at if began is None else began
         self._first_step = 0
         self._saved_step = self._validated_step = -1
-        #: Steps in all as rank 0 said last, which it may hear a step later.
-        self._said: int | None = None
+        self._sample = Sums()
 
     @property
     def elapsed_s(self) -> float:
         return self.progress.elapsed_s + self.monotonic() - self._started
+
+    def _work(self) -> Work:
+        train, read = self.w.plan.train, self.validation
+        return Work(
+            step_tokens=train.tokens_per_step, validate_every=train.validate_every,
+            validation_tokens=read.tokens(read.first), last_tokens=read.tokens(read.most),
+            checkpoint_bytes=checkpoint.bytes_needed(self.w.plan), checkpoint_every_s=train.checkpoint_every_s,
+        )  # fmt: skip
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
@@ -95,37 +108,46 @@ class Trainer:
         """Train to the end, the deadline, an early stop or a signal; returns which. The last state is saved."""
         train, reason, self._first_step = self.w.plan.train, self._ended(), self.step
         while not reason:
-            began, steps, spans = time.perf_counter(), self.steps, self.w.executor.spans
+            began, spans = time.perf_counter(), self.w.executor.spans
             spans.on = self.step - self._first_step in TRACED_FIRST or self.step % TRACED_EVERY == TRACED_EVERY - 1
             loss, norm, tokens, lr = self._step(self.step)
             self.step += 1
             self.w.emit(Step(
                 at=self.w.clock(), step=self.step, loss=loss, lr=lr, grad_norm=norm, tokens=tokens,
                 step_s=time.perf_counter() - began, memory_bytes=peak_memory(self.w.group.device),
+                steps=None if train.deadline_s is None else self.steps,
             ))  # fmt: skip
             if spans.on:
                 self.w.emit(Traced(at=self.w.clock(), step=self.step, rank=self.w.group.rank, spans=spans.take()))
-            if not self._together():
+            together, first = self._together(), self.step == self._first_step + 1
+            unknown = self.pacing.stepped(self.step) if together or first else False
+            if not together:
                 continue
-            if self._due(train.validate_every) or self.step == self.steps:
+            if unknown and not first:  # How long a validation takes: all read a few windows.
+                self._read(0, min(self.validation.first, self.validation.round))
+                self.pacing.goes_on()
+            # The last validation, which comes with the end, reads more.
+            if self._due(train.validate_every) and self.step < self.steps:
                 self._validate()
+                self.pacing.goes_on()
             reason, save = self._decide()
-            # A new number of steps changes all that follows: saved at once, no resumption can miss it.
-            if not reason and (self.steps != steps or save):
-                self.save(due=save)
+            if not reason and save:
+                self.save(due=True)
+                self.pacing.goes_on()
         self._finish(reason)
         return reason
 
     def _finish(self, reason: str) -> None:
-        """Save the last state: unless the run will go on from there, one model of all replicas, and validated."""
+        """Save the last state: unless the run will go on from there, one model of all replicas, which is then validated
+        for as long as there is time."""
         outer = self.w.executor.outer
         if outer is not None and outer.under_way and reason != "interrupted":
             outer.finish()
             self.w.executor.gatherer.publish()
             self._saved_step = self._validated_step = -1  # This is not the model that had been saved or validated.
-        if reason != "interrupted" and self.step not in (self._saved_step, self._validated_step):
-            self._validate()
         self.save(last=True)
+        if reason != "interrupted":
+            self._validate(last=True)
         if outer is not None:
             outer.close()
 
@@ -156,30 +178,26 @@ class Trainer:
         clock decides the rest; validations gave all the same. Workers of one replica hear of it a step later, without
         waiting for each other."""
         group, train, steps, save = self.w.group, self.w.plan.train, 0, False
+        share = 0.0
         if group.rank == 0:
-            said = self.steps if self._said is None else self._said
-            steps = self._said = self.budget.steps(self.step, self.elapsed_s, said) if self.budget else self.steps
-            if save := self.monotonic() - self._saved_at >= train.checkpoint_every_s:
+            save = self.monotonic() - self._saved_at >= train.checkpoint_every_s
+            steps, share, save = self.pacing.say(self.step, self.steps, save)
+            if save:
                 self._saved_at = self.monotonic()  # Said once: it is heard and done a step later.
-        mine, exchange = (float(self.w.stop()), float(steps), float(save)), self.w.executor.decisions
+        mine, exchange = (float(self.w.stop()), float(steps), float(save), share), self.w.executor.decisions
         if len(self.w.plan.replicas) > 1:
-            stop, new, due = group.sum(*mine)
+            stop, new, due, used = group.sum(*mine)
         else:
             exchange.say(mine)
             if exchange.others and exchange.unheard < 2 and self.step < self.steps:
                 return "", False
-            stop, new, due = (sum(values) for values in zip(*exchange.hear().values(), strict=True))
-        self._replan(int(new))
+            stop, new, due, used = (sum(values) for values in zip(*exchange.hear().values(), strict=True))
+        # Decided a step ago, it may say to end where this step has already gone.
+        self.steps = max(int(new), self.step)
+        if (tells := self.pacing.hear(self.step, used, bool(due))) is not None:
+            self.w.emit(Warned(at=self.w.clock(), message=tells))
         stale = 0 < train.patience <= self.progress.stale
         return "interrupted" if stop else self._ended() or ("early-stop" if stale else ""), bool(due)
-
-    def _replan(self, steps: int) -> None:
-        # Decided a step ago, it may say to end where this step has already gone.
-        steps = max(steps, self.step)
-        if self.step < steps != self.steps and self.w.group.rank == 0:
-            message = f"at the pace so far {steps} steps fit the time budget, not {self.steps}"
-            self.w.emit(Warned(at=self.w.clock(), message=f"{message}; the learning rate follows"))
-        self.steps = steps
 
     def _step(self, step: int) -> tuple[float, float, int, float]:
         """One update. Returns the mean loss and the gradient norm before clipping of this worker's replica, the valid
@@ -187,7 +205,8 @@ class Trainer:
         train, executor = self.w.plan.train, self.w.executor
         valid_tokens, outcome = self.gradients(step)
         norm, loss = outcome.norm / self.loss_scale, outcome.loss / valid_tokens
-        lr = learning_rate(train.schedule, train.optimizer.lr, step, self.steps)
+        followed = self.pacing.followed(step, self.steps)
+        lr = learning_rate(train.schedule, train.optimizer.lr, step, train.steps, followed)
         if self._finite(step, loss, norm, outcome):
             self._refuse_stray(step, outcome)
             clip = train.optimizer.clip
@@ -272,82 +291,105 @@ class Trainer:
 
     # -- validation and checkpoints --------------------------------------------------------------------------------
 
-    def _validate(self) -> None:
-        loss, tokens, seconds = self.validation_loss()
-        if not math.isfinite(loss):
+    def _validate(self, last: bool = False) -> None:
+        """Measure the loss, and keep the weights if it is the best so far: judged by the same windows each time, from
+        where the last one reads on."""
+        began, known = self.monotonic(), self.step == self._validated_step
+        with self.w.executor.met():
+            sample = sums = self._sample if known else self._read(0, self.validation.first)
+            if last:
+                sums = self._read_on(sample)
+        if known and sums == sample:
+            return
+        if not math.isfinite(sums.mean):
             saved = self.save()
             raise Refusal(
                 "non-finite", what=f"the validation loss is not finite after step {self.step}",
                 where="the validation split", remedy=LOWER,
-                fact=f"loss {loss}, though losses in training were finite; "
+                fact=f"loss {sums.mean}, though losses in training were finite; "
                 f"{'these weights are kept' if saved else self.saves.kept}",
             )  # fmt: skip
-        self._validated_step = self.step
-        before = self.progress
-        best = before.best_loss is None or loss < before.best_loss
-        self.progress = replace(
-            before, best_loss=loss if best else before.best_loss, stale=0 if best else before.stale + 1
-        )
-        val = self.w.manifest.val
-        bits = loss / math.log(2) * val.tokens / val.text_bytes
-        self.w.emit(Validated(
-            at=self.w.clock(), step=self.step, loss=loss, bits_per_byte=bits, tokens=tokens, seconds=seconds, best=best
-        ))  # fmt: skip
+        self._validated_step, self._sample = self.step, sample
+        before = self.progress.best_loss
+        best = not known and self._is_best(sample.mean)
+        self.w.emit(self._validated(sums, sample if last else None, best, self.monotonic() - began))
         if best:
             try:
                 self.saves.write_best(self.w.run.best, self._current(), self.w.group)
             except Unsaved as error:
                 # Those that are there are still the best: the next loss below theirs is written.
-                self.progress = replace(self.progress, best_loss=before.best_loss)
-                kept = "there are none" if before.best_loss is None else "those before stay"
+                self.progress = replace(self.progress, best_loss=before)
+                kept = "there are none" if before is None else "those before stay"
                 self._warn(f"step {self.step}: the best weights could not be written: {error}; {kept}")
 
-    def validation_loss(self) -> tuple[float, int, float]:
-        """Mean loss over (the first `validate_tokens` of) the validation split, tokens read, seconds."""
-        train, val, began = self.w.plan.train, self.w.val, time.perf_counter()
-        limit = val.count if not train.validate_tokens else min(val.count, -(-train.validate_tokens // train.seq_len))
-        windows = list(self._validation_windows(limit))
-        with self.w.executor.met():
-            loss = self.w.executor.evaluate(self._to_device(val.read(window)) for window in windows)
-        tokens = int(sum(val.valid(np.arange(limit, dtype=np.uint64))))
-        (total,) = self.w.group.sum(loss)
-        return total / max(1, tokens), tokens, time.perf_counter() - began
+    def _is_best(self, loss: float) -> bool:
+        """Whether no validation's sample had so small a loss; counted where it is not."""
+        before = self.progress
+        best = before.best_loss is None or loss < before.best_loss
+        self.progress = replace(
+            before, best_loss=loss if best else before.best_loss, stale=0 if best else before.stale + 1
+        )
+        return best
 
-    def _validation_windows(self, limit: int) -> Iterator[np.ndarray]:
-        """The windows of each microbatch that this worker reads: as many microbatches on every worker of a replica, all
-        replicas taking turns, each window once."""
-        place, replicas = self.w.executor.place, self.w.plan.replicas
-        sizes = [_validation_rows(r, place.stage_index if r is place.replica else 0) for r in replicas]
-        mine = sizes[place.replica_index]
-        total, before = sum(map(sum, sizes)), sum(map(sum, sizes[: place.replica_index]))
-        first = before + sum(mine[: place.batch])
-        for start in range(0, limit, total):
-            window = np.arange(start + first, start + first + mine[place.batch], dtype=np.uint64)
-            yield np.where(window < limit, window, np.uint64(self.w.val.count))
+    def _validated(self, sums: Sums, sample: Sums | None, best: bool, seconds: float) -> Validated:
+        """What is told of a validation; of the last one also its loss on the `sample` that others read."""
+        val, read, nats = self.w.manifest.val, self.validation, (None, None)
+        if self.w.group.rank == 0:
+            nats = read.entropies(sums.windows, self.w.manifest, self.w.train)
+        return Validated(
+            at=self.w.clock(), step=self.step, loss=sums.mean, tokens=sums.tokens, seconds=seconds, best=best,
+            bits_per_byte=sums.mean / math.log(2) * val.tokens / val.text_bytes, of=read.of,
+            standard_error=sums.standard_error(self.w.val.count), read=read.name(sums.windows, self.w.manifest.hash),
+            unigram_nats=nats[0], bigram_nats=nats[1], sample_loss=None if sample is None else sample.mean,
+            sample_tokens=None if sample is None else sample.tokens,
+        )  # fmt: skip
+
+    def _read(self, first: int, stop: int) -> Sums:
+        """The losses of the validation's windows `first` to `stop`."""
+        began = self.monotonic()
+        sums = self.validation.read(first, stop)
+        self.pacing.validated(sums.tokens, self.monotonic() - began)
+        return sums
+
+    def _read_on(self, sums: Sums) -> Sums:
+        """The losses of all windows that the last validation has time for, those of `sums` among them: rank 0 says how
+        many more are read at a time."""
+        left = self.validation.most - sums.windows
+        while left > 0:
+            mine, least = 0, min(left, self.validation.round)
+            if self.w.group.rank == 0:
+                mine = self.pacing.more_windows(self.w.plan.train.seq_len, least, left)
+            (more,) = map(int, self.w.group.sum(mine))
+            if more == 0:
+                break
+            sums = sums.plus(self._read(sums.windows, sums.windows + more))
+            left -= more
+        return sums
 
     def _current(self) -> Progress:
         return replace(
             self.progress, step=self.step, steps=self.steps, elapsed_s=self.elapsed_s, loss_scale=self.loss_scale,
-            quiet=self.quiet, skipped=self.skipped,
+            quiet=self.quiet, skipped=self.skipped, share=self.pacing.share, paces=self.pacing.paces,
+            told=self.pacing.told,
         )  # fmt: skip
 
     def save(self, *, due: bool = False, last: bool = False) -> bool:
         """Write a checkpoint of the state as it is, unless that was the last one written. Returns whether it is there.
         Raises Refusal (disk-full) where the run cannot go on without."""
-        self._saved_at = self.monotonic()
+        began = self._saved_at = self.monotonic()
         if self.step == self._saved_step:
             return True
-        began = time.perf_counter()
         try:
             written = self.saves.write(self._current(), self.w.group)
         except Unsaved as error:
             self._warn(self.saves.excuse(str(error), self.step, self.steps, due=due, last=last))
             return False
         self._saved_step = self.step
+        self.pacing.saved(self.monotonic() - began)
         if written is not None:
             path, size = written
             self.w.emit(Saved(
-                at=self.w.clock(), step=self.step, path=str(path), size_bytes=size, seconds=time.perf_counter() - began
+                at=self.w.clock(), step=self.step, path=str(path), size_bytes=size, seconds=self.monotonic() - began
             ))  # fmt: skip
         return True
 
@@ -386,10 +428,4 @@ class Trainer:
         self.quiet, self.skipped = progress.quiet, progress.skipped
         self.step = self._saved_step = self.saves.newest = progress.step
         self.steps = progress.steps or self.w.plan.train.steps
-
-
-def _validation_rows(replica: Replica, index: int) -> list[int]:
-    """Windows of a microbatch that each batch coordinate of a stage reads: without rows, the fewest that it can."""
-    stage = replica.stages[index]
-    least = row_quantum(stage.mesh, stage.splits)
-    return [max(least, replica.part(index, c, 0)) for c in range(len(stage.rows))]
+        self.pacing.go_on_from(self.step, progress.share, progress.paces, told=progress.told)

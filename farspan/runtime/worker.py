@@ -135,12 +135,12 @@ def train(plan: Plan, run: RunFolder, rank: int, world: int, notices: Notices | 
         group = stack.enter_context(Group(rank, world, device, notices, lost))
         group.introduce()
         try:
-            trainer = start(plan, run, group, log.write, parent)
+            trainer = start(plan, run, group, log.write, parent, began)
             reason = trainer.run()
             if reason != "interrupted":
                 weights = trainer.saves.weights()
                 if rank == 0:
-                    sample(trainer.w, weights, trainer.step)
+                    sample(trainer, weights)
         except BaseException as error:
             if (found := group.lost_by(error)) is not None:
                 with suppress(OSError):  # The log lies on the disk that may be full.
@@ -153,14 +153,17 @@ def train(plan: Plan, run: RunFolder, rank: int, world: int, notices: Notices | 
         finish(reason)
 
 
-def start(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None], parent: int) -> Trainer:
-    """A trainer with the state of the newest checkpoint. That it has started is the first event."""
+def start(
+    plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None], parent: int, began: float
+) -> Trainer:  # fmt: skip
+    """A trainer with the state of the newest checkpoint. That it has started is the first event. A time budget counts
+    from `began`, of the monotonic clock."""
     if group.rank == 0:  # The others write none.
         held = sum(file.stat().st_size for file in run.checkpoints.rglob("*") if file.is_file())
         checkpoint.check_disk(run.path, (plan.train.keep + 2) * checkpoint.bytes_needed(plan) - held)
     worker = build(plan, run, group, emit)
     worker.stop = stop_requests(parent)
-    trainer = Trainer(worker)
+    trainer = Trainer(worker, began=began)
     trainer.restore()
     group.introduce()
     emit(started(trainer, group.world))
@@ -187,8 +190,12 @@ def started(trainer: Trainer, world: int) -> Started:
     )  # fmt: skip
 
 
-def sample(worker: Worker, weights: dict[str, torch.Tensor], step: int) -> None:
-    """Let the trained model go on after the first words of two validation documents, for the report."""
+def sample(trainer: Trainer, weights: dict[str, torch.Tensor]) -> None:
+    """Let the trained model go on after the first words of two validation documents, for the report; as far as the time
+    budget goes."""
+    worker = trainer.w
+    if trainer.pacing.late:
+        return
     model = Decoder(worker.plan.model)
     model.load_state_dict(weights)
     try:
@@ -200,8 +207,18 @@ def sample(worker: Worker, weights: dict[str, torch.Tensor], step: int) -> None:
     val = TokenFile.open(folder, "val", worker.manifest)
     for document in (0, worker.manifest.val.documents // 2):
         prompt = tokenizer.decode(val.document(document)[:PROMPT_TOKENS].tolist())
-        text = generate(model, tokenizer, prompt, tokens=SAMPLE_TOKENS, temperature=0.8, top_k=50, seed=0)
-        worker.emit(Sampled(at=time.time(), step=step, prompt=prompt, text=text))
+        text = generate(
+            model,
+            tokenizer,
+            prompt,
+            tokens=SAMPLE_TOKENS,
+            temperature=0.8,
+            top_k=50,
+            seed=0,
+            enough=lambda: trainer.pacing.late,
+        )
+        if text:
+            worker.emit(Sampled(at=time.time(), step=trainer.step, prompt=prompt, text=text))
 
 
 def as_problem(error: BaseException, plan: Plan | None, run: RunFolder, rank: int) -> Problem:

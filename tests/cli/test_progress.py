@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -156,3 +157,29 @@ def test_every_reason_to_end_is_told():
         console = piped()
         Progress(make_plan(10), console, Clock()).show(Finished(at=0.0, step=5, reason=reason, seconds=1.0))
         assert lines_of(console)[0].startswith("step 5 · ") and "after 1.0 s" in lines_of(console)[0]
+
+
+def test_steps_in_all_and_time_to_go_are_those_that_the_time_budget_has_now():
+    plan, clock, console = make_plan(1000), Clock(), piped()
+    with Progress(plan, console, clock) as progress:
+        progress.show(started(START, 0, plan))
+        for number, steps in ((1, 1000), (2, 400), (3, 410)):
+            clock.now += LINE_S
+            progress.show(msgspec.structs.replace(one_step(START, number, step_s=0.1), steps=steps))
+        assert progress.eta_s() == pytest.approx(40.7)
+    assert [line.split(" · ")[0] for line in lines_of(console)] == ["step 1/1,000", "step 2/400", "step 3/410"]
+
+
+def test_a_validation_says_on_how_many_tokens_it_is():
+    console = piped()
+    progress = Progress(make_plan(10), console, Clock())
+    progress.show(one_step(START, 4))
+    progress.show(Validated(
+        at=START, step=5, loss=4.5, bits_per_byte=1.5, tokens=17_408, of=83_210, standard_error=0.031, seconds=1.0,
+        best=False,
+    ))  # fmt: skip
+    last = lines_of(console)[-1]
+    assert last == (
+        "step 5 · validation loss 4.500 ± 0.031 (standard error) on 17,408 of 83,210 tokens · 1.500 bits a byte"
+    )
+    assert "val 4.500 on 17.4 k of 83.2 k tokens" in progress._facts()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from farspan.domain.results import Validated
 from farspan.report.history import open_run
+from farspan.report.page import page
 from farspan.report.text import plan_line, report, short_time, summary, table
 from tests.report.fake_run import (
     CORPUS,
@@ -100,3 +102,49 @@ def test_short_times_keep_three_digits():
         "12.3 s",
         "2 min 30 s",
     ]
+
+
+def validated(step: int, loss: float, **fields) -> Validated:
+    told = {"bits_per_byte": loss / 2, "tokens": 16_000, "seconds": 0.1, "best": False, "of": 82_000, "read": "these",
+            "unigram_nats": 5.0, "bigram_nats": 4.0} | fields  # fmt: skip
+    return Validated(at=10.0 * step, step=step, loss=loss, **told)
+
+
+def told(folder, *validations, train_loss: float = 6.0) -> tuple[str, str]:
+    """The report as text, and as a page."""
+    steps = [one_step(10.0 * n, n, loss=train_loss) for n in (1, 2, 3)]
+    run = open_run(write_run(folder, sorted([started(0.0), *steps, *validations], key=lambda e: e.at), make_plan(3)))
+    return report(run), page(run)
+
+
+def test_beside_a_loss_is_on_how_many_tokens_it_is_and_how_sure(tmp_path):
+    first = validated(2, 4.5, best=True, standard_error=0.08)
+    last = validated(3, 4.2, tokens=82_000, standard_error=0.0, sample_loss=4.4, sample_tokens=16_000, best=True,
+                     unigram_nats=6.0, bigram_nats=4.5)  # fmt: skip
+    text, html = told(tmp_path / "whole", first, last)
+    assert "validation loss 4.200 on 82,000 of 82,000 tokens" in text and "1.80 nats below the unigram" in text
+    assert "loss and entropies on 82,000 of 82,000 tokens" in text and "6.000" in text
+    assert "on 82,000 of 82,000 tokens" in html and "validation loss on 16,000 of 82,000 tokens" in html
+    assert "best weights" not in text
+    text, html = told(tmp_path / "part", first)
+    assert "validation loss 4.500 ± 0.080 (standard error) on 16,000 of 82,000 tokens" in text
+    assert "4.500 ± 0.080 (standard error)" in html and "on 16,000 of 82,000 tokens" in html
+
+
+def test_where_other_weights_than_the_last_are_the_best_both_are_told(tmp_path):
+    first = validated(2, 4.3, best=True)
+    last = validated(3, 4.2, tokens=82_000, sample_loss=4.6, sample_tokens=16_000)
+    for text in told(tmp_path / "run", first, last):
+        assert "best weights, of step 2: 4.300 on 16,000 of 82,000 tokens, where the last have 4.600" in text
+
+
+def test_a_model_above_the_unigram_entropy_is_called_what_it_is(tmp_path):
+    for name, train_loss, before, helps in (
+        ("little", 6.0, 6.5, "more time"), ("heart", 2.0, 6.5, "by heart"),
+        ("spoilt", 6.0, 4.0, "lower train.optimizer.lr"),
+    ):  # fmt: skip
+        validations = validated(2, before, best=True), validated(3, 6.2)
+        for text in told(tmp_path / name, *validations, train_loss=train_loss):
+            assert "has learned less than word frequencies" in text and "1.20 nats above" in text and helps in text
+    for text in told(tmp_path / "well", validated(3, 4.9)):
+        assert "word frequencies" not in text

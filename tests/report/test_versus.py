@@ -138,3 +138,30 @@ def test_runs_of_one_name_are_told_by_their_paths(tmp_path):
     for folder in folders:
         tokenizers.train(["alpha beta"] * 50, 300).save(folder / "tokenizer.json")
     assert versus([open_run(folder) for folder in folders]).names == tuple(map(str, folders))
+
+
+def test_losses_are_put_in_order_only_over_the_same_tokens(pair):
+    """Which tokens these are each validation says; a run of an earlier version, which did not say, is in no order."""
+
+    def read(folder, **fields):
+        rewrite(RunFolder(folder), "validated", lambda event: event | fields)
+
+    def order():
+        found = versus([open_run(folder) for folder in pair])
+        names = ("validation loss, nats a token", "validation loss, bits a byte")
+        return [lines(found)[name].best for name in names], found.notes
+
+    rewrite(RunFolder(pair[1]), "validated", lambda event: event | {"loss": 1.0, "bits_per_byte": 0.5})
+    for folder in pair:
+        read(folder, tokens=17_000, of=83_000, read="these")
+    assert order() == ([1, 1], ())
+    read(pair[1], read="others")  # As many tokens, but not the same ones.
+    best, notes = order()
+    assert best == [None, None] and any("unlike parts" in note for note in notes)
+    shown = lines(versus([open_run(folder) for folder in pair]))["validation loss is"].values
+    assert shown == ("on 17,000 of 83,000 tokens",) * 2
+    for folder in pair:
+        read(folder, tokens=83_000)  # Windows of unlike lengths, but all of the split.
+    assert order() == ([1, 1], ())
+    rewrite(RunFolder(pair[0]), "validated", lambda e: {k: v for k, v in e.items() if k not in ("of", "read")})
+    assert order()[0] == [None, None]

@@ -20,6 +20,7 @@ from farspan.runtime import collective, whole
 from farspan.runtime.collective import Group
 from farspan.runtime.tied import TABLE
 from farspan.runtime.trainer import Trainer
+from farspan.runtime.validation import Sums
 from farspan.runtime.wire import Sent
 from farspan.runtime.worker import build
 from tests.runtime import reference
@@ -215,3 +216,13 @@ def build_beside_a_hostile_peer(group: Group, plan: Plan, path: Path, marker: Pa
             pass
     finally:
         whole.gather_bytes = collective.gather_bytes
+
+
+def read(group: Group, plan: Plan, path: Path, first: int, stop: int) -> tuple[Sums, list[int]]:
+    """What the first weights have on windows of the validation split, and the windows that this worker reads itself."""
+    with trainer(group, plan, path) as (made, _):
+        validation = made.validation
+        chosen = validation.windows(first, stop)
+        mine = [int(w) for windows in validation._mine(chosen) for w in windows if w < made.w.val.count]
+        place = made.w.executor.place
+        return validation.read(first, stop), mine if place.last and place.tensor == 0 else []

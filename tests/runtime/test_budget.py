@@ -1,64 +1,208 @@
-"""Re-planning against simulated clocks: no overrun, no unfinished decay, no change without need."""
+"""Time budgets against simulated clocks: paces that drift and jump, costs of validations and saves; no overrun, and a
+learning rate that only falls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farspan.runtime.budget import TimeBudget
+from farspan.domain.train import Schedule
+from farspan.runtime.budget import Work
+from farspan.runtime.pacing import Pacing
+from farspan.runtime.state import learning_rate
+from tests import tiny
+from tests.runtime.test_trainer import TRAIN, replace
 
-DEADLINE_S = 1000.0
+#: What is promised: the deadline holds within this.
+SHARE, SECONDS = 0.02, 2.0
+WINDOW = 64
 
 
-def simulate(
-    planned: int, pace: Callable[[float], float], first_s: float = 0.0
-) -> tuple[list[tuple[int, float]], float]:
-    """The number of steps in all as it changed, each with the time of the change, and the time at the end."""
-    budget, steps, step, elapsed_s = TimeBudget(DEADLINE_S, planned), planned, 0, first_s
-    changes = [(planned, 0.0)]
-    while step < steps:
-        elapsed_s += pace(elapsed_s)
-        step += 1
-        steps = budget.steps(step, elapsed_s, steps)
-        if steps != changes[-1][0]:
-            changes.append((steps, elapsed_s))
-    return changes, elapsed_s
+@dataclass
+class Machine:
+    """Takes a step, a validation or a checkpoint some seconds of its clock, as the trainer would ask for them."""
+
+    deadline_s: float
+    planned: int
+    step_s: float
+    #: A validation's token costs this share of a step's, a checkpoint so many seconds.
+    forward: float
+    save_s: float
+    val_tokens: int
+    first_s: float = 0.0
+    noise: float = 0.0
+    spikes: float = 0.0
+    #: From these shares of the deadline on, all takes so many times as long.
+    turns: tuple[tuple[float, float], ...] = ()
+    #: Workers of one replica hear what rank 0 says so many steps later; replicas meet after so many.
+    later: int = 0
+    every: int = 1
+    seed: int = 0
+    schedule: Schedule = field(default_factory=lambda: Schedule(warmup_steps=10))
+    kind: str = ""
+
+    def __post_init__(self) -> None:
+        self.now, self.rng, self.rates, self.told, self.steps_seen = 0.0, random.Random(self.seed), [], [], []
+        train = replace(TRAIN, steps=self.planned, deadline_s=self.deadline_s, schedule=self.schedule, batch=4)
+        self.between = max(1, -(-self.planned // 12))
+        self.work = Work(
+            step_tokens=1024, validate_every=self.between, validation_tokens=16 * WINDOW, last_tokens=self.val_tokens,
+            checkpoint_bytes=10**6, checkpoint_every_s=self.deadline_s / 5,
+        )  # fmt: skip
+        self.pacing = Pacing(tiny.plan(train), self.work, lambda: self.now)
+        self.longest_s = 0.0
+
+    def spend(self, seconds: float) -> float:
+        """Some seconds, at the pace of now."""
+        factor = next((f for since, f in sorted(self.turns, reverse=True) if since * self.deadline_s <= self.now), 1.0)
+        seconds *= factor * self.rng.lognormvariate(0, self.noise)
+        if self.rng.random() < self.spikes:
+            seconds *= 10
+        self.now += seconds
+        self.longest_s = max(self.longest_s, seconds)
+        return seconds
+
+    def read(self, tokens: int) -> None:
+        self.pacing.validated(tokens, self.spend(self.forward * self.step_s / 1024 * tokens))
+
+    def save(self) -> None:
+        self.pacing.saved(self.spend(self.save_s))
+
+    def train(self) -> int:
+        """The steps that were made when all had ended."""
+        step, steps, saved_at, heard = 0, self.planned, 0.0, []
+        self.now = self.first_s
+        while step < steps:
+            share = self.pacing.followed(step, steps)
+            self.rates.append(learning_rate(self.schedule, 1.0, step, self.planned, share))
+            self.spend(self.step_s)
+            step += 1
+            self.steps_seen.append(steps)
+            together = step % self.every == 0 or step >= steps
+            unknown = self.pacing.stepped(step) if together or step == 1 else False
+            if not together:
+                continue
+            if unknown and step > 1:
+                self.read(4 * WINDOW)
+                self.pacing.goes_on()
+            if step % self.between < min(self.every, self.between) and step < steps:
+                self.read(self.work.validation_tokens)
+                self.pacing.goes_on()
+            due = self.now - saved_at >= self.work.checkpoint_every_s
+            heard.append(self.pacing.say(step, steps, due))
+            if heard[-1][2]:
+                saved_at = self.now
+            if len(heard) <= self.later and step < steps:
+                continue
+            new, share, save = heard.pop(0)
+            steps = max(step, new)
+            self.told += filter(None, [self.pacing.hear(step, share, save)])
+            if save and step < steps:
+                self.save()
+                self.pacing.goes_on()
+        self.end()
+        return step
+
+    def end(self) -> None:
+        self.save()
+        self.read(self.work.validation_tokens)
+        left = self.val_tokens // WINDOW - 16
+        while left > 0 and (more := self.pacing.more_windows(WINDOW, min(left, 4), left)):
+            self.read(more * WINDOW)
+            left -= more
+        self.spend(self.save_s / 3)
+        for _ in range(160):
+            if self.pacing.late:
+                break
+            self.spend(self.forward * self.step_s / 1024 * 50)
+
+    def falls(self) -> bool:
+        """Whether the learning rate never rises once it has fallen."""
+        top = self.rates.index(max(self.rates))
+        return self.rates[: top + 1] == sorted(self.rates[: top + 1]) and self.rates[top:] == sorted(
+            self.rates[top:], reverse=True
+        )
+
+
+KINDS = st.sampled_from([
+    Schedule(warmup_steps=10), Schedule(warmup_steps=0), Schedule(kind="wsd", warmup_steps=5),
+    Schedule(kind="constant", warmup_steps=3), Schedule(warmup_steps=200),
+])  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    deadline_s=st.sampled_from([12.0, 25.0, 240.0, 3600.0]), fit=st.floats(0.2, 5.0), planned=st.integers(200, 3000),
+    forward=st.floats(0.2, 0.6), save=st.floats(0.0, 0.02), validations=st.floats(0.01, 2.0),
+    first=st.floats(0.0, 0.3), noise=st.floats(0.0, 0.4), spikes=st.sampled_from([0.0, 0.02]),
+    turns=st.lists(st.tuples(st.floats(0.0, 1.0), st.floats(1 / 3, 3.0)), max_size=3),
+    late=st.sampled_from([(0, 1), (1, 1), (0, 10)]), seed=st.integers(0, 10**6), schedule=KINDS,
+)  # fmt: skip
+def test_whatever_the_pace_the_run_ends_with_its_deadline_and_its_learning_rate_only_falls(
+    deadline_s, fit, planned, forward, save, validations, first, noise, spikes, turns, late, seed, schedule
+):
+    """`fit` planned runs fill the deadline at the first pace; steps, validations and saves are short."""
+    run = Machine(
+        deadline_s=deadline_s, planned=planned, step_s=deadline_s / fit / planned, forward=forward,
+        save_s=save * deadline_s, val_tokens=max(16 * WINDOW, int(validations * planned * 1024 / 4)),
+        first_s=first * deadline_s, noise=noise, spikes=spikes, turns=tuple(turns), later=late[0], every=late[1],
+        seed=seed, schedule=schedule,
+    )  # fmt: skip
+    made = run.train()
+    # What is begun is ended: one step of slow ones, validation or save.
+    alone_s = max(0.0, late[1] * run.longest_s - SHARE * deadline_s)
+    assert run.now <= (1 + SHARE) * deadline_s + SECONDS + alone_s
+    assert run.falls()
+    assert len(run.told) <= 1
+    assert made == planned or run.now >= 0.8 * deadline_s - 2 * late[1] * run.longest_s
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(100, 5000), st.floats(0.05, 10.0), st.floats(0.0, 500.0))
-def test_a_steady_pace_is_planned_for_once_and_early(planned, step_s, first_s):
-    changes, elapsed_s = simulate(planned, lambda at: step_s, first_s)
-    steps = changes[-1][0]
-    assert steps <= planned
-    assert elapsed_s <= DEADLINE_S
-    assert len(changes) <= 2
-    if first_s + planned * step_s <= DEADLINE_S:
-        assert changes == [(planned, 0.0)]
-    else:
-        assert changes[-1][1] <= first_s + 0.1 * DEADLINE_S + 2 * step_s
-        assert elapsed_s >= 0.9 * DEADLINE_S - step_s
+@given(st.integers(100, 5000), st.floats(0.05, 10.0), st.floats(0.0, 0.45), st.integers(0, 1))
+def test_a_steady_pace_fills_its_deadline(planned, step_s, first, later):
+    """Early, too, by no more than is promised, nor than one step."""
+    run = Machine(
+        deadline_s=1000.0, planned=planned, step_s=step_s, forward=0.33, save_s=1.0, val_tokens=50_000, later=later,
+        first_s=first * 1000.0,
+    )  # fmt: skip
+    made = run.train()
+    assert run.now <= 1000.0 * (1 + SHARE) + SECONDS
+    assert made == planned or run.now >= 1000.0 * (1 - SHARE) - SECONDS - step_s
+    if made < planned and step_s < 5.0:
+        assert run.rates[-1] == pytest.approx(0.1)
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.floats(0.3, 2.0), st.lists(st.tuples(st.floats(0.0, 1000.0), st.floats(0.7, 1.4)), max_size=4))
-def test_however_the_pace_changes_the_schedule_ends_with_the_time(step_s, turns):
-    def pace(at: float) -> float:
-        return step_s * next((factor for since, factor in sorted(turns, reverse=True) if since <= at), 1.0)
+def test_a_machine_as_fast_as_its_trial_follows_the_plan():
+    run = Machine(deadline_s=1000.0, planned=900, step_s=1.0, forward=0.3, save_s=0.5, val_tokens=20_000)
+    assert run.train() == 900
+    assert run.rates == [learning_rate(run.schedule, 1.0, step, 900) for step in range(900)] and not run.told
 
-    changes, elapsed_s = simulate(2000, pace)
-    assert elapsed_s <= DEADLINE_S + pace(elapsed_s)
-    assert len(changes) <= 11
-    # At the deadline itself what is left of the schedule is given up: little enough for a learning rate near its floor.
-    (before, _), (steps, _) = changes[-2:] if len(changes) > 1 else changes * 2
-    assert before <= 1.1 * steps or changes[-1][1] <= 0.9 * DEADLINE_S
+
+def test_one_slow_step_is_no_trend_and_one_line_says_what_was_planned_anew():
+    run = Machine(deadline_s=1000.0, planned=900, step_s=2.0, forward=0.3, save_s=0.5, val_tokens=20_000)
+    spend, count = run.spend, 0
+
+    def once_slow(seconds: float) -> float:
+        nonlocal count
+        count += seconds == run.step_s
+        return spend(20 * seconds if count == 250 and seconds == run.step_s else seconds)
+
+    run.spend = once_slow
+    made = run.train()
+    assert len(run.told) == 1 and "not 900" in run.told[0]
+    later = run.steps_seen[120:]
+    assert max(later) - min(later) < 0.15 * made
 
 
 def test_a_pace_that_recovers_gives_the_steps_back():
-    changes, elapsed_s = simulate(900, lambda at: 3.0 if at < 200 else 1.0)
-    counts = [steps for steps, _ in changes]
-    assert min(counts) < 400
-    assert counts[-1] > 700
-    assert 900 <= elapsed_s <= DEADLINE_S
+    run = Machine(
+        deadline_s=1000.0, planned=900, step_s=1.0, forward=0.3, save_s=0.1, val_tokens=20_000,
+        turns=((0.0, 3.0), (0.2, 1.0)),
+    )  # fmt: skip
+    made = run.train()
+    assert min(run.steps_seen) < 400 and made > 700
+    assert run.now <= 1000.0 * (1 + SHARE) + SECONDS

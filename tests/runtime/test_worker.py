@@ -369,6 +369,26 @@ def test_a_deadline_ends_the_run_with_a_checkpoint(tmp_path):
     assert next(e for e in reversed(events) if isinstance(e, Saved)).step == events[-1].step
 
 
+@pytest.mark.timed
+@pytest.mark.parametrize("rows", [(6,), (3, 3)])
+def test_a_run_takes_the_time_that_it_has(tmp_path, rows):
+    """From the workers' start to their last event: steps, validations, checkpoints and sample text."""
+    tiny.corpus(tmp_path / "corpus", val=200_001)
+    train = replace(
+        TRAIN, steps=10**5, validate_every=500, validate_tokens=4096, deadline_s=12.0, checkpoint_every_s=3.0
+    )
+    run = tiny.run_folder(tmp_path / "run", tiny.plan(train, rows=rows))
+    events = launch(run)
+    end, last = events[-1], [event for event in events if isinstance(event, Validated)][-1]
+    assert isinstance(end, Finished) and end.reason == "deadline"
+    assert 0.8 * 12 <= end.seconds <= 1.02 * 12 + 2
+    assert last.step == end.step and last.tokens > 4096 and last.sample_tokens == 4096
+    rates = [event.lr for event in steps_of(events)]
+    top = rates.index(max(rates))
+    assert rates[top:] == sorted(rates[top:], reverse=True) and rates[-1] == pytest.approx(0.1 * max(rates), rel=0.05)
+    assert sum(isinstance(event, Warned) and "steps fit" in event.message for event in events) == 1
+
+
 def test_another_corpus_than_planned_is_refused(tmp_path):
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN))
     text = run.corpus.read_text().replace('"tiny"', '"other"')

@@ -1,0 +1,85 @@
+"""What is said of a validation loss beside the number: of which tokens and weights it is, and what it means."""
+
+from __future__ import annotations
+
+from farspan.domain.results import Measurement, Validated
+from farspan.report.history import Run
+
+#: What helps a model that has learned too little, one that knows its training text by heart, and one that was better.
+LEARN_MORE = "more time or steps, a smaller size, or a higher train.optimizer.lr"
+REPEAT_LESS = "more text, a smaller size, or fewer epochs: it knows its training text by heart"
+STEADIER = "a lower train.optimizer.lr: it was better before"
+
+
+def read_on(tokens: int | None, of: int | None) -> str:
+    """`on 17,408 of 83,210 tokens`; nothing where a run of an earlier version did not tell."""
+    return "" if tokens is None or of is None else f"on {tokens:,} of {of:,} tokens"
+
+
+def exact(loss: float, standard_error: float | None) -> str:
+    """`4.829`, or `4.829 ± 0.012 (standard error)` of a sample."""
+    return f"{loss:.3f} ± {standard_error:.3f} (standard error)" if standard_error else f"{loss:.3f}"
+
+
+def told(event: Validated) -> str:
+    """A validation's loss, and of which tokens it is."""
+    return " ".join(filter(None, (exact(event.loss, event.standard_error), read_on(event.tokens, event.of))))
+
+
+def headline(measured: Measurement) -> str:
+    """The loss that a run is known by, as `told`."""
+    assert measured.val_loss is not None
+    number = exact(measured.val_loss, measured.val_standard_error)
+    return " ".join(filter(None, (number, read_on(measured.val_tokens, measured.val_of))))
+
+
+def entropies(run: Run, event: Validated | None) -> dict[str, float]:
+    """Of the tokens that a validation read; of all of the split where an earlier version did not tell."""
+    if event is None or event.unigram_nats is None or event.bigram_nats is None:
+        return {"unigram": run.corpus.unigram_nats, "bigram": run.corpus.bigram_nats}
+    return {"unigram": event.unigram_nats, "bigram": event.bigram_nats}
+
+
+def compared(event: Validated) -> tuple[float, int, int | None]:
+    """A validation's loss on the tokens that all of a run's validations read, how many these are, and of how many."""
+    if event.sample_loss is None or event.sample_tokens is None:
+        return event.loss, event.tokens, event.of
+    return event.sample_loss, event.sample_tokens, event.of
+
+
+def last(run: Run) -> Validated | None:
+    """The validation that a run is known by."""
+    return run.history.validations[-1] if run.history.validations else None
+
+
+def notes(run: Run, measured: Measurement) -> list[str]:
+    """Which weights were kept, where they are not the last ones, and that a model has learned too little."""
+    found, validations, end = [], run.history.validations, last(run)
+    best = next((event for event in reversed(validations) if event.best), None)
+    if best is not None and end is not None and best.step < end.step:
+        (least, tokens, of), (here, _, _) = compared(best), compared(end)
+        found.append(
+            f"that is of the last step, {end.step:,}; embed, generate and export load the best weights, of step "
+            + " ".join(filter(None, (f"{best.step:,}: {least:.3f}", read_on(tokens, of))))
+            + f", where the last have {here:.3f}"
+        )
+    if short := shortfall(measured):
+        found.append(short)
+    return found
+
+
+def shortfall(measured: Measurement) -> str | None:
+    """What a model above the unigram entropy is called, and what would help."""
+    loss, unigram = measured.val_loss, measured.unigram_nats
+    if loss is None or unigram is None or loss <= unigram:
+        return None
+    if measured.train_loss < unigram:
+        helps = REPEAT_LESS
+    elif measured.best_val_loss is not None and measured.best_val_loss < unigram:
+        helps = STEADIER
+    else:
+        helps = LEARN_MORE
+    return (
+        f"the model has learned less than word frequencies: its validation loss is {loss - unigram:.2f} nats above the "
+        f"unigram entropy; what would help: {helps}"
+    )
