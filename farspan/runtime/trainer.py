@@ -17,6 +17,7 @@ from farspan.domain.plan import Plan, row_quantum
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Event, Saved, Step, Traced, Validated, Warned
 from farspan.domain.run import RunFolder
+from farspan.runtime import checkpoint
 from farspan.runtime.budget import Work
 from farspan.runtime.checkpoint import Progress, Unsaved
 from farspan.runtime.collective import Group
