@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -173,7 +172,7 @@ def test_a_steady_pace_fills_its_deadline(planned, step_s, first, later):
     assert run.now <= 1000.0 * (1 + SHARE) + SECONDS
     assert made == planned or run.now >= 1000.0 * (1 - SHARE) - SECONDS - step_s
     if made < planned and step_s < 5.0:
-        assert run.rates[-1] == pytest.approx(0.1)
+        assert 0.1 <= run.rates[-1] <= 0.105  # Heard a step later, the end may come a step early.
 
 
 def test_a_machine_as_fast_as_its_trial_follows_the_plan():
