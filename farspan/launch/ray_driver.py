@@ -25,7 +25,7 @@ from farspan.domain.cluster import GIVEN
 from farspan.domain.codec import save
 from farspan.domain.gpus import Gpu, Nvidia, is_kind
 from farspan.domain.problems import Problem, Refusal, command
-from farspan.domain.run import HOME, SECRET
+from farspan.domain.run import HOME, ON_STDIN, SECRET
 from farspan.launch.agent import free_ports, interfaces, nvidia
 from farspan.launch.held import at_end_of_input
 from farspan.launch.launchers.ray import LOST, Job, Node
@@ -68,7 +68,7 @@ class RankActor:
         names = [card["name"] for i, card in enumerate(nvidia()["gpus"]) if ids[:1] in ([str(i)], [card["uuid"]])]
         return Spot(address, port, interface, ids[0] if ids else None, names[0] if names else "")
 
-    def start(self, folder: str, environment: dict[str, str]) -> None:
+    def start(self, folder: str, environment: dict[str, str], secret: str) -> None:
         self._folder = Path(folder).expanduser()
         self._logs = self._folder / "logs"
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -78,8 +78,10 @@ class RankActor:
         words = [sys.executable, "-m", "farspan.runtime.worker", str(self._folder / "plan.json"), str(self._folder)]
         with open(self._logs / f"rank-{self._rank}.log", "ab") as log:
             self._process = subprocess.Popen(
-                words, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                words, env={**os.environ, **environment}, stdin=subprocess.PIPE, stdout=log, stderr=log, bufsize=0
             )
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{secret}\n".encode())  # It stays open: its end says that this actor is gone.
 
     def poll(self) -> tuple[int | None, bytes | None]:
         """The exit code, if it has ended, and the problem that the worker wrote."""
@@ -131,7 +133,7 @@ def run(job: Job, secret: str) -> list[Ended | None]:
     for rank, (host, actor, place) in enumerate(zip(job.ranks, actors, places, strict=True)):
         environment = worker_environment(job.threads[rank]) | {
             "RANK": str(rank), "WORLD_SIZE": str(len(actors)), "MASTER_ADDR": places[0].address,
-            "MASTER_PORT": str(places[0].port), SECRET: secret, HOME: job.home,
+            "MASTER_PORT": str(places[0].port), SECRET: ON_STDIN, HOME: job.home,
         }  # fmt: skip
         if place.interface:
             environment |= {"GLOO_SOCKET_IFNAME": place.interface, "NCCL_SOCKET_IFNAME": place.interface}
@@ -139,7 +141,7 @@ def run(job: Job, secret: str) -> list[Ended | None]:
             environment |= {"CUDA_VISIBLE_DEVICES": place.gpu, GIVEN: "0"}
         if host in job.caches:
             environment["FARSPAN_CACHE"] = job.caches[host]
-        ray.get(actor.start.remote(job.folders[host], environment), timeout=JOIN_S)
+        ray.get(actor.start.remote(job.folders[host], environment, secret), timeout=JOIN_S)
     signal.signal(signal.SIGTERM, lambda number, frame: [actor.signal.remote(number) for actor in actors])
     return watch(job, actors)
 

@@ -113,7 +113,8 @@ class HostProcess:
 
     With `said` its standard input begins with that, and ends when the process is asked to stop or its launcher is gone.
     With `hold` it is run by `held`, as what a client starts always is: it would not notice that itself.
-    The `secret` of the run goes to workers the same way: everybody on a machine can read a command line.
+    The `secret` of the run goes to workers the same way: everybody on a machine can read a command line. The end of
+    their standard input tells them that this launcher is gone, too.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class HostProcess:
         device: int | None = None, said: bytes | None = None, hold: bool = False, secret: str | None = None,
     ) -> None:  # fmt: skip
         self._host, self._ranks = host, ranks
+        self._stops_with_input = said is not None
         self._held = bool(ranks) and said is None and (hold or by_client(host, device))
         if self._held:
             words, said = [interpreter(host), "-m", "farspan.launch.held", *words], f"{secret or ''}\n".encode()
@@ -136,8 +138,6 @@ class HostProcess:
         if said and self._process.stdin is not None:
             with suppress(BrokenPipeError):  # It has ended already: how says more.
                 self._process.stdin.write(said)
-                if secret is not None and not self._held:
-                    self._process.stdin.close()
 
     @property
     def host(self) -> Host:
@@ -161,7 +161,7 @@ class HostProcess:
                 end = threading.Timer(CLIENT_S, self._process.kill)
                 end.daemon = True
                 end.start()
-        elif number == signal.SIGTERM and self._process.stdin is not None and not self._process.stdin.closed:
+        elif number == signal.SIGTERM and self._stops_with_input and self._process.stdin is not None:
             self._process.stdin.close()
         else:
             self._process.send_signal(number)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import platform
+import select
 import shutil
 import signal
 import sys
@@ -31,7 +32,7 @@ from farspan.domain.corpus import CorpusManifest
 from farspan.domain.plan import Plan, unsound
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import Estimate, Event, Finished, Sampled, Started
-from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.run import ON_STDIN, SECRET, RunFolder, RunRecord
 from farspan.domain.units import format_bytes
 from farspan.runtime import checkpoint, huggingface
 from farspan.runtime.collective import SILENCE_S, START_S, Group, How, meet, renounce
@@ -47,6 +48,8 @@ from farspan.runtime.saves import Saves
 from farspan.runtime.ship import share
 from farspan.runtime.trainer import Trainer, Worker
 
+#: Whether who started this worker has ended.
+Gone = Callable[[], bool]
 #: Tokens of sample text that a finished run writes, and of the prompt before it.
 SAMPLE_TOKENS, PROMPT_TOKENS = 80, 8
 
@@ -105,7 +108,7 @@ def compile_blocks(model: Decoder, device: torch.device) -> None:
         block.forward = torch.compile(block.forward)
 
 
-def train(plan: Plan, run: RunFolder, rank: int, world: int, notices: Notices | None, parent: int) -> None:
+def train(plan: Plan, run: RunFolder, rank: int, world: int, notices: Notices | None, gone: Gone) -> None:
     """Train from the newest checkpoint to the end. How it ends is the last event."""
     began = time.monotonic()
     try:
@@ -135,7 +138,7 @@ def train(plan: Plan, run: RunFolder, rank: int, world: int, notices: Notices | 
         group = stack.enter_context(Group(rank, world, device, notices, lost))
         group.introduce()
         try:
-            trainer = start(plan, run, group, log.write, parent, began)
+            trainer = start(plan, run, group, log.write, gone, began)
             reason = trainer.run()
             if reason != "interrupted":
                 weights = trainer.saves.weights()
@@ -154,7 +157,7 @@ def train(plan: Plan, run: RunFolder, rank: int, world: int, notices: Notices | 
 
 
 def start(
-    plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None], parent: int, began: float
+    plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None], gone: Gone, began: float
 ) -> Trainer:  # fmt: skip
     """A trainer with the state of the newest checkpoint. That it has started is the first event. A time budget counts
     from `began`, of the monotonic clock."""
@@ -162,7 +165,7 @@ def start(
         held = sum(file.stat().st_size for file in run.checkpoints.rglob("*") if file.is_file())
         checkpoint.check_disk(run.path, (plan.train.keep + 2) * checkpoint.bytes_needed(plan) - held)
     worker = build(plan, run, group, emit)
-    worker.stop = stop_requests(parent)
+    worker.stop = stop_requests(gone)
     trainer = Trainer(worker, began=began)
     trainer.restore()
     group.introduce()
@@ -171,13 +174,22 @@ def start(
     return trainer
 
 
-def stop_requests(parent: int) -> Callable[[], bool]:
+def stop_requests(gone: Gone) -> Callable[[], bool]:
     """Whether this worker was asked to save and end: by a signal, or by the end of the process that started it, without
     which nobody would stop it."""
     signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: signals.append(received))
-    return lambda: bool(signals) or os.getppid() != parent
+    return lambda: bool(signals) or gone()
+
+
+def launcher_gone() -> Gone:
+    """Whether the process that started this one has ended: it is the parent no more, or the standard input by which it
+    gave the secret has ended, as it has also where that process was gone before this one knew its parent."""
+    parent, led, poll = os.getppid(), os.environ.get(SECRET) == ON_STDIN, select.poll()
+    if led:
+        poll.register(0, select.POLLHUP)
+    return lambda: os.getppid() != parent or any(flags & select.POLLHUP for _, flags in poll.poll(0))
 
 
 def started(trainer: Trainer, world: int) -> Started:
@@ -310,7 +322,7 @@ def main() -> int:
     # PyTorch 2.13 gives collectives names that 2.11 lacks; the last words of a log are for what went wrong.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     run, plan = RunFolder(Path(sys.argv[2]).expanduser()), None
-    rank, world, parent = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.getppid()
+    rank, world, gone = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), launcher_gone()
     try:
         notices = meet(rank, world, run_secret() if world > 1 else b"")
         if notices is not None:
@@ -319,7 +331,7 @@ def main() -> int:
         read = load(Path(sys.argv[1]).expanduser(), Plan)
         check_plan(read, run, rank, world)
         plan = read
-        train(plan, run, rank, world, notices, parent)
+        train(plan, run, rank, world, notices, gone)
         return 0
     except Exception as error:
         problem = as_problem(error, plan, run, rank)

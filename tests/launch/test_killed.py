@@ -47,8 +47,9 @@ print(msgspec.json.encode(problem).decode())
 END_S = 60.0
 
 
-def started(tmp_path: Path, launcher: str) -> tuple[RunFolder, subprocess.Popen[bytes]]:
-    """A run of two workers that would go on for hours, and the process that launched it, once it trains."""
+def started(tmp_path: Path, launcher: str, trained: bool = True) -> tuple[RunFolder, subprocess.Popen[bytes]]:
+    """A run of two workers that would go on for hours, and the process that launched it, once it trains, or has started
+    its workers."""
     plan = tiny.plan(LONG, rows=(4, 4), micro_rows=4)
     run = tiny.run_folder(tmp_path / "run", plan)
     here = tiny.this_machine(plan).with_hosts(lambda host: replace(host, address="127.0.0.1"))
@@ -59,7 +60,7 @@ def started(tmp_path: Path, launcher: str) -> tuple[RunFolder, subprocess.Popen[
         assert process.poll() is None, process.communicate()
         return run.events.exists() and any(isinstance(one, Step) for one in read_events(run.events))
 
-    eventually(trains, 180.0)
+    eventually(trains if trained else lambda: len(workers_of(run)) == 2, 180.0)
     return run, process
 
 
@@ -137,6 +138,14 @@ def needs(launcher: str) -> None:
 def test_the_end_of_a_killed_launcher_asks_its_workers_to_save_and_end(tmp_path, launcher):
     needs(launcher)
     run, process = started(tmp_path, launcher)
+    process.kill()
+    process.communicate()
+    ends_and_has_saved(run)
+
+
+def test_workers_whose_launcher_is_killed_while_they_start_do_not_train_on(tmp_path):
+    """They know their parent only once Python has started."""
+    run, process = started(tmp_path, "local", trained=False)
     process.kill()
     process.communicate()
     ends_and_has_saved(run)

@@ -30,7 +30,11 @@ ASKED = "trap 'echo asked; exit 7' TERM; echo up; while :; do sleep 0.05; done"
 
 def held(script: str) -> subprocess.Popen[bytes]:
     words = [sys.executable, "-m", "farspan.launch.held", "sh", "-c", script]
-    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write(b"the secret of its run\n")
+    process.stdin.flush()
+    return process
 
 
 @pytest.mark.parametrize("by", ["input", "word", "signal"])
