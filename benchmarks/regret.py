@@ -4,17 +4,19 @@
     python benchmarks/regret.py --afresh         # of these: what is chosen and what is near the best, run anew
     python benchmarks/regret.py --intervals      # of these: how many trials lie inside what was told before any
     python benchmarks/regret.py --quick          # one small scenario; writes nothing here
+    python benchmarks/regret.py --sites 3        # labs of three sites, in results/regret_3_sites.jsonl
 
 A scenario is a lab of two sites on two cores (one each): round trip, rate and loss of the link, one or two devices a
-site with speeds and memory of their own, a model, and the tokens of a step. In each, what every technique plans for
-both sites and for either is run for a few steps: the truth. A plan is left out once the least that it is predicted to
+site with speeds and memory of their own, a model, and the tokens of a step. With three sites each has one device, and
+the fastest may be four times as fast as the slowest. In each, what every technique plans for all sites and for parts
+of them is run for a few steps: the truth. A plan is left out once the least that it is predicted to
 take, at the paces that the trials have shown, is more than twice the best. The same trials then say what each
 rule's choice takes:
 
 - `select`: ours, with its default budget of trials for a run of RUN_STEPS steps;
 - `plan`: the best prediction, nothing tried;
 - `algorithm 1` of arXiv 2602.02632, `always pipeshard` and `always data` on both sites, `best site`: the faster of
-  Data and Shard on either site.
+  Data and Shard on either site. Of these only `always data` says something of three sites.
 
 All trials are appended to results/regret.jsonl as scenarios end; what is there is not run again. With --again every
 rule chooses anew among the trials that are there, and only plans that nothing has tried yet are run: for a change to
@@ -31,6 +33,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import math
 import os
 import random
@@ -95,10 +98,11 @@ class Scenario(msgspec.Struct, frozen=True):
         sites = {
             name: {"devices": [{"speed": f"{100 * speed:.4g}%", **({"memory": f"{size}MB"} if size else {})}
                                for speed, size in devices]}
-            for name, devices in zip("ab", self.devices, strict=True)
+            for name, devices in zip("abc", self.devices, strict=False)
         }  # fmt: skip
-        link = {"between": ["a", "b"], "rtt": f"{self.rtt_ms}ms", "bandwidth": f"{self.gbit}Gbit/s", "loss": self.loss}
-        return {"name": f"regret-{os.getpid()}-{self.number}", "sites": sites, "links": [link]}
+        line = {"rtt": f"{self.rtt_ms}ms", "bandwidth": f"{self.gbit}Gbit/s", "loss": self.loss}
+        links = [{"between": list(pair), **line} for pair in itertools.combinations(sites, 2)]
+        return {"name": f"regret-{os.getpid()}-{self.number}", "sites": sites, "links": links}
 
     @property
     def asked(self) -> Asked:
@@ -113,17 +117,21 @@ class Scenario(msgspec.Struct, frozen=True):
         return Asked(model=model, train=train, engine=engine("farspan"), allow=TECHNIQUES)
 
 
-def drawn(seed: int, number: int) -> Scenario:
+def drawn(seed: int, number: int, sites: int = 2) -> Scenario:
     """The scenario of a seed and a number, whatever else is drawn."""
-    rng = random.Random(f"{seed} {number}")
+    rng = random.Random(f"{seed} {number}" if sites == 2 else f"{seed} {number} {sites}")
 
     def log(low: float, high: float) -> float:
         return float(f"{math.exp(rng.uniform(math.log(low), math.log(high))):.3g}")
 
+    def site() -> tuple[int, float]:
+        """How many devices, and how fast."""
+        return (rng.choice((1, 2, 2)), rng.uniform(0.2, 0.5)) if sites == 2 else (1, log(0.15, 0.6))
+
     rtt_ms, gbit = log(0.1, 150), log(0.1, 2)
     devices = tuple(
         tuple((float(f"{speed:.2g}"), rng.choice((None, None, 600, 900))) for _ in range(count))
-        for count, speed in ((rng.choice((1, 2, 2)), rng.uniform(0.2, 0.5)) for _ in "ab")
+        for count, speed in (site() for _ in range(sites))
     )
     return Scenario(
         number, rtt_ms, gbit, rng.choice((0.0, 0.0, 1e-4, 1e-3)), devices, rng.choice(tuple(SHAPES)),
@@ -235,9 +243,8 @@ def afresh(one: Done, about: dict[str, Any]) -> Afresh:
                   names={key: one.names[key] for key in found})  # fmt: skip
 
 
-def run_afresh(scenarios: list[Done]) -> None:
+def run_afresh(scenarios: list[Done], path: Path) -> None:
     """All that were not run afresh yet, and how many choices are near the best by these trials."""
-    path = RESULTS.with_name("regret_afresh.jsonl")
     with open(path, "ab+") as file:
         cut_unfinished_line(path)
         file.seek(0)
@@ -361,6 +368,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scenarios", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sites", type=int, choices=(2, 3), default=2)
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--afresh", action="store_true")
     parser.add_argument("--intervals", action="store_true")
@@ -368,18 +376,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with results(given, RESULTS) as (out, file):
+    path = RESULTS if given.sites == 2 else RESULTS.with_stem(f"{RESULTS.stem}_{given.sites}_sites")
+    with results(given, path) as (out, file):
         lines = out.read_bytes().splitlines() if out.exists() else []
         read = [msgspec.json.decode(line, type=Done) for line in lines]
         found = {one.scenario.number: one for one in read if one.seed == given.seed}
         if given.afresh:
-            run_afresh([found[number] for number in sorted(found)])
+            run_afresh([found[number] for number in sorted(found)], path.with_stem(f"{path.stem}_afresh"))
             return
         if given.intervals:
             print(intervals([found[number] for number in sorted(found)]))
             return
         for number in range(1 if given.quick else given.scenarios):
-            before, scenario = found.get(number), drawn(given.seed, number)
+            before, scenario = found.get(number), drawn(given.seed, number, given.sites)
             if before is None or given.again:
                 print(scenario, flush=True)
                 found[number] = run(given.seed, scenario, said_of_here(), before)

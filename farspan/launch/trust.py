@@ -27,8 +27,9 @@ SHOWN = 4
 
 
 def seal(run: RunFolder) -> None:
-    """Mark a run folder as made, or looked at, by this user on this machine."""
-    write_atomically(run.seal, _signature(run).encode())
+    """Mark a run folder that starts commands as made, or looked at, by this user on this machine."""
+    if _commands(run):
+        write_atomically(run.seal, _signature(run).encode())
 
 
 def require(run: RunFolder) -> None:
