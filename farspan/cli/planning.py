@@ -70,6 +70,8 @@ def table(ranking: Ranking, *, everything: bool, colours: bool, more: str) -> li
     """The candidates, a line each (two where the part's name is long), and what of them is not shown."""
     planned = [i for i, one in enumerate(ranking.candidates) if one.plan is not None]
     best = {id(best_of(ranking, one.technique)) for one in ranking.candidates}
+    # What one device takes by itself says what all the others are worth.
+    best |= {id(one) for one in [one for one in ranking.candidates if one.eligible and len(one.places) == 1][:1]}
     shown = [i for k, i in enumerate(planned) if everything or k < SHOWN or id(ranking.candidates[i]) in best]
     rows = [_cells(ranking, i) for i in shown]
     lines = _aligned(rows, [_tint(ranking, i) for i in shown], colours) if rows else []

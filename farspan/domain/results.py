@@ -6,12 +6,12 @@ Times are seconds since the epoch (`at`) or durations (`_s`); sizes are bytes; l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
 
-from farspan.domain.problems import Problem
+from farspan.domain.problems import Problem, Refusal
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
@@ -235,10 +235,21 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """The events of a run, oldest first. A last line that a killed worker left unfinished is left out."""
-    decoder = msgspec.json.Decoder(Event)
+    """The events of a run, oldest first. A last line that a killed worker left unfinished is left out. Raises Refusal
+    (file-unreadable) for a line that is no event."""
     with open(path, "rb") as lines:
-        for line in lines:
-            if not line.endswith(b"\n"):
-                return
+        yield from decoded((line for line in lines if line.endswith(b"\n")), path)
+
+
+def decoded(lines: Iterable[bytes], where: object) -> Iterator[Event]:
+    """Events from their lines, which may be another machine's. Raises Refusal (file-unreadable)."""
+    decoder = msgspec.json.Decoder(Event)
+    for line in lines:
+        try:
             yield decoder.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise Refusal(
+                "file-unreadable", what="a line is no event of a run", where=where,
+                fact=f"{str(error)[:200]}: {line[:80].decode(errors='backslashreplace')}",
+                remedy=f"take that line out of {where}",
+            ) from None  # fmt: skip

@@ -14,14 +14,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Protocol
 
-import msgspec
-
 from farspan.domain.cluster import STARTING, Cluster, Host
 from farspan.domain.codec import content_hash, cut_unfinished_line, load, parse_json
 from farspan.domain.plan import Plan
 from farspan.domain.problems import EXIT_CODES, Problem, Refusal
 from farspan.domain.problems import command as farspan
-from farspan.domain.results import Estimate, Event, Finished, Started, Step
+from farspan.domain.results import Estimate, Event, Finished, Started, Step, decoded
 from farspan.domain.run import ON_STDIN, SECRET, RunFolder, RunRecord
 from farspan.domain.units import format_bytes
 from farspan.launch import held
@@ -287,13 +285,13 @@ class Workers:
         self._end()
 
     def __iter__(self) -> Iterator[Event]:
-        decoder, position, failed_at = msgspec.json.Decoder(Event), self._events_from, None
+        position, failed_at = self._events_from, None
         while True:
             codes = [process.poll() for process in self.processes if process.ranks]
             if self._away is not None:
                 self._away.pull(now=None not in codes)
             position, lines = _new_lines(self.run.events, position)
-            for event in map(decoder.decode, lines):
+            for event in decoded(lines, self.run.events):
                 self._finished = event if isinstance(event, Finished) else None
                 yield event
             if None not in codes:
@@ -384,9 +382,7 @@ class Workers:
             told += f"; it was predicted to need {format_bytes(memory[rank].total)}"
         log = folder.events if rank == 0 else folder.logs / f"rank-{rank}.events.jsonl"
         lines, held = (process.read(log) or b"").split(b"\n")[:-1], 0
-        for event in map(
-            msgspec.json.Decoder(Event).decode, lines
-        ):  # Of this start: before it may have been another plan.
+        for event in decoded(lines, log):  # Of this start: before it may have been another plan.
             held = event.memory_bytes if isinstance(event, Step) else 0 if isinstance(event, Started) else held
         return told + (f"; held {format_bytes(held)}" if held else "")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -132,3 +133,13 @@ def test_a_reader_that_leaves_early_is_no_error(run: Path, environment: dict[str
     command = f"{sys.executable} -m farspan report | true"
     done = subprocess.run(["sh", "-c", command], cwd=desk, env=environment, capture_output=True, text=True, timeout=300)
     assert done.stderr == ""
+
+
+def test_a_run_is_its_users_alone_and_an_export_readable_like_its_siblings(run: Path, farspan: Farspan, tmp_path: Path):
+    assert stat.S_IMODE(run.stat().st_mode) == 0o700
+    done = farspan("export", str(run), "--out", str(tmp_path / "export"))
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "sibling").write_text("")
+    files = [tmp_path / "sibling", *(tmp_path / "export").iterdir()]
+    assert len(files) > 4
+    assert len({stat.S_IMODE(file.stat().st_mode) for file in files}) == 1

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from farspan.domain.cluster import Cluster, Device, Host, Site
 from farspan.domain.codec import load, save
 from farspan.domain.problems import Refusal
+from farspan.domain.results import read_events
 from farspan.domain.run import RunRecord
 from farspan.domain.train import TrainSpec
 from farspan.launch import away as away_module
@@ -131,6 +132,15 @@ def test_a_host_cannot_fill_the_disk(sent, tmp_path, monkeypatch):
     assert ask(away._host, "yes", 60, most=10**6) is None
     assert ask(away._host, "sleep 60 & yes | head -c 5; exec sleep 60", 1) is None
     assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("line", [b"\xff\xfe", b"{}", b"[" * 100_000, b'{"event": "step", "at": "never"}'])
+def test_what_is_no_event_is_refused_by_name(sent, line):
+    run, away, there = sent
+    there.events.write_bytes(line + b"\n")
+    away.pull()
+    with pytest.raises(Refusal, match="file-unreadable"):
+        list(read_events(run.events))
 
 
 def test_an_away_run_is_for_its_user_alone(sent):
