@@ -41,7 +41,7 @@ JSON = [
     (["generate", "", "--tokens", "5", "--temperature", "0"], {"prompt", "text", "step"}),
     (["generate", "time " * 500, "--tokens", "5"], {"prompt", "text", "step"}),
     (["export", "--out", "exported"], {"run", "folder", "step"}),
-    (["doctor"], {"versions", "devices", "disk_free_bytes", "findings"}),
+    (["doctor"], {"versions", "devices", "disk_free_bytes", "findings", "notes"}),
 ]
 
 
