@@ -108,7 +108,7 @@ def compile_blocks(model: Decoder, device: torch.device) -> None:
         block.forward = torch.compile(block.forward)
 
 
-def train(plan: Plan, run: RunFolder, rank: int, world: int, notices: Notices | None, gone: Gone) -> None:
+def train(plan: Plan, run: RunFolder, rank: int, world: int, notices: Notices | None, abandoned: Gone) -> None:
     """Train from the newest checkpoint to the end. How it ends is the last event."""
     began = time.monotonic()
     try:
@@ -138,7 +138,7 @@ def train(plan: Plan, run: RunFolder, rank: int, world: int, notices: Notices | 
         group = stack.enter_context(Group(rank, world, device, notices, lost))
         group.introduce()
         try:
-            trainer = start(plan, run, group, log.write, gone, began)
+            trainer = start(plan, run, group, log.write, abandoned, began)
             reason = trainer.run()
             if reason != "interrupted":
                 weights = trainer.saves.weights()
@@ -157,7 +157,7 @@ def train(plan: Plan, run: RunFolder, rank: int, world: int, notices: Notices | 
 
 
 def start(
-    plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None], gone: Gone, began: float
+    plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None], abandoned: Gone, began: float
 ) -> Trainer:  # fmt: skip
     """A trainer with the state of the newest checkpoint. That it has started is the first event. A time budget counts
     from `began`, of the monotonic clock."""
@@ -165,7 +165,7 @@ def start(
         held = sum(file.stat().st_size for file in run.checkpoints.rglob("*") if file.is_file())
         checkpoint.check_disk(run.path, (plan.train.keep + 2) * checkpoint.bytes_needed(plan) - held)
     worker = build(plan, run, group, emit)
-    worker.stop = stop_requests(gone)
+    worker.stop = stop_requests(abandoned)
     trainer = Trainer(worker, began=began)
     trainer.restore()
     group.introduce()
@@ -174,13 +174,13 @@ def start(
     return trainer
 
 
-def stop_requests(gone: Gone) -> Callable[[], bool]:
+def stop_requests(abandoned: Gone) -> Callable[[], bool]:
     """Whether this worker was asked to save and end: by a signal, or by the end of the process that started it, without
     which nobody would stop it."""
     signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: signals.append(received))
-    return lambda: bool(signals) or gone()
+    return lambda: bool(signals) or abandoned()
 
 
 def launcher_gone() -> Gone:
@@ -322,7 +322,7 @@ def main() -> int:
     # PyTorch 2.13 gives collectives names that 2.11 lacks; the last words of a log are for what went wrong.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     run, plan = RunFolder(Path(sys.argv[2]).expanduser()), None
-    rank, world, gone = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), launcher_gone()
+    rank, world, abandoned = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), launcher_gone()
     try:
         notices = meet(rank, world, run_secret() if world > 1 else b"")
         if notices is not None:
@@ -331,7 +331,7 @@ def main() -> int:
         read = load(Path(sys.argv[1]).expanduser(), Plan)
         check_plan(read, run, rank, world)
         plan = read
-        train(plan, run, rank, world, notices, gone)
+        train(plan, run, rank, world, notices, abandoned)
         return 0
     except Exception as error:
         problem = as_problem(error, plan, run, rank)
