@@ -167,7 +167,7 @@ def test_a_connection_that_is_reset_or_silent_is_a_way_that_failed(reads, resets
 
         answered = pool.submit(answer)
         found = agent.reach(
-            "127.0.0.1", server.getsockname()[1], deadline=0.5 if failed == "timeout" else 10.0, pings=3
+            "127.0.0.1", server.getsockname()[1], "0" * 32, deadline=0.5 if failed == "timeout" else 10.0, pings=3
         )
         answered.result(timeout=10)
     assert found["failed"] == failed and found["fact"]
