@@ -34,7 +34,7 @@ def cluster_hash(cluster: Cluster) -> str:
 
 def identity(cluster: Cluster) -> str:
     """What a plan knows its cluster by: its sites, hosts and devices. How fast these are, and the links between them,
-    is measured and learned anew, and the plan priced by it."""
+    is measured and learned again, and the plan priced by it."""
     devices = [
         (site.name, host.name, one.kind, one.backend, one.threads)
         for site in cluster.sites

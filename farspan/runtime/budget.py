@@ -16,7 +16,7 @@ WEIGHT, OUTLIER = 0.1, 3.0
 #: A new number of steps stands until the run would end by this share of the deadline earlier or later. In the last LATE
 #: of the deadline the number follows each step.
 CALM, LATE = 0.02, 0.1
-#: A person is told of another number once a pace was kept for the first share of the deadline, and differs by the
+#: Another number of steps is reported once a pace was kept for the first share of the deadline, and differs by the
 #: second.
 RELIABLE, TOLD = 0.1, 0.05
 #: Shares of the deadline that the last validation and the sample text may take.

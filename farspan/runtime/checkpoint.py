@@ -111,7 +111,7 @@ def write(
 ) -> tuple[Path, int]:  # fmt: skip
     """Write the checkpoint of `progress.step`, then delete all but the newest `keep`. Returns its path and bytes.
     `writing` is entered while a file is written, and until all is in its place after the last, not while one is
-    collected. Raises Unsaved once all files were collected: whoever else has a part of them is done with it."""
+    collected. Raises Unsaved once all files were collected: the other workers are done with theirs."""
     path = folder / _name(progress.step)
     size = _write_folder(path, files, progress, writing)
     _prune(path, keep)
@@ -149,7 +149,7 @@ def _write_folder(path: Path, files: Sequence[File], progress: Progress, writing
                     temporary.mkdir()
                 if failure is None:
                     sums[name] = _write_file(temporary / name, tensors)
-                if len(sums) == len(files):  # Now it needs nobody else, whoever is lost meanwhile.
+                if len(sums) == len(files):  # Now it needs no other worker, even if one is lost.
                     _write_state(temporary, progress, sums)
                     size = _put(temporary, path)
             except (OSError, SafetensorError, Refusal) as error:
