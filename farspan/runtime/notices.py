@@ -1,8 +1,8 @@
 """What the workers of one run tell each other through their store, signed with the secret of the run.
 
 A store asks nobody who they are: each caller reads, writes and deletes every key. A value that is not signed for
-its key is therefore no value. The names of keys are made with the secret, too, so that nobody else knows which is which. The
-secret itself is never stored or sent.
+its key is therefore no value. The names of keys are made with the secret, too, so that nobody else knows which is
+which. The secret itself is never stored or sent.
 """
 
 from __future__ import annotations
