@@ -55,7 +55,8 @@ def listening(address: str) -> str:
         for interface, entries in psutil.net_if_addrs().items()
     }
     here = {own for addresses in by_interface.values() for own in addresses if not own.startswith("127.")}
-    return ip if name is None or ip in here else next(iter(by_interface.get(name, ())), ip)
+    meant = ip in here or (ip == address and ip.startswith("127."))  # Workers of one host meet on its loopback.
+    return ip if name is None or meant else next(iter(by_interface.get(name, ())), ip)
 
 
 def own() -> list[str]:
