@@ -29,7 +29,7 @@ def test_a_lab_is_measured_as_it_was_made(start, tmp_path, monkeypatch):
         "links: [{between: [utah, star], rtt: 20ms, bandwidth: 200Mbit/s}]\n"
     )
     asked = of_lab(made)
-    found = measuring.measure(asked, MODEL, lambda text: None, dtypes=("fp32",))
+    found = measuring.measure(asked, MODEL, lambda text: None, dtypes=("fp32",)).cluster
     assert set(found.allreduce_s) == {8, 1_000_000}
     (link,) = found.links
     assert (link.rtt_s, link.bandwidth) == (pytest.approx(0.02, rel=0.25), pytest.approx(25e6, rel=0.25))
