@@ -128,10 +128,11 @@ STARTING = MEMBER.partition("with Group(")[0]
 
 @pytest.mark.parametrize("still", [0, 1])
 def test_who_stands_still_before_all_are_connected_is_lost_and_named(still):
-    """Met, and then nothing: the others wait for connections, which by themselves they would for hours."""
+    """Met, and then nothing: the others wait for connections, which by themselves they would for hours. It stands still
+    a second late, when the others have heard it: who was never heard is waited for as one that opens its device."""
     program = f"""
 if rank == {still}:
-    collective.dist.init_process_group = lambda *given, **named: stand_still()
+    collective.dist.init_process_group = lambda *given, **named: time.sleep(1) or stand_still()
 Group(rank, world, torch.device("cpu"), meet(rank, world, SECRET), lost)
 """
     with members(3, "", STARTING + program) as started:
