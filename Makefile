@@ -11,7 +11,7 @@ demo: $(VENV)/.demo
 	$(BIN)/farspan demo --run $(RUN)
 
 # What measures, or starts processes of its own, has the machine to itself; the rest runs two at a time.
-ALONE := tests/cli tests/lab tests/launch tests/report tests/runtime tests/test_imports.py tests/test_readme.py
+ALONE := tests/cli tests/golden/test_old_run.py tests/lab tests/launch tests/report tests/runtime tests/test_imports.py tests/test_readme.py
 
 test: $(VENV)/.test
 	tools/system-packages.sh

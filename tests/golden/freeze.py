@@ -1,0 +1,241 @@
+"""What farspan says of many seeded questions: `python -m tests.golden.freeze --out FILE [--whole]`.
+
+The dump holds estimates of every engine, the plans that techniques make and that searches choose, what `--json` prints,
+and exit codes. Two trees on one machine and Python are compared by their dumps (`--against OLD`); `golden.json.xz` is
+the part of one that the tests repeat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import lzma
+import math
+import os
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from farspan import models
+from farspan.cli.main import main
+from farspan.domain.engine import engine
+from farspan.domain.plan import Plan
+from farspan.domain.trial import Trial
+from farspan.estimate.price import estimate
+from farspan.planning import algorithm1
+from farspan.planning.rank import Candidate, rank
+from farspan.planning.select import Asked, select
+from farspan.planning.why import why
+from tests.golden.commands import COMMANDS, desk
+from tests.golden.worlds import unplanned, world
+
+GOLDEN = Path(__file__).parent / "golden.json.xz"
+ENGINES = ("farspan", "torch2024", "alpa2022")
+WORLDS, UNPLANNED, SELECTED = 45, 60, 12
+#: Of hashes, dates, versions and measured times nothing is kept.
+VOLATILE = {"hash", "version", "checked", "created", "commit", "date", "inputs", "took_s", "environment", "corpus_hash"}
+#: Sentences for people, which may be said better: left out with `--no-prose`, as is all of a problem but its code.
+PROSE = {"why", "unchosen", "assumptions", "findings", "evidence", "notes", "against", "left_out", "unknown", "choice"}
+
+
+def rankings(folder: Path, numbers: range) -> Iterator[tuple[str, Any]]:
+    """Every technique on every part of every world under every engine, as it is put in order."""
+    for seed in numbers:
+        asked = world(seed, folder)
+        for name in ENGINES:
+            found = rank(asked.model, asked.cluster, asked.train, engine(name), objective=asked.objective)
+            yield (
+                f"rank {asked.name} {name}",
+                {
+                    "objective": asked.objective,
+                    "chosen": found.chosen,
+                    "candidates": [_candidate(one) for one in found.candidates],
+                    "why": why(found),
+                },
+            )
+
+
+def estimates(folder: Path, numbers: range) -> Iterator[tuple[str, Any]]:
+    """Plans that no technique emits, priced under every engine."""
+    for seed in numbers:
+        plan, cluster = unplanned(seed, folder)
+        for name in ENGINES:
+            yield f"estimate {seed} {name}", estimate(plan, models.graph(plan.model), cluster, engine(name))
+
+
+def selections(folder: Path, numbers: range) -> Iterator[tuple[str, Any]]:
+    """What selections choose where each trial takes a seeded share more or less than predicted; the paper's too."""
+    for seed in numbers:
+        asked = world(seed, folder)
+
+        def measure(plan: Plan, step_s: float) -> Trial:
+            at, stages = [device.index for device in plan.devices], [len(one.stages) for one in plan.replicas]
+            drawn = zlib.crc32(f"{plan.technique} {at} {stages}".encode()) % 1000
+            if drawn > 900:
+                return Trial(plan="", status="oom", took_s=12.0)
+            took = step_s * (0.7 + 0.9 * drawn / 1000)
+            return Trial(plan="", status="ok", took_s=12.0, steps=(took,) * 3, step_s=took)
+
+        question = Asked(model=asked.model, train=asked.train, engine=engine("farspan"), objective=asked.objective)
+        found = select(asked.cluster, question, measure, budget_s=200.0)
+        yield (
+            f"select {asked.name}",
+            {
+                "chosen": found.ranking.chosen,
+                "ended": found.ended,
+                "spent_s": found.spent_s,
+                "tried": [(one.technique, one.where, trial.status, trial.step_s) for one, trial in found.tried],
+                "candidates": [_candidate(one) for one in found.ranking.candidates],
+            },
+        )
+        if len(asked.cluster.hosts) == 2:
+            yield (
+                f"select by algorithm1 {asked.name}",
+                algorithm1.choose(asked.cluster, question, measure, 0.1, say=lambda one: None),
+            )
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    """Exit codes of commands, and what they print with `--json`."""
+    with desk() as folder:
+        for words in COMMANDS:
+            out, said = io.StringIO(), io.StringIO()
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(said):
+                try:
+                    code = main([*words, "--json"] if words[0] != "--version" else list(words))
+                except SystemExit as ended:
+                    code = int(ended.code or 0)
+            text = out.getvalue().replace(str(folder), "DESK")
+            yield (
+                f"farspan {' '.join(words)}",
+                {"exit": code, "json": json.loads(text) if text.startswith("{") else None},
+            )
+
+
+def _candidate(one: Candidate) -> dict[str, Any]:
+    return {
+        "technique": one.technique,
+        "where": one.where,
+        "places": one.places,
+        "plan": one.plan,
+        "estimate": one.estimate,
+        "problem": one.problem,
+        "time_s": one.time_s,
+        "queue_s": one.queue_s,
+        "lease_s": one.lease_s,
+        "unchosen": one.unchosen,
+        "eligible": one.eligible,
+        "usd": one.usd,
+    }
+
+
+def plain(value: Any) -> Any:
+    """Without what is volatile; infinities as words."""
+    value = msgspec.to_builtins(value, enc_hook=str)
+    return _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    match value:
+        case dict():
+            return {str(key): _plain(part) for key, part in value.items() if key not in VOLATILE}
+        case list() | tuple():
+            return [_plain(part) for part in value]
+        case float() if not math.isfinite(value):
+            return str(value)
+    return value
+
+
+def differences(old: Any, new: Any, rel: float, at: str = "") -> Iterator[str]:
+    """Where a dump differs from an older one; keys may have been added."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key, part in old.items():
+            if key in new:
+                yield from differences(part, new[key], rel, f"{at}.{key}")
+            else:
+                yield f"{at}.{key} is gone"
+    elif isinstance(old, list) and isinstance(new, list):
+        if len(old) != len(new):
+            yield f"{at}: {len(old)} and now {len(new)}"
+        for index, (a, b) in enumerate(zip(old, new, strict=False)):
+            yield from differences(a, b, rel, f"{at}[{index}]")
+    elif isinstance(old, float) and isinstance(new, int | float) and not isinstance(new, bool):
+        if not math.isclose(old, new, rel_tol=rel, abs_tol=1e-300):
+            yield f"{at}: {old!r} and now {new!r}"
+    elif old != new or type(old) is not type(new):
+        yield f"{at}: {old!r} and now {new!r}"
+
+
+def without_prose(value: Any) -> Any:
+    """A dump without what may be said better."""
+    match value:
+        case {"code": code, "remedy": _}:
+            return {"code": code}
+        case dict():
+            return {key: without_prose(part) for key, part in value.items() if key not in PROSE}
+        case list():
+            return [without_prose(part) for part in value]
+    return value
+
+
+#: The parts of a dump, each begun by its name; what the tests repeat of them.
+PARTS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
+    "rank": lambda folder: rankings(folder, range(0, WORLDS, 9)),
+    "estimate": lambda folder: estimates(folder, range(0, UNPLANNED, 4)),
+    "select": lambda folder: selections(folder, range(3)),
+    "farspan": lambda folder: commands(),
+}
+WHOLE = {
+    "rank": lambda folder: rankings(folder, range(WORLDS)),
+    "estimate": lambda folder: estimates(folder, range(UNPLANNED)),
+    "select": lambda folder: selections(folder, range(SELECTED)),
+    "farspan": lambda folder: commands(),
+}
+
+
+def dump(*, whole: bool) -> dict[str, Any]:
+    """All of it, or what the tests repeat."""
+    with tempfile.TemporaryDirectory() as name:
+        found = {}
+        for part in (WHOLE if whole else PARTS).values():
+            for key, value in part(Path(name)):
+                found[key] = plain(value)
+                print(key, file=sys.stderr)
+    return found
+
+
+def read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(lzma.decompress(path.read_bytes()))
+    return found
+
+
+def _main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="write the dump here")
+    parser.add_argument("--whole", action="store_true", help="all questions, not only those that the tests repeat")
+    parser.add_argument("--no-prose", action="store_true", help="without sentences for people")
+    parser.add_argument("--against", type=Path, help="say how it differs from this older dump")
+    given = parser.parse_args()
+    found = dump(whole=given.whole)
+    if given.no_prose:
+        found = without_prose(found)
+    if given.out:
+        given.out.write_bytes(lzma.compress(json.dumps(found, sort_keys=True).encode()))
+    if given.against:
+        old = without_prose(read(given.against)) if given.no_prose else read(given.against)
+        lines = list(differences(old, found, 1e-12))
+        print("\n".join([*lines, f"{len(old)} entries, {len(lines)} differences"]))
+        return int(bool(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("COLUMNS", "100")
+    raise SystemExit(_main())
