@@ -31,7 +31,8 @@ from _wan_records import append
 from wan import results, said_of_here, why
 
 from farspan import techniques
-from farspan.cli.job import PROBE_S, first_device
+from farspan.app.clusters import first_device
+from farspan.app.resolving import PROBE_S
 from farspan.domain.cluster import Cluster
 from farspan.domain.plan import Plan
 from farspan.domain.trial import Trial

@@ -56,7 +56,6 @@ from _wan_plans import ENGINE
 from _wan_records import append
 
 from farspan import techniques
-from farspan.cli.clusters import of_lab
 from farspan.corpus.prepare import prepare
 from farspan.domain.cluster import Cluster
 from farspan.domain.config import DataConfig, TokenizerConfig
@@ -64,6 +63,7 @@ from farspan.domain.engine import engine
 from farspan.domain.plan import Plan
 from farspan.domain.results import Started, Step, Validated
 from farspan.domain.run import cache_folder
+from farspan.lab.cluster import of_lab
 from farspan.launch.measure import measure
 from farspan.launch.trial import limits, trial
 from farspan.planning.rank import Candidate, rank

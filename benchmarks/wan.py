@@ -44,13 +44,13 @@ import msgspec
 from _wan_plans import Work
 from _wan_records import Cell, Predicted, Probed, Record, Session, append, read, table
 
-from farspan.cli.clusters import of_lab
 from farspan.domain.cluster import Cluster
 from farspan.domain.codec import convert, parse_yaml
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.estimate.price import estimate
 from farspan.lab import spec, state
+from farspan.lab.cluster import of_lab
 from farspan.launch.measure import measure
 
 RESULTS = Path(__file__).parent / "results" / "wan.jsonl"

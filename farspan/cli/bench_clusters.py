@@ -10,10 +10,10 @@ from pathlib import Path
 
 import msgspec
 
-from farspan.cli import clusters
-from farspan.cli.planfile import cluster_hash
+from farspan.app import clusters
 from farspan.domain.bench import Matrix
 from farspan.domain.cluster import Cluster, Device, Host
+from farspan.semantics.identity import cluster_hash
 
 #: The cluster that is this machine.
 HERE = "here"
@@ -54,12 +54,13 @@ def cluster_of(matrix: Matrix, label: str) -> Iterator[Cluster]:
         yield priced(clusters.find(asked), matrix)
         return
     from farspan.lab import spec, state
+    from farspan.lab.cluster import of_lab
 
     name = LAB.format(os.getpid(), list(matrix.clusters).index(label))
     made = spec.changed(spec.load_lab(asked.lab), asked.window, asked.bandwidth, asked.memory)
     status = state.up(msgspec.structs.replace(made, name=name))
     try:
-        yield priced(clusters.of_lab(status), matrix)
+        yield priced(of_lab(status), matrix)
     finally:
         state.down(name)
 

@@ -16,11 +16,10 @@ from typing import IO, NamedTuple
 
 import msgspec
 
-import farspan
+from farspan._version import __version__
+from farspan.app.clusters import reached_by
 from farspan.cli.bench_clusters import There, bare, clusters_of, figures_hash
-from farspan.cli.clusters import reached_by
 from farspan.cli.console import Console
-from farspan.cli.planfile import lasting
 from farspan.cli.trying import TRIAL_S, Paces
 from farspan.corpus.made import make
 from farspan.domain.bench import Cell, Matrix, Row, Status, cells, figures, latest
@@ -39,6 +38,7 @@ from farspan.planning.cases import MATRIX, Case, case, check_techniques, key_of,
 from farspan.planning.pace import hourly_price
 from farspan.planning.published import alpa_tflops
 from farspan.planning.quantities import positive
+from farspan.semantics.identity import lasting
 
 #: A matrix of more cells, or of more seconds, asks first; so many of them, drawn by its seed, say what all would take.
 MANY, LONG_S = 200, 3600.0
@@ -186,10 +186,10 @@ def may_pass(row: Row) -> bool:
 
 
 def refuse_other_versions(results: Results, rows: Sequence[Row]) -> None:
-    if others := sorted({row.farspan for row in rows} - {farspan.__version__}):
+    if others := sorted({row.farspan for row in rows} - {__version__}):
         raise Refusal(
             "version-mismatch", what="the results were measured with another version of farspan", where=results.path,
-            fact=f"with {', '.join(others)}; this is {farspan.__version__}",
+            fact=f"with {', '.join(others)}; this is {__version__}",
             remedy=f"measure into another folder: -o {shlex.quote(f'{results.folder}-2')}",
         )  # fmt: skip
 
@@ -314,7 +314,7 @@ def row_of(matrix: Matrix, todo: Todo, at: str, *, status: Status, cause: str) -
         predicted_memory_bytes=None if found is None else found.memory_bytes,
         usd_per_hour=hourly_price(one.cluster.only(one.places)),
         rtt_s=max((link.rtt_s for link in links if link is not None), default=None), at=at, seed=matrix.seed,
-        farspan=farspan.__version__, commit=commit(), torch=version("torch"), python=platform.python_version(),
+        farspan=__version__, commit=commit(), torch=version("torch"), python=platform.python_version(),
     )  # fmt: skip
 
 

@@ -18,12 +18,12 @@ _NAMES = {"embedding": "embedding", "fitting": "fitting to titles", "storing": "
 
 
 class IndexProgress:
-    """Shows how far `work` is: `with IndexProgress(console, time.monotonic) as progress: build(..., progress.work)`."""
+    """Shows how far work is: `with IndexProgress(console, clock) as shown: build(..., Work(clock, shown.show))`."""
 
     def __init__(self, console: Console, clock: Callable[[], float]) -> None:
         self._console, self._clock = console, clock
         self._line_at = clock()
-        self.work = Work(clock, self._show)
+        self._work = Work(clock)
         self._live: Live | None = None
         if console.is_terminal:
             self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True)
@@ -37,19 +37,21 @@ class IndexProgress:
         if self._live is not None:
             self._live.stop()
 
-    def _show(self, work: Work) -> None:
+    def show(self, work: Work) -> None:
+        """Take in how far the work is by now."""
+        self._work = work
         if self._live is None and self._clock() - self._line_at >= LINE_S:
             self._line_at = self._clock()
             self._console.print(self._facts(), soft_wrap=True, highlight=False)
 
     def _facts(self) -> str:
-        eta_s = self.work.eta_s()
+        eta_s = self._work.eta_s()
         eta = "" if eta_s is None else f" · ETA {format_seconds(eta_s)}"
-        return f"{_NAMES[self.work.kind]} {self.work.share:.0%}{eta}"
+        return f"{_NAMES[self._work.kind]} {self._work.share:.0%}{eta}"
 
     def _render(self) -> Table:
         row = Table.grid(padding=(0, 1), expand=True)
         row.add_column(ratio=1)
         row.add_column(justify="right", no_wrap=True)
-        row.add_row(ProgressBar(total=1.0, completed=self.work.share), self._facts())
+        row.add_row(ProgressBar(total=1.0, completed=self._work.share), self._facts())
         return row

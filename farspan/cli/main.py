@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import msgspec
 
 import farspan
+from farspan._version import __version__
 from farspan.cli import commands
 from farspan.cli.console import Console
 from farspan.domain.problems import Refusal, command, nearest
@@ -61,7 +62,7 @@ def load(name: str) -> ModuleType:
 def overview() -> Parser:
     """The parser of `farspan` itself: it knows each command's help line, not its arguments."""
     parser = Parser(prog="farspan", description=farspan.__doc__)
-    parser.add_argument("--version", action="version", version=f"farspan {farspan.__version__}")
+    parser.add_argument("--version", action="version", version=f"farspan {__version__}")
     parsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in names():
         parsers.add_parser(name, help=help_line(name))

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from farspan.cli import clusters
+from farspan.app import pricing
+from farspan.app.pricing import Asked
 from farspan.cli.console import Console
 from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.problems import Refusal, command
-from farspan.domain.units import format_bytes, format_count, format_rate, format_seconds, parse_rate
+from farspan.domain.units import format_bytes, format_count, format_rate, format_seconds
+from farspan.planning.question import Question, model_of
 
 if TYPE_CHECKING:
-    from farspan.domain.cluster import Cluster
     from farspan.domain.plan import Plan
-    from farspan.domain.train import TrainSpec
     from farspan.planning.fit import Fit, Limit
-    from farspan.planning.ladders import Ground
-    from farspan.planning.misfit import Misfit
-    from farspan.planning.rank import Ranking
     from farspan.planning.rent import Offer, Rent
 
 #: Offers beside the frontier that are shown; `--json` has all.
@@ -48,7 +45,19 @@ def takes_offers(parser: argparse.ArgumentParser) -> None:
     asked.add_argument("--plan", metavar="PLAN.JSON", type=Path, help="export this plan; nothing is ranked")
 
 
-def answered(given: argparse.Namespace, console: Console) -> bool:
+def asked_of(given: argparse.Namespace) -> Asked:
+    """What the flags ask."""
+    question = Question(
+        model=given.model or "", tokens=given.tokens, batch=given.batch, seq_len=given.seq_len,
+        precision=given.precision, attention=given.attention, recompute=given.recompute, wan_bits=given.wan_bits,
+    )  # fmt: skip
+    return Asked(
+        question=question, cluster=given.cluster, objective=given.objective, allow=tuple(given.technique),
+        tolerance=given.tolerance,
+    )  # fmt: skip
+
+
+def answered(given: argparse.Namespace, asked: Asked, console: Console) -> bool:
     """Answers a question of this page that needs no ranking; whether there was one."""
     if given.export:
         from farspan.planning.export import system
@@ -61,38 +70,22 @@ def answered(given: argparse.Namespace, console: Console) -> bool:
             remedy=command("plan", "--plan", given.plan, "--export", "torchtitan"),
         )  # fmt: skip
     if given.fit:
-        _fit(given, console)
+        _need(given, *(("cluster",) if given.fit == "model" else ("cluster", "model")))
+        answer = pricing.fit(given.fit, asked)
+        say_fit(answer, given, console)
+        console.answer(answer)
     elif given.rent:
-        _rent(given, console)
+        _rent(given, asked, console)
     elif given.export and given.plan:
-        from farspan.cli.planfile import read
+        from farspan.app.plans import read_plan
 
-        console.answer({"export": write_export(read(given.plan), given, console)})
+        console.answer({"export": write_export(read_plan(given.plan), given, console)})
     else:
         return False
     return True
 
 
 # -- what fits ---------------------------------------------------------------------------------------------------------
-
-
-def train_for(given: argparse.Namespace) -> Callable[[ModelSpec, Cluster], TrainSpec]:
-    """The training that the flags mean, for any model on any cluster."""
-    from farspan.planning.question import Question, train_of
-
-    question = Question(
-        model=given.model or "", tokens=given.tokens, batch=given.batch, seq_len=given.seq_len,
-        precision=given.precision, attention=given.attention, recompute=given.recompute, wan_bits=given.wan_bits,
-    )  # fmt: skip
-    return lambda model, cluster: train_of(question, model, cluster)
-
-
-def _ground(given: argparse.Namespace) -> Ground:
-    from farspan.domain.engine import engine
-    from farspan.planning.ladders import Ground
-
-    cluster = clusters.find(given.cluster)
-    return Ground(cluster, engine("farspan"), train_for(given), tuple(given.technique))
 
 
 def _need(given: argparse.Namespace, *flags: str) -> None:
@@ -105,28 +98,6 @@ def _need(given: argparse.Namespace, *flags: str) -> None:
                 "usage", what=f"{asked} needs --{flag}", where="farspan plan", fact=f"no --{flag} was given",
                 remedy=command("plan", *asked.split(), *words),
             )  # fmt: skip
-
-
-def _fit(given: argparse.Namespace, console: Console) -> None:
-    from farspan.planning import fit
-    from farspan.planning.choose_model import DEFAULT_FAMILY
-    from farspan.planning.question import CONTEXT, VOCABULARY, model_of
-
-    _need(given, *(("cluster",) if given.fit == "model" else ("cluster", "model")))
-    ground = _ground(given)
-    model = None if given.model is None else model_of(given.model)
-    if given.fit == "model":
-        shape = (
-            (DEFAULT_FAMILY, VOCABULARY, CONTEXT) if model is None else (model.family, model.vocab_size, model.context)
-        )
-        found = fit.largest_model(ground, *shape)
-    else:
-        assert model is not None
-        found = (fit.largest_batch if given.fit == "batch" else fit.least_memory)(ground, model)
-    if found is None:
-        raise nothing_fits(given, ground, model)
-    say_fit(found, given, console)
-    console.answer(found)
 
 
 def say_fit(found: Fit, given: argparse.Namespace, console: Console) -> None:
@@ -152,15 +123,8 @@ def say_fit(found: Fit, given: argparse.Namespace, console: Console) -> None:
     ]
     rows += [_row(found, limit) for limit in found.limits]
     say_table(rows, console, right={2, 3})
-    if found.asked == "model" and _reproduced(best):
+    if found.asked == "model" and pricing.reproduced(best):
         console.say(f"\nprice it: {command('plan', '--model', best.typed, '--cluster', given.cluster)}")
-
-
-def _reproduced(limit: Limit) -> bool:
-    """Whether `--model` with the answer's size makes the same shape."""
-    from farspan.planning.question import model_of
-
-    return model_of(limit.typed) == limit.plan.model
 
 
 def _amount(found: Fit, amount: int) -> str:
@@ -176,95 +140,29 @@ def _row(found: Fit, limit: Limit) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def nothing_fits(given: argparse.Namespace, ground: Ground, model: ModelSpec | None) -> Refusal:
-    """Why a model fits nowhere on a cluster, and the nearest thing that does."""
-    from farspan.planning.misfit import misfit
-
-    found = None if model is None else misfit(ground, model)
-    if model is None or found is None:
-        return Refusal(
-            "cannot-plan", what="no technique has a plan for these devices", where=f"--cluster {given.cluster}",
-            fact="memory is not what is lacking", remedy="farspan plan, with the same arguments: it says why for each",
-        )  # fmt: skip
-    count = format_count(parameters(model))
-    return Refusal(
-        "out-of-memory",
-        what=f"{model.family} of {count} parameters fits nowhere here; least is lacking by {found.technique}",
-        where=found.lacks.name, fact=f"{_short_of(found)}. {_nearest(found)}", remedy=_remedy(given, found),
-    )  # fmt: skip
-
-
-def _short_of(found: Misfit) -> str:
-    room = found.lacks
-    text = f"needs {format_bytes(room.used)}, may use {format_bytes(room.usable)}: short of {format_bytes(-room.spare)}"
-    return f"{text}; {found.host}" if found.host is not None and found.host != room else text
-
-
-def _nearest(found: Misfit) -> str:
-    fits = []
-    if found.smaller is not None:
-        model = found.smaller.plan.model
-        size = f"{format_count(found.smaller.amount)} parameters ({model.layers} layers x {model.d_model})"
-        fits.append(f"{size} by {found.smaller.technique} on {found.smaller.where}")
-    if found.seq_len is not None:
-        fits.append(f"sequences of {found.seq_len} tokens")
-    if found.devices is not None:
-        fits.append(f"{found.devices} devices (every host {found.times} times)")
-    return f"What fits: {'; or '.join(fits)}" if fits else "Nothing near it fits: rent more, farspan plan --rent"
-
-
-def _remedy(given: argparse.Namespace, found: Misfit) -> str:
-    if found.seq_len is not None:
-        return command("plan", "--model", given.model, "--cluster", given.cluster, "--seq-len", found.seq_len)
-    if found.smaller is not None and _reproduced(found.smaller):
-        return command("plan", "--model", found.smaller.typed, "--cluster", given.cluster)
-    if found.smaller is not None:
-        return command("plan", "--fit", "model", "--model", given.model, "--cluster", given.cluster)
-    return command("plan", "--rent", "--model", given.model)
-
-
-def demand_a_fit(given: argparse.Namespace, ranking: Ranking) -> None:
-    """Refuses where no technique has a plan on any part because memory is short."""
-    if given.model is None or any(one.plan is not None for one in ranking.candidates):
-        return
-    if any(one.problem and one.problem.code == "out-of-memory" for one in ranking.candidates):
-        raise nothing_fits(given, _ground(given), ranking.model)
-
-
 # -- what to rent ------------------------------------------------------------------------------------------------------
 
 
-def _rent(given: argparse.Namespace, console: Console) -> None:
-    from farspan.cli.commands.plan import as_json
-    from farspan.domain.engine import engine
-    from farspan.planning.quantities import positive
-    from farspan.planning.question import model_of
+def _rent(given: argparse.Namespace, asked: Asked, console: Console) -> None:
     from farspan.planning.rank import Ranking
-    from farspan.planning.rent import Budget, rent
 
     _need(given, "model")
+    rented = pricing.rent(asked, hours=given.hours, usd=given.usd, kinds=given.device, network=given.network)
     model = model_of(given.model)
-    budget = Budget(
-        *(scale * positive(float, value, f"--{name}", "24") if value is not None else float("inf")
-          for name, value, scale in (("hours", given.hours, 3600.0), ("usd", given.usd, 1.0)))
-    )  # fmt: skip
-    found = rent(
-        model, train_for(given), engine("farspan"), budget=budget, allow=given.technique, kinds=given.device,
-        bandwidth=positive(parse_rate, given.network, "--network", "100Gbit/s"),
-    )  # fmt: skip
-    say_rent(found, model, budget, console)
-    answer: dict[str, Any] = {"candidates": [], "chosen": found.chosen, "frontier": found.frontier}
-    for offer in found.offers:
+    limited = given.hours is not None or given.usd is not None
+    say_rent(rented, model, console, limited=limited)
+    answer: dict[str, Any] = {"candidates": [], "chosen": rented.chosen, "frontier": rented.frontier}
+    for offer in rented.offers:
         ranking = Ranking(model=model, cluster=offer.cluster, objective="cost", candidates=(), chosen=None)
         answer["candidates"].append({
-            **as_json(offer.candidate, ranking), "kind": offer.kind, "count": offer.count,
+            **pricing.as_json(offer.candidate, ranking), "kind": offer.kind, "count": offer.count,
             "usd_per_hour": offer.usd_per_hour, "price": {"source": offer.source, "checked": offer.checked},
             "meets_budget": offer.meets, "pipelines_searched": offer.searched,
         })  # fmt: skip
     console.answer(answer)
 
 
-def say_rent(found: Rent, model: ModelSpec, budget: tuple[float, float], console: Console) -> None:
+def say_rent(found: Rent, model: ModelSpec, console: Console, *, limited: bool) -> None:
     """The frontier, the cheapest others, and what all of it assumes."""
     count = format_count(parameters(model))
     console.say(f"{model.family} of {count} parameters; * is the choice, + the frontier of time against dollars")
@@ -277,12 +175,12 @@ def say_rent(found: Rent, model: ModelSpec, budget: tuple[float, float], console
     for place in (*found.frontier, *others[:SHOWN]):
         offer = found.offers[place]
         mark = ("*" if place == found.chosen else "") + ("+" if place in found.frontier else "")
-        rows.append(_offer_row(mark, offer, limited=min(budget) < float("inf")))
+        rows.append(_offer_row(mark, offer, limited=limited))
     say_table(rows, console, right={3, 4, 5, 6})
     misfits = sum(offer.time_s == float("inf") for offer in found.offers)
     meets = sum(offer.meets for offer in found.offers)
     console.say(f"\n{len(found.offers)} offers; {misfits} have too little memory" + (
-        f"; {meets} meet the budget" if min(budget) < float("inf") else ""))  # fmt: skip
+        f"; {meets} meet the budget" if limited else ""))  # fmt: skip
     dates = sorted(offer.checked for offer in found.offers)
     console.say(
         f"Assumes list prices of {dates[0]} to {dates[-1]} (catalog/devices.yaml names each source), hosts of up to 8 "
@@ -315,38 +213,8 @@ def say_table(rows: Sequence[Sequence[str]], console: Console, right: set[int]) 
 
 def write_export(plan: Plan, given: argparse.Namespace, console: Console) -> dict[str, Any]:
     """The plan as another system's configuration, in a file; what of it `--json` has."""
-    from farspan.domain.codec import write_atomically
-    from farspan.planning.export import export
-
-    made = export(plan, given.export)
-    path: Path = given.export_to or Path(made.file)
-    write_atomically(path, made.text.encode())
+    path, made = pricing.export(plan, given.export, given.export_to)
     console.say(f"\n{path}: {plan.technique} for {made.version}")
     for note in made.notes:
         console.say(f"  {note}")
     return {**msgspec.to_builtins(made), "file": str(path)}
-
-
-def export_chosen(given: argparse.Namespace, ranking: Ranking, console: Console) -> dict[str, Any]:
-    """The chosen plan in another system's words; a Refusal names the best candidate that it can run."""
-    from farspan.planning.export import evened, system
-
-    if ranking.chosen is None:
-        return {}
-    found = system(given.export)
-    plan = ranking.candidates[ranking.chosen].plan
-    assert plan is not None
-    if reasons := found.reasons(evened(plan)):
-        able = next(
-            (one for one in ranking.candidates if one.eligible and one.plan and not found.reasons(evened(one.plan))),
-            None,
-        )
-        fact = "it can run none of the other plans either"
-        if able is not None:
-            fact = f"the best plan it can run: {able.technique} on {able.where}, {format_seconds(able.time_s)}"
-        raise Refusal(
-            "cannot-export", what=f"{given.export} cannot run {plan.technique}: {'; '.join(reasons)}",
-            where=f"--export {given.export}", fact=fact,
-            remedy=f"add --technique {able.technique}" if able else "farspan train --plan, which runs any plan",
-        )  # fmt: skip
-    return write_export(plan, given, console)

@@ -6,17 +6,14 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from farspan.app.plans import check_cluster, read_plan, write_plan
 from farspan.cli.console import Console
-from farspan.cli.planfile import check_cluster, read, write
 from farspan.domain.problems import Refusal, command, nearest
 from farspan.planning.rank import Candidate, Ranking
 
 if TYPE_CHECKING:
     from farspan.planning.diff import Side
     from farspan.report.plan_picture import Picture
-
-#: `--tolerance` beyond this asks for nothing that a planner could answer.
-LOOSEST = 10.0
 
 
 def takes_views(parser: argparse.ArgumentParser) -> None:
@@ -40,23 +37,11 @@ def takes_views(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def check(given: argparse.Namespace) -> None:
-    """Refuse arguments that cannot be answered, before anything is priced."""
+def check_names(given: argparse.Namespace) -> None:
+    """Refuse names of candidates that cannot be, before anything is priced."""
     from farspan import techniques
 
-    if not 0 <= given.tolerance <= LOOSEST:
-        raise Refusal(
-            "out-of-range", what=f"the tolerance {given.tolerance:g} is out of range", where="--tolerance",
-            fact=f"it is a share of the fastest plan's time, from 0 to {LOOSEST:g}", remedy="--tolerance 0.1",
-        )  # fmt: skip
     known = techniques.names()
-    for name in given.technique:
-        if name not in known:
-            match = nearest(name, known)
-            raise Refusal(
-                "out-of-range", what=f"there is no technique {name!r}", where="--technique",
-                fact=f"known: {', '.join(known)}", remedy=f"--technique {match or known[0]}",
-            )  # fmt: skip
     for name in (*(given.diff or ()), given.pick):
         if not _is_file(name) and not name.isdigit() and name not in (*known, "chosen"):
             raise _unknown(name, known)
@@ -90,7 +75,7 @@ def say_views(given: argparse.Namespace, ranking: Ranking, console: Console) -> 
     if given.out and index is not None:
         plan = ranking.candidates[index].plan
         assert plan is not None
-        write(plan, ranking.cluster, Path(given.out))
+        write_plan(plan, ranking.cluster, Path(given.out))
         console.say(f"\nthe plan is in {given.out}")
     return found
 
@@ -136,7 +121,7 @@ def _side(name: str, ranking: Ranking) -> Side:
     from farspan.planning.diff import Side
 
     if _is_file(name):
-        plan = read(Path(name))
+        plan = read_plan(Path(name))
         check_cluster(plan, ranking.cluster, Path(name), "give --cluster the one that the plan was made for")
         priced = estimate(plan, models.graph(plan.model), ranking.cluster, engine(plan.engine))
         return Side(name=f"{plan.technique} in {Path(name).name}", plan=plan, estimate=priced)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import msgspec
 
+from farspan.app.clusters import first_device
+from farspan.app.resolving import PROBE_S
 from farspan.cli.bench_clusters import There
 from farspan.cli.console import Console
-from farspan.cli.job import PROBE_S, first_device
 from farspan.domain.bench import Cell, Matrix
 from farspan.domain.cluster import Cluster
 from farspan.domain.codec import content_hash, load, save

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import msgspec
 
-import farspan
 from farspan.domain.codec import load
 from farspan.domain.config import RunConfig
 from farspan.domain.plan import Plan
@@ -39,7 +38,7 @@ def cache_folder() -> Path:
 @functools.cache
 def commit() -> str | None:
     """The commit of a source checkout; None for an installed package, or where git is not."""
-    root = Path(farspan.__file__).parent.parent
+    root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
     with suppress(OSError, subprocess.TimeoutExpired):

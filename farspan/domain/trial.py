@@ -6,8 +6,6 @@ from typing import Literal
 
 import msgspec
 
-from farspan.domain.codec import content_hash
-from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem
 from farspan.domain.results import Environment
 
@@ -30,13 +28,3 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     environment: Environment | None = None
     #: Seconds from the first process to the last one's end.
     took_s: float = 0.0
-
-
-def plan_key(plan: Plan) -> str:
-    """What decides a plan's seconds a step on a cluster: its hash without the run's length, schedule, inputs, and what
-    the cluster calls its devices."""
-    train, devices = plan.train, tuple(msgspec.structs.replace(at, kind=msgspec.UNSET) for at in plan.devices)
-    return content_hash(
-        plan.model, plan.replicas, plan.sync, devices, plan.engine, train.batch, train.seq_len, train.precision,
-        train.attention, train.recompute, train.compile, train.wan_bits,
-    )  # fmt: skip

@@ -23,7 +23,8 @@ from farspan.estimate.memory import MEETING, OVERLAPPING
 from farspan.estimate.network import Network
 from farspan.estimate.replicas import token_efficiency
 from farspan.estimate.schedule import Hop, Simulated, effective_depths, simulate
-from farspan.estimate.stage import Costs, StageTime
+from farspan.estimate.stage import Costs
+from farspan.estimate.stage_time import StageTime, stage_time
 from farspan.estimate.sums import carried_s, leaving
 
 #: Share of a run that validation, checkpoints, start-up and noise take beside its steps. A planning margin.
@@ -96,8 +97,8 @@ def step(replica: Replica, costs: Costs) -> Step:
     down, up = edges(replica, costs)
     simulated = run(replica, costs, times)
     sent: dict[str, float] = {}
-    for stage_time in times:
-        for site, size in stage_time.sent.items():
+    for time in times:
+        for site, size in time.sent.items():
             sent[site] = sent.get(site, 0.0) + size
     _add_edges(replica, costs, sent)
     tie = _tie(replica, costs)
@@ -118,7 +119,7 @@ def timed_stage(replica: Replica, index: int, costs: Costs, rows: Sequence[int] 
     """A stage's times, with other rows than its own where said; its passes with what each takes of processors to bring
     a microbatch in and out."""
     stage = replica.stages[index]
-    found = costs.time(stage, stage.rows if rows is None else rows, replica.microbatches)
+    found = stage_time(costs, stage, stage.rows if rows is None else rows, replica.microbatches)
     network, site = costs.network, costs.network.sites[stage.mesh.ranks[0]]
     crossing = (
         edge

@@ -1,4 +1,4 @@
-"""What one stage of a plan takes: its passes over a microbatch, the sums of its gradients, its update, its memory."""
+"""What one stage of a plan costs: its passes over a microbatch, its update, its memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from farspan.estimate.network import Network
 from farspan.estimate.schedule import effective_depths
 from farspan.estimate.sharding import PARTIAL, Collective, between, strategy, weight_share, work_share
 from farspan.estimate.sharding import RESIDUAL as RESIDUAL
-from farspan.estimate.sums import Sync, sync
 from farspan.estimate.units import TimedUnits
 
 
@@ -37,16 +36,6 @@ class Pass(NamedTuple):
     backward: float
     forward_wait: float = 0.0
     backward_wait: float = 0.0
-
-
-class StageTime(NamedTuple):
-    """Seconds of one stage. `exposed` is what its gradient sums and gathers add after the last backward pass."""
-
-    passes: Pass
-    exposed: float
-    update: float
-    #: Bytes that leave each site in a step, by its name.
-    sent: dict[str, float]
 
 
 class Costs:
@@ -213,42 +202,6 @@ class Costs:
         waits = self.unit_wait(group, unit, rows, stage.splits, concurrent) if ways > 1 else (0.0, 0.0)
         return max(t[0] for t in times), max(t[1] for t in times), *waits
 
-    def time(self, stage: Stage, rows: Sequence[int], microbatches: int) -> StageTime:
-        """All of a stage's times for so many rows of each batch coordinate, with ZeRO's gathers and sums where its
-        level has them."""
-        passes = self.passes(stage, rows, microbatches)
-        sums = sync(self, stage, microbatches)
-        forward, backward = self._contended(stage, passes, sums, microbatches)
-        if stage.zero == 3:
-            # arXiv 2304.11277: gathered before each pass, the next unit's while one computes; scattered after each.
-            forward += self._exposed(sums.gather, forward, sums.each)
-            backward += self._exposed(sums.gather + sums.reduce, backward, sums.each)
-            tail = sums.rest
-        elif stage.zero == 2 and microbatches > 1:
-            backward += self._exposed(sums.reduce, backward, sums.each)
-            tail = sums.gather + sums.rest
-        else:
-            cover = self.engine.overlap * (passes.backward + sums.busy)
-            tail = sums.exposed(sums.reduce + sums.rest, cover) + sums.gather
-        waits = (forward - passes.forward, backward - passes.backward)
-        adjusted = Pass(forward, backward, passes.forward_wait + waits[0], passes.backward_wait + waits[1])
-        # Whoever waits for weights in its passes moves bytes meanwhile.
-        tail += max(0.0, sums.busy - microbatches * sum(waits))
-        return StageTime(adjusted, tail, max(map(self._update, self._states(stage))), sums.sent)
-
-    def _exposed(self, seconds: float, cover: float, last: float) -> float:
-        """What of a series of messages does not hide behind `cover` seconds of arithmetic: at least the last one, which
-        is such a share of them."""
-        return max(seconds * last, seconds - self.engine.overlap * cover) if seconds else 0.0
-
-    def _contended(self, stage: Stage, passes: Pass, sync: Sync, microbatches: int) -> tuple[float, float]:
-        """The passes, longer where collectives of the batch axes run beside them: sums during the backward pass (the
-        last microbatch's, unless they are scattered each time), gathers the forward pass too."""
-        slower = self.engine.contention
-        gathers = slower if stage.zero >= 2 and sync.gather else 0.0
-        sums = slower / (1 if stage.zero >= 2 else microbatches) if sync.reduce else 0.0
-        return passes.forward * (1 + gathers), passes.backward * (1 + sums)
-
     def parameters(self, stage: Stage) -> float:
         """Parameters that each device of a stage holds before ZeRO divides them."""
         ways = stage.mesh.size("tensor")
@@ -274,6 +227,10 @@ class Costs:
             self._sizes[again] = replayed_per_row(self.graph, self.train, backend, stage.splits, ways)
         replays = stage.recompute and min(stage.units[1], self.graph.layers + 1) > max(stage.units[0], 1)
         return self._sizes[key], self._sizes[again] if replays else 0.0
+
+    def update_s(self, stage: Stage) -> float:
+        """Seconds of the optimizer's update on the slowest device of a stage."""
+        return max(map(self._update, self._states(stage)))
 
     def _states(self, stage: Stage) -> list[tuple[int, float]]:
         """A rank of each kind in the stage, with the parameters that it updates."""

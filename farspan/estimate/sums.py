@@ -9,13 +9,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from farspan.domain.plan import Stage
 from farspan.estimate.network import Network
-
-if TYPE_CHECKING:
-    from farspan.estimate.stage import Costs
+from farspan.estimate.stage import Costs
 
 
 class Sync(NamedTuple):

@@ -27,11 +27,12 @@ from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import COMPUTE, IN_STEP, Environment, Event, Started, Step, Traced, read_events
 from farspan.domain.run import RunFolder, RunRecord
-from farspan.domain.trial import Trial, plan_key
+from farspan.domain.trial import Trial
 from farspan.estimate.price import estimate
 from farspan.launch.hosts import ask, quoted
 from farspan.launch.launchers import launch
 from farspan.launch.workers import Workers, run_folder
+from farspan.semantics.identity import plan_key
 
 #: Steps before those that count: memory is taken, connections are opened, windows of TCP grow.
 WARMUP = 2

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-import farspan
 from farspan import models
+from farspan._version import __version__
 from farspan.domain.bench import Cell, Row, figures
 from farspan.domain.codec import content_hash
 from farspan.domain.engine import Engine, engine
@@ -139,7 +139,7 @@ def _row(
         plan_hash=None,
         predicted_s=predicted, predicted_low_s=None if predicted is None else low * predicted,
         predicted_high_s=None if predicted is None else high * predicted, predicted_memory_bytes=memory,
-        machine=f"as printed in {SOURCES[name]}", farspan=farspan.__version__, **more,
+        machine=f"as printed in {SOURCES[name]}", farspan=__version__, **more,
     )  # fmt: skip
     if step_s is None:
         return made

@@ -20,12 +20,13 @@ from farspan.domain.engine import Engine
 from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.plan import Plan
 from farspan.domain.train import TrainSpec
-from farspan.domain.trial import Trial, plan_key
+from farspan.domain.trial import Trial
 from farspan.estimate.loss import loss
 from farspan.estimate.price import RESERVE
 from farspan.planning.compare import bounds
 from farspan.planning.learn import Seen, learn, parts_of
 from farspan.planning.rank import TOLERANCE, Candidate, Objective, Ranking, by, full_s, ordered, rank
+from farspan.semantics.identity import plan_key
 
 #: Trials take this share of the run that they are for, and at least so many seconds.
 SHARE, LEAST_S = 0.03, 60.0

@@ -21,6 +21,7 @@ from farspan.domain.words import joined
 from farspan.estimate.price import edges
 from farspan.estimate.schedule import Hop
 from farspan.estimate.stage import Costs
+from farspan.estimate.stage_time import stage_time
 from farspan.report.expected import Expected
 from farspan.report.history import Run
 from farspan.report.traces import Traces
@@ -165,7 +166,7 @@ def _sums(replica: Replica, index: int, traces: Traces, steps: dict[int, float],
     hosts = list(dict.fromkeys(costs.network.hosts[rank] for rank in stage.mesh.ranks))
     if len(hosts) < 2 or (last and costs.graph.tied and index in (0, last)):
         return  # Inside a host, or together with the table that a pipeline's ends share.
-    predicted = costs.time(stage, stage.rows, replica.microbatches).exposed
+    predicted = stage_time(costs, stage, stage.rows, replica.microbatches).exposed
     measured = median(
         scale * min(traces.parts(rank, step)["communication"] for rank in stage.mesh.ranks)
         for step, scale in steps.items()

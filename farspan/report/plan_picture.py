@@ -13,7 +13,8 @@ from farspan.domain.units import format_bytes, format_rate, short_time
 from farspan.domain.words import stage_words, units_words
 from farspan.estimate.price import Step, step, timed_stage
 from farspan.estimate.schedule import Span
-from farspan.estimate.stage import Costs, StageTime
+from farspan.estimate.stage import Costs
+from farspan.estimate.stage_time import StageTime
 from farspan.estimate.traffic import Exchange, traffic
 
 #: What fills memory, in the order in which bars stack it.

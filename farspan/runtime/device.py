@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import torch
 
-import farspan
+from farspan._version import __version__
 from farspan.domain.caps import caps
 from farspan.domain.cluster import GIVEN, READY, Cluster, Device, DType, Host, Site
 from farspan.domain.gpus import Seen, Wheel, is_kind, runs
@@ -210,7 +210,7 @@ def environment(device: torch.device) -> Environment:
     """Where this worker runs, for the record."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
     return Environment(
-        farspan=farspan.__version__,
+        farspan=__version__,
         python=sys.version.split()[0],
         torch=str(torch.__version__),
         platform=platform.platform(),

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-import farspan
+from farspan._version import __version__
 from farspan.corpus import tokenizer as tokenizers
 from farspan.corpus.tokens import TokenFile, fingerprint
 from farspan.domain import catalog
@@ -301,7 +301,7 @@ def check_plan(plan: Plan, run: RunFolder, rank: int, world: int) -> None:
 
 def check_version(notices: Notices, rank: int) -> None:
     """Refuse to work with a rank 0 of another version: what they send each other may differ."""
-    ours = f"farspan {farspan.__version__}, torch {torch.__version__.split('+')[0]}"
+    ours = f"farspan {__version__}, torch {torch.__version__.split('+')[0]}"
     if rank == 0:
         notices.say("farspan/version", ours)
     elif (theirs := notices.wait(["farspan/version"], START_S)[0].decode()) != ours:

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from farspan import models
-from farspan.cli import job
+from farspan.app.plans import best_plan
+from farspan.app.resolving import Resolved
 from farspan.cli.console import Console
+from farspan.cli.show import Show
 from farspan.domain.config import ParallelConfig
 from farspan.domain.corpus import CorpusManifest, Split
 from farspan.domain.problems import Refusal
@@ -23,8 +25,8 @@ CORPUS = CorpusManifest(
 )  # fmt: skip
 
 
-def resolved(*sites) -> job.Resolved:
-    return job.Resolved(
+def resolved(*sites) -> Resolved:
+    return Resolved(
         model=models.presets()["gpt2"].spec, train=TrainSpec(steps=100, batch=8, seq_len=1024, precision="fp16"),
         cluster=cluster(*sites), corpus=CORPUS, corpus_folder=Path("c"), warnings=(), origin={},
     )  # fmt: skip
@@ -32,7 +34,7 @@ def resolved(*sites) -> job.Resolved:
 
 def test_the_best_plan_of_those_allowed_is_run_and_named(capsys) -> None:
     asked = ParallelConfig(allow=("data", "zero2"))
-    planned = job.plan(resolved((FAST, FAST), (SLOW, SLOW)), asked, Console(json=False))
+    planned = best_plan(resolved((FAST, FAST), (SLOW, SLOW)), asked, Show(Console(json=False)))
     best = ranking("FF", "SS", allow=("data", "zero2")).candidates[0]
     assert planned.estimate.step_s == best.estimate.step_s
     said = " ".join(capsys.readouterr().out.split())
@@ -41,19 +43,21 @@ def test_the_best_plan_of_those_allowed_is_run_and_named(capsys) -> None:
 
 def test_on_one_device_there_is_nothing_to_say_but_the_table(capsys) -> None:
     asked = ParallelConfig(allow=("data",))
-    job.plan(resolved((FAST,)), asked, Console(json=False))
+    best_plan(resolved((FAST,)), asked, Show(Console(json=False)))
     assert capsys.readouterr().out == ""
-    job.plan(resolved((FAST,)), asked, Console(json=False), table=True)
+    best_plan(resolved((FAST,)), asked, Show(Console(json=False)), table=True)
     assert "chosen" in capsys.readouterr().out
 
 
 def test_a_technique_that_is_named_runs_on_all_devices() -> None:
     for name in ("zero2", "pipeshard"):
-        planned = job.plan(resolved((FAST, FAST), (SLOW, SLOW)), ParallelConfig(technique=name), Console(json=False))
+        planned = best_plan(
+            resolved((FAST, FAST), (SLOW, SLOW)), ParallelConfig(technique=name), Show(Console(json=False))
+        )
         assert planned.plan.technique == name and len(planned.plan.devices) == 4
 
 
 def test_what_is_no_plan_here_is_refused_with_its_reason() -> None:
     with pytest.raises(Refusal) as caught:
-        job.plan(resolved((FAST, FAST)), ParallelConfig(allow=("diloco",)), Console(json=False))
+        best_plan(resolved((FAST, FAST)), ParallelConfig(allow=("diloco",)), Show(Console(json=False)))
     assert caught.value.problem.code == "cannot-plan" and "one site" in caught.value.problem.fact

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from farspan.cli import job, main, runs
+from farspan.app import checks, configs
+from farspan.cli import arguments, main
 from farspan.domain.codec import load_yaml
 from farspan.domain.config import DataConfig, RunConfig
 from farspan.domain.problems import Refusal
@@ -69,9 +70,9 @@ def test_resuming_a_finished_run_says_so_and_changes_nothing(run: Path, farspan:
 def test_overrides_of_parts_keep_the_rest(tmp_path: Path):
     (tmp_path / "run.yaml").write_text("data: {source: docs, dedup: false}\ntrain: {batch: {global: 4}}\n")
     parser = main.Parser(prog="farspan plan")
-    runs.takes_config(parser)
+    arguments.takes_config(parser)
     words = ["--set", "data.val=2%", "--set", "train.optimizer.lr=6e-4", "--set", "size=30M"]
-    config = runs.load_config(parser.parse_args([str(tmp_path / "run.yaml"), *words]))
+    config = arguments.load_config(parser.parse_args([str(tmp_path / "run.yaml"), *words]))
     assert config.data == DataConfig(source="docs", val="2%", dedup=False) and config.size == "30M"
     assert (config.train.optimizer.lr, config.train.batch.global_) == (6e-4, 4)
 
@@ -86,7 +87,7 @@ def test_a_run_is_called_like_its_text(tmp_path: Path, monkeypatch: pytest.Monke
     here.mkdir(parents=True)
     monkeypatch.chdir(here)
     monkeypatch.setenv("HOME", str(here.parent))
-    assert runs.default_name(RunConfig(data=source)) == name
+    assert configs.default_name(RunConfig(data=source)) == name
 
 
 def test_a_run_is_not_made_over_the_folder_that_it_leads_back_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -94,7 +95,7 @@ def test_a_run_is_not_made_over_the_folder_that_it_leads_back_to(tmp_path: Path,
     (tmp_path / "run.yaml").write_text("data: docs\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Refusal) as refusal:
-        job.refuse_existing(Path("runs/.."), "another folder")
+        checks.refuse_existing(Path("runs/.."), "another folder")
     assert refusal.value.problem.code == "run-exists"
 
 

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from farspan.cli.index_progress import IndexProgress
 from farspan.domain.problems import EXIT_CODES
+from farspan.retrieval.work import Work
 from tests.cli.conftest import Farspan
 
 
@@ -71,11 +72,12 @@ def shown(console: Console, seconds: int) -> None:
     """An embedding of 100 characters a second, for so long, out of 10,000 characters."""
     now = [0.0]
     with IndexProgress(console, lambda: now[0]) as progress:
-        progress.work.expect("embedding", 10_000)
-        progress.work.start("embedding")
+        work = Work(lambda: now[0], progress.show)
+        work.expect("embedding", 10_000)
+        work.start("embedding")
         for _ in range(seconds):
             now[0] += 1.0
-            progress.work.did(100)
+            work.did(100)
 
 
 def test_piped_progress_is_a_line_now_and_then():

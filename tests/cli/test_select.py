@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from farspan import models
-from farspan.cli import job
+from farspan.app import resolving
+from farspan.app.updates import silent
 from farspan.cli.commands.select import epsilon
-from farspan.cli.console import Console
 from farspan.domain.codec import load, load_yaml
 from farspan.domain.config import RunConfig
 from farspan.domain.plan import Plan
@@ -92,7 +92,7 @@ def test_a_model_that_no_device_holds_whole_is_measured_by_its_plans(desk):
 
     def measured(devices):
         # The probe's process is not asked: nothing is run.
-        return job._trials(config, None, cluster((small,) * devices), Console(json=True))["measure"](spec, train)
+        return resolving._trials(config, None, cluster((small,) * devices), silent)["measure"](spec, train)
 
     assert measured(2).speeds["fp32"].tokens_per_s > 0
     with pytest.raises(Refusal, match="out-of-memory"):

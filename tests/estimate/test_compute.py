@@ -10,6 +10,7 @@ from farspan.domain.cluster import Host, MatmulRate
 from farspan.domain.plan import GradSync
 from farspan.estimate.compute import UNKNOWN_BANDWIDTH, UNKNOWN_FLOPS, Rates, Work, work
 from farspan.estimate.memory import scored_keys
+from farspan.estimate.stage_time import stage_time
 from tests.estimate.parts import TIED, UNTIED, cluster, costs, device, mesh, plain, stage, train
 
 BIG = Work(flops=4e12, bytes=1e9, m=1, k=1, n=1)
@@ -163,8 +164,8 @@ def test_updates_stream_the_state():
     using = costs(there, plain(), UNTIED)
     parameters = using.graph.parameters()
     # Moments (8 bytes) are read and written, gradients (4) read and cleared, weights (4) written.
-    took = using.time(stage(mesh(0), (8,)), [8], 1).update
+    took = stage_time(using, stage(mesh(0), (8,)), [8], 1).update
     assert took == pytest.approx(parameters * (2 * 8 + 2 * 4 + 4) / 1e3)
     divided = cluster([[device(bandwidth=1e3)] * 2])
     zero = stage(mesh(0, 1), (4, 4), zero=1, grad_sync=GradSync(bucket_bytes=None))
-    assert costs(divided, plain(), UNTIED).time(zero, [4, 4], 1).update == pytest.approx(took / 2)
+    assert stage_time(costs(divided, plain(), UNTIED), zero, [4, 4], 1).update == pytest.approx(took / 2)

@@ -17,6 +17,7 @@ from farspan.estimate.devices import devices
 from farspan.estimate.loss import loss
 from farspan.estimate.price import RESERVE, Tie, _tie, edges, estimate, step
 from farspan.estimate.replicas import token_efficiency
+from farspan.estimate.stage_time import stage_time
 from tests.estimate.parts import (
     ENGINES,
     TIED,
@@ -68,7 +69,7 @@ def test_data_parallel_step_by_hand():
     using = costs(there, plain())
     found = step(single(mesh(0, 1), (4, 4), 2), using)
     passes = using.passes(stage(mesh(0), (4,)), [2])
-    update = using.time(stage(mesh(0), (4,)), [2], 1).update
+    update = stage_time(using, stage(mesh(0), (4,)), [2], 1).update
     gradients = 4 * using.graph.parameters()
     messages = sum(len(op.weights) for unit, count in using.graph.kinds(0, 6) for _ in range(count) for op in unit)
     summed = messages * 2 * HOP + gradients / 1e6
@@ -87,7 +88,7 @@ def test_buckets_save_round_trips_and_bits_save_bytes():
 
     def exposed(using=using, **changes):
         sync = GradSync(**{"bucket_bytes": 10**9} | changes)
-        return using.time(stage(mesh(0, 1), (4, 4), grad_sync=sync), [4, 4], 1).exposed
+        return stage_time(using, stage(mesh(0, 1), (4, 4), grad_sync=sync), [4, 4], 1).exposed
 
     assert exposed() == pytest.approx(2 * HOP + gradients / 1e6)
     assert exposed(bucket_bytes=gradients // 4) == pytest.approx(4 * 2 * HOP + gradients / 1e6)
@@ -109,7 +110,7 @@ def test_rows_that_divide_unevenly_take_the_time_of_all_of_them():
     fast = 2 * sum(found.forward + found.backward for found in one)
     slow = sum(n * (found.forward + found.backward) for n, found in zip((3, 1), other, strict=True))
     alone = devices(plan(there, uneven, spec=UNTIED), using)
-    update = using.time(stage(mesh(0, 1), (10, 5)), [10, 5], 4).update
+    update = stage_time(using, stage(mesh(0, 1), (10, 5)), [10, 5], 4).update
     assert alone[0].compute_s == pytest.approx(fast + update)
     assert step(uneven, using).compute == pytest.approx(max(fast, slow) + update)
     # A worker without a sequence in a microbatch reads one.
@@ -123,12 +124,12 @@ def test_overlap_hides_all_but_the_last_bucket():
     plainly, hidden, slow = (
         costs(there, plain(overlap=share), seq_len=length) for share, length in ((0, 16), (0.5, 16), (0.5, 128))
     )
-    summed, cover = plainly.time(one, [4, 4], 1).exposed, plainly.passes(one, [4, 4]).backward
+    summed, cover = stage_time(plainly, one, [4, 4], 1).exposed, plainly.passes(one, [4, 4]).backward
     buckets = -(-4 * plainly.graph.parameters() // 100_000)
     assert summed - cover / 2 > summed / buckets
-    assert hidden.time(one, [4, 4], 1).exposed == pytest.approx(summed - cover / 2)
+    assert stage_time(hidden, one, [4, 4], 1).exposed == pytest.approx(summed - cover / 2)
     assert summed - slow.passes(one, [4, 4]).backward / 2 < summed / buckets
-    assert slow.time(one, [4, 4], 1).exposed == pytest.approx(summed / buckets)
+    assert stage_time(slow, one, [4, 4], 1).exposed == pytest.approx(summed / buckets)
 
 
 def test_zero_levels_exchange_when_and_what_they_must():
@@ -139,7 +140,9 @@ def test_zero_levels_exchange_when_and_what_they_must():
 
     def times(zero, microbatches):
         sync = GradSync(bucket_bytes=10**9)
-        found = using.time(stage(mesh(0, 1), (4, 4), zero=zero, grad_sync=sync), [2 * microbatches] * 2, microbatches)
+        found = stage_time(
+            using, stage(mesh(0, 1), (4, 4), zero=zero, grad_sync=sync), [2 * microbatches] * 2, microbatches
+        )
         extra = (found.passes.forward - usual.forward, found.passes.backward - usual.backward, found.exposed)
         return pytest.approx(extra), found.sent["A"]
 
@@ -158,7 +161,7 @@ def test_hybrid_sharding_sums_parts_between_sites():
     using = costs(sites(2, 2), plain())
     gradients = 4 * using.graph.parameters()
     one = stage(mesh(0, 1, 2, 3, site=2, data=2), (2, 2, 2, 2), zero=3, grad_sync=GradSync(bucket_bytes=10**9))
-    found = using.time(one, [2] * 4, 1)
+    found = stage_time(using, one, [2] * 4, 1)
     # Two rings share the line, each with half of the gradients.
     assert found.exposed == pytest.approx(2 * HOP + gradients / 1e6)
     assert found.sent == pytest.approx({"A": gradients, "B": gradients})
@@ -170,7 +173,7 @@ def test_hierarchical_sums_cross_the_wide_area_once():
     using = costs(sites(3, 3), plain())
     gradients = 4 * using.graph.parameters()
     flat, tree = (
-        using.time(
+        stage_time(using, 
             stage(mesh(*range(6)), (2, 2, 1, 1, 1, 1), grad_sync=GradSync(bucket_bytes=10**9, topology=topology)),
             [2] * 6, 1,
         ) for topology in ("flat", "hierarchical")
@@ -208,7 +211,7 @@ def test_pipeline_step_by_hand():
     replica = pipeline([stage(mesh(0), (8,), (0, 3)), stage(mesh(1), (8,), (3, 6))], 1, (1, 1))
     a, b = (using.passes(one, [8]) for one in replica.stages)
     hop = 4 * 8 * 16 * 64 / 1e6 + 1e-3 + 0.05
-    update = using.time(replica.stages[0], [8], 1).update
+    update = stage_time(using, replica.stages[0], [8], 1).update
     found = step(replica, using)
     # There and back; the first stage then knows the second one's gradient norm, sent long before.
     assert found.seconds == pytest.approx(a.forward + hop + b.forward + b.backward + hop + a.backward + update)
@@ -233,7 +236,7 @@ def test_tied_tables_meet_while_other_stages_work():
     thin = pipeline([stage(mesh(0), (1,), (0, 3)), stage(mesh(1), (1,), (3, 6))], 1, (1, 1))
     using = costs(there, plain())
     first, last = (using.passes(one, [1]) for one in thin.stages)
-    update = using.time(thin.stages[0], [1], 1).update
+    update = stage_time(using, thin.stages[0], [1], 1).update
     down = 4 * 16 * 64 / 1e6 + 1e-3 + 0.05
     assert seconds(thin) == pytest.approx(first.forward + down + last.forward + last.backward + table + update)
     # Activations and the rows of 16 tokens leave the first site, their gradients and the whole table the second.
@@ -253,7 +256,7 @@ def test_the_longest_round_of_waiting_decides_and_not_the_fill():
     """A last stage with a slow update begins its next step late, while the first one waits for nothing but it."""
     using = costs(cluster([[device(), device(bandwidth=1e6)]]), plain(), UNTIED)
     replica = pipeline([stage(mesh(0), (8,), (0, 5)), stage(mesh(1), (8,), (5, 6))], 4, (2, 1))
-    times = [using.time(one, [8], 4) for one in replica.stages]
+    times = [stage_time(using, one, [8], 4) for one in replica.stages]
     own = 4 * (times[1].passes.forward + times[1].passes.backward) + times[1].update
     # Its update alone takes longer than the rest of the step, so it never waits for passes of the first stage; only
     # for the gradient norm, which that one knows after the last backward pass has come back.

@@ -8,6 +8,7 @@ import pytest
 from farspan.domain.cluster import Link
 from farspan.domain.plan import GradSync
 from farspan.estimate.price import timed_stage
+from farspan.estimate.stage_time import stage_time
 from farspan.estimate.sums import sync
 from tests.estimate.parts import cluster, costs, device, mesh, pipeline, plain, stage
 
@@ -118,7 +119,7 @@ def test_the_way_of_the_last_sum_never_hides_behind_arithmetic():
     assert found.trip == LINK.rtt_s / 2
     assert found.exposed(found.reduce, 1e9) == pytest.approx(found.trip + (found.reduce - found.trip) * found.last)
     assert found.exposed(found.reduce, 0.0) == found.reduce
-    assert using.time(one, [2] * 4, 1).exposed == pytest.approx(found.reduce + found.busy), (
+    assert stage_time(using, one, [2] * 4, 1).exposed == pytest.approx(found.reduce + found.busy), (
         "in `plain` nothing overlaps"
     )
 
@@ -128,7 +129,7 @@ def test_what_crosses_a_pipeline_is_carried_by_both_ends_in_both_passes():
     replica = pipeline([stage(mesh(0), (8,), (0, 3)), stage(mesh(1), (8,), (3, 6))], 4, (2, 1))
     size = using.graph.size("bsd", b=2, s=using.train.seq_len) * 4
     for index in (0, 1):
-        alone = using.time(replica.stages[index], [8], 4).passes
+        alone = stage_time(using, replica.stages[index], [8], 4).passes
         found = timed_stage(replica, index, using).passes
         carried = MOVE_COST * size * LINK.busy_s
         assert (found.forward - alone.forward, found.backward - alone.backward) == pytest.approx((carried, carried))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from farspan.estimate.price import step
+from farspan.estimate.stage_time import stage_time
 from farspan.estimate.traffic import between_sites, traffic
 from farspan.planning.why import costs_of
 from tests.planning.worlds import ranking
@@ -45,7 +46,7 @@ def test_exchanges_of_one_ring_take_what_the_stage_waits_for():
     found, costs = planned(one, "data")
     (replica,) = found.plan.replicas
     (stage,) = replica.stages
-    took = costs.time(stage, stage.rows, replica.microbatches)
+    took = stage_time(costs, stage, stage.rows, replica.microbatches)
     (exchange,) = traffic(found.plan, costs)
     hidden = costs.engine.overlap * took.passes.backward
     assert took.exposed == pytest.approx(exchange.seconds - hidden, rel=0.01)

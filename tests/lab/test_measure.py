@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from farspan import models
-from farspan.cli.clusters import cpus, of_lab
 from farspan.domain.clusterfile import load_cluster, save_cluster
 from farspan.domain.engine import engine
 from farspan.domain.train import TrainSpec
 from farspan.lab import devices
+from farspan.lab.cluster import cpus, of_lab
 from farspan.launch import measure as measuring
 from farspan.techniques import Task
 from tests.lab.conftest import OWN, parsed

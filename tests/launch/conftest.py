@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from farspan.cli.clusters import of_lab
 from farspan.domain.cluster import Cluster
 from farspan.domain.codec import convert, parse_yaml
 from farspan.domain.problems import Refusal
 from farspan.lab import spec, state
+from farspan.lab.cluster import of_lab
 from farspan.lab.lab import Status
 
 

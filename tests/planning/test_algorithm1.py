@@ -3,8 +3,9 @@
 import msgspec
 import pytest
 
-from farspan.domain.trial import Trial, plan_key
+from farspan.domain.trial import Trial
 from farspan.planning.algorithm1 import Decision, Speeds, algorithm1, choose
+from farspan.semantics.identity import plan_key
 from tests.planning.test_select import asked
 from tests.planning.worlds import FAST, cluster
 

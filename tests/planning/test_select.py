@@ -7,15 +7,15 @@ import msgspec
 import pytest
 
 from farspan import models
-from farspan.cli.job import first_device
-from farspan.cli.selecting import PARTS, nothing_runs, question
+from farspan.app.choosing import PARTS, question
+from farspan.app.clusters import first_device
 from farspan.domain.config import ParallelConfig
 from farspan.domain.engine import engine
 from farspan.domain.model import parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem
 from farspan.domain.train import TrainSpec
-from farspan.domain.trial import Trial, plan_key
+from farspan.domain.trial import Trial
 from farspan.estimate.devices import devices
 from farspan.estimate.network import Network
 from farspan.estimate.price import estimate
@@ -23,8 +23,10 @@ from farspan.estimate.stage import Costs
 from farspan.planning import algorithm1
 from farspan.planning.learn import Part, Seen, learn, with_paces
 from farspan.planning.misfit import largest_tried
+from farspan.planning.outcome import nothing_runs
 from farspan.planning.pace import on_one_device
 from farspan.planning.select import Asked, select
+from farspan.semantics.identity import plan_key
 from tests.planning.worlds import FAST, SLOW, cluster
 
 ENGINE = engine("farspan")

@@ -24,6 +24,7 @@ from farspan.estimate.network import Network
 from farspan.estimate.price import edges, price
 from farspan.estimate.schedule import Hop, effective_depths, order, simulate
 from farspan.estimate.stage import Costs
+from farspan.estimate.stage_time import stage_time
 from tests.report.fake_run import CORPUS, MODEL, START, started, write_run
 
 SITES = ("gat", "amst", "star")
@@ -113,7 +114,7 @@ def _lanes(
     (replica,) = made.replicas
     if len(replica.stages) == 1:
         return _whole(replica, costs, paces, sums)
-    times = [costs.time(stage, stage.rows, replica.microbatches) for stage in replica.stages]
+    times = [stage_time(costs, stage, stage.rows, replica.microbatches) for stage in replica.stages]
     down, up = edges(replica, costs)
     found = simulate(
         [time.passes.forward * pace for time, pace in zip(times, paces, strict=True)],
@@ -140,14 +141,14 @@ def _whole(replica: Replica, costs: Costs, paces: Sequence[float], sums: float) 
     ends, lanes = [], []
     for rank, pace in enumerate(paces):
         rows = [count if c == rank else 0 for c, count in enumerate(only.rows)]
-        passes, at, lane = costs.time(only, rows, replica.microbatches).passes, 0.0, list[Span]()
+        passes, at, lane = stage_time(costs, only, rows, replica.microbatches).passes, 0.0, list[Span]()
         for kind, i in order(replica.microbatches, 1):
             took = pace * (passes.forward if kind == "forward" else passes.backward)
             lane.append(Span(kind=kind, microbatch=i, start=at, end=at + took))
             at += took
         lanes.append(lane)
         ends.append(at)
-    slowest = costs.time(only, only.rows, replica.microbatches)
+    slowest = stage_time(costs, only, only.rows, replica.microbatches)
     summed = max(ends) + sums * slowest.exposed
     lanes = [lane + _tail(end, summed - end, summed + TOLD_S, slowest.update * pace)
              for lane, end, pace in zip(lanes, ends, paces, strict=True)]  # fmt: skip

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farspan import models
-from farspan.cli.reports import write_report
+from farspan.app.reporting import write_report
 from farspan.domain.codec import save
 from farspan.domain.engine import engine
 from farspan.domain.plan import Edge, GradSync, Mesh, Replica, Stage
@@ -159,7 +159,8 @@ def test_runs_without_spans_and_without_a_cluster_open(tmp_path: Path):
 
 
 def test_a_run_of_one_device_looks_as_before(tmp_path: Path):
-    run, found, written = write_report(resumed_run(tmp_path / "run", steps=80))
+    made = write_report(resumed_run(tmp_path / "run", steps=80))
+    run, found, written = made.run, made.compared, made.page
     assert found is None and written.read_text() == page(run)
     assert "Device by device" not in page(run) and ".rows {" not in page(run)
     assert report(run, found) == report(run)
@@ -169,10 +170,11 @@ def test_a_run_of_one_device_looks_as_before(tmp_path: Path):
     "changes", [{}, {"make": side_by_side}, {"missing": (1,)}, {"traced": ()}, {"backend": "cuda"}]
 )
 def test_the_page_is_whole_and_stays_inside_its_rows(tmp_path: Path, changes: dict):
-    run, found, written = write_report(fleet_run(tmp_path / "run", steps=40, **{"traced": (2, 3), **changes}))
+    made = write_report(fleet_run(tmp_path / "run", steps=40, **{"traced": (2, 3), **changes}))
+    run, found, written = made.run, made.compared, made.page
     html = written.read_text()
     reader = Reader(html)
-    assert found is not None and write_report(run.folder)[2].read_text() == html
+    assert found is not None and write_report(run.folder).page.read_text() == html
     for value in re.findall(r'(?:x|width)="(-?[\d.]+)%"', html):
         assert 0 <= float(value) <= 100.01
     text = " ".join(" ".join(reader.texts).split())
@@ -190,7 +192,8 @@ def test_a_gpu_that_takes_orders_ahead_is_not_split(tmp_path: Path):
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium: apt-get install chromium")
 def test_a_browser_draws_every_mark_without_a_complaint(tmp_path: Path):
-    _, found, written = write_report(fleet_run(tmp_path / "run", steps=40, traced=(3,)))
+    made = write_report(fleet_run(tmp_path / "run", steps=40, traced=(3,)))
+    found, written = made.compared, made.page
     probe = """<script>
       const rows = document.querySelectorAll(".rows svg.plan"), page = document.documentElement;
       const seen = [...rows].map((row) => row.querySelectorAll("rect.mark").length).join(" ");
@@ -236,7 +239,8 @@ def test_two_real_workers_show_what_they_did_and_what_was_planned(tmp_path: Path
         for event in workers:
             if isinstance(event, Step) and event.step == 12:
                 workers.interrupt()
-    told, found, written = write_report(run.path)
+    made = write_report(run.path)
+    told, found, written = made.run, made.compared, made.page
     traces = Traces(told)
     assert found is not None and found.traced == 3 and [row.rank for row in found.drawn] == [0, 1]
     for row in found.drawn:

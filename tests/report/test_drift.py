@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from farspan.cli.reports import paced, write_report
+from farspan.app.reporting import paced, write_report
 from farspan.domain.cluster import Cluster
 from farspan.domain.codec import load
 from farspan.domain.run import RunFolder
@@ -103,7 +103,8 @@ def test_what_hardly_matters_is_left_out(tmp_path: Path):
 def test_planning_again_ranks_with_the_measured_pace(tmp_path: Path):
     folder = fleet_run(tmp_path / "run", paces=(1, 1, 2.5), make=side_by_side)
     (folder / "run.yaml").write_text("data: docs\nparallel: {allow: [data, pipeshard]}\n")
-    run, found, written = write_report(folder)
+    made = write_report(folder)
+    run, found, written = made.run, made.compared, made.page
     assert found is not None and found.again in sentences(found)
     cluster = paced(load(RunFolder(folder).cluster, Cluster), {("star", 0): found.drifts[0].paces[2]})
     assert [device.pace for device in cluster.devices] == pytest.approx([1, 1, 2.5], rel=0.01)
@@ -121,7 +122,8 @@ def test_planning_again_ranks_with_the_measured_pace(tmp_path: Path):
 def test_so_it_does_with_a_slow_link(tmp_path: Path):
     folder = fleet_run(tmp_path / "run", links=(8, 1))
     (folder / "run.yaml").write_text("data: docs\nparallel: {allow: [data, pipeshard]}\n")
-    run, found, _ = write_report(folder)
+    made = write_report(folder)
+    run, found = made.run, made.compared
     assert found is not None
     (drift,) = found.drifts
     assert drift.ends == ("gat", "amst")
@@ -142,5 +144,5 @@ def test_where_no_plan_is_faster_that_is_said(tmp_path: Path):
     assert best.plan is not None
     folder = fleet_run(tmp_path / "best", make=lambda steps: best.plan, **slow)  # type: ignore[arg-type,return-value]
     (folder / "run.yaml").write_text("data: docs\nparallel: {technique: data}\n")
-    found = write_report(folder)[1]
+    found = write_report(folder).compared
     assert found is not None and found.again == "planned again with this pace, no plan would be faster than this one"

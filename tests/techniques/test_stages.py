@@ -12,6 +12,7 @@ import pytest
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem
 from farspan.estimate.price import price
+from farspan.estimate.stage_time import stage_time
 from farspan.techniques import pipeshard
 from farspan.techniques._search.even import even_splits
 from farspan.techniques._search.slices import Tables, slices, stage_of
@@ -118,7 +119,7 @@ def test_every_solution_of_the_search_is_a_plan_that_the_estimator_prices_as_its
     for solution in itertools.islice(search.solutions(), 3):
         for cut in solution.cuts:
             stage = stage_of(cut.ranks, cut.option, cut.units, parts)
-            time = asked.costs.time(stage, stage.rows, parts)
+            time = stage_time(asked.costs, stage, stage.rows, parts)
             run = next(run for run in search.slices if [search.order[i] for i in range(*run)] == list(cut.ranks))
             seconds = time.passes.forward + time.passes.backward
             expected = seconds, (parts - 1) * seconds + time.exposed + time.update

@@ -27,12 +27,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace, console: Console) -> None:
     from collections import Counter
 
-    from farspan.cli import job
+    from farspan.app.checks import require_torch
     from farspan.cli.benching import Results, measure
     from farspan.domain.bench import Matrix
     from farspan.domain.codec import load_yaml
 
-    job.require_torch()
+    require_torch()
     matrix = load_yaml(path_of(given.matrix), Matrix)
     results = Results(given.out or Path("bench") / matrix.name)
     rows = measure(matrix, results, console, agreed=given.yes, retry=given.retry)

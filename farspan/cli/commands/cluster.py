@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from itertools import combinations
 
-from farspan.cli.clusters import find
+from farspan.app.clusters import find
+from farspan.cli.cluster_text import count, say_cluster
 from farspan.cli.console import Console
-from farspan.domain.cluster import Cluster, Device, Link
-from farspan.domain.units import format_bytes, format_flops, format_rate, format_seconds
+from farspan.domain.cluster import Cluster
+from farspan.domain.units import format_flops
 
 HELP = "show, list or check clusters"
 
@@ -27,10 +28,10 @@ def run(given: argparse.Namespace, console: Console) -> None:
         return _list(console)
     cluster = find(given.cluster)
     if given.action == "show":
-        show(cluster, console)
+        say_cluster(cluster, console)
         return console.answer(cluster)
     unknown = _unknown(cluster)
-    console.say(f"{given.cluster}: {_count(cluster)}; the file can be used")
+    console.say(f"{given.cluster}: {count(cluster)}; the file can be used")
     for line in unknown:
         console.say(f"unknown: {line}")
     if unknown:
@@ -45,56 +46,13 @@ def _list(console: Console) -> None:
     names, kinds = clusters.named(), catalog.devices()
     console.say("clusters")
     for name in names:
-        console.say(f"  {name:20} {_count(clusters.find(name))}")
+        console.say(f"  {name:20} {count(clusters.find(name))}")
     console.say("devices")
     for kind, device in kinds.items():
         rates = ", ".join(f"{dtype} {format_flops(flops)}" for dtype, flops in device.flops.items())
         price = f"${device.price.usd_per_hour:g}/h ({device.price.checked})" if device.price else "no list price"
         console.say(f"  {kind:12} {device.memory or 'any size':>8}  {rates}; {price}; {device.source}")
     console.answer({"clusters": list(names), "devices": kinds})
-
-
-def show(cluster: Cluster, console: Console) -> None:
-    """Sites, hosts, devices and links, each with its origin."""
-    console.say(_count(cluster))
-    for site in cluster.sites:
-        lease = f", lease {format_seconds(site.lease_s)}" if site.lease_s else ""
-        egress = f", egress ${site.egress_usd_per_byte * 1e9:g}/GB" if site.egress_usd_per_byte else ""
-        console.say(f"site {site.name}{lease}{egress}")
-        for host in site.hosts:
-            console.say(f"  host {host.name}")
-            lines = [_device(device) for device in host.devices]
-            for line in dict.fromkeys(lines):
-                console.say(f"    {lines.count(line)} x {line}")
-    for a, b in combinations([host.name for host in cluster.hosts], 2):
-        link = cluster.link(a, b)
-        console.say(f"link {a} - {b}: {_link(link) if link else 'unknown'}")
-
-
-def _count(cluster: Cluster) -> str:
-    kinds = [device.kind for device in cluster.devices]
-    parts = " + ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
-    sites, hosts = len(cluster.sites), len(cluster.hosts)
-    return f"{parts} in {hosts} host{'s' * (hosts > 1)} at {sites} site{'s' * (sites > 1)}"
-
-
-def _device(device: Device) -> str:
-    rates = ", ".join(f"{dtype} {format_flops(flops)}" for dtype, flops in device.flops.items())
-    price = f"${device.usd_per_hour:g}/h" if device.usd_per_hour is not None else "price unknown"
-    bandwidth = f", {format_bytes(device.bandwidth)}/s" if device.bandwidth else ""
-    watts = f", {device.watts:g} W" if device.watts else ""
-    measured = f", {len(device.rates)} rates measured" if device.rates else ""
-    measured += f", {len(device.units)} passes timed" if device.units else ""
-    return (
-        f"{device.kind}: {format_bytes(device.memory)}{bandwidth}, {rates}{watts}, {price}{measured} [{device.origin}]"
-    )
-
-
-def _link(link: Link) -> str:
-    bandwidth = format_rate(link.bandwidth) if link.bandwidth else "bandwidth unknown"
-    window = f", window {format_bytes(link.window)}" if link.window else ""
-    loss = f", loss {link.loss:.2%}" if link.loss is not None else ""
-    return f"{format_seconds(link.rtt_s)}, {bandwidth}{window}{loss} [{link.origin}]"
 
 
 def _unknown(cluster: Cluster) -> list[str]:

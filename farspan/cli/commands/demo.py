@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from farspan.cli import job
 from farspan.cli.console import Console
 from farspan.domain.config import BudgetConfig, RunConfig
 from farspan.domain.problems import command
@@ -24,18 +23,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
-    from farspan.cli.retrieve import make_index, opened, say_answer
+    from farspan.app import training
+    from farspan.app.indexing import embed, opened
+    from farspan.cli.answers import say_answer
+    from farspan.cli.report_text import say_result
+    from farspan.cli.show import Show
     from farspan.retrieval.evaluate import table
     from farspan.retrieval.search import search
 
     config = RunConfig(data="pydocs", name="demo", size=SIZE, budget=BudgetConfig(time=given.time))
     path = _free(Path(given.run))
     console.say("== text, tokens, plan")
-    folder = job.start(path, config, console, table=True)
-    console.say("\n== training")
-    measured = job.train(folder, console)
-    console.say("\n== embeddings and vector database")
-    manifest, _ = make_index(folder, console)
+    with Show(console) as show:
+        folder = training.start(path, config, show, table=True)
+        console.say("\n== training")
+        report = training.train(folder, show)
+        say_result(report, console)
+        console.say("\n== embeddings and vector database")
+        manifest = embed(folder, show).manifest
     if manifest.evaluation is not None:
         console.say(table(manifest.evaluation))
     console.say("\n== three searches")
@@ -46,7 +51,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
             answers.append(search(index, query, 3))
             say_answer(answers[-1], console)
     console.say(f"\nyours now: {command('search', '...', '--run', path)}   report: {folder.report}")
-    console.answer({"run": str(path), "measurement": measured, "index": manifest, "answers": answers})
+    console.answer({"run": str(path), "measurement": report.measurement, "index": manifest, "answers": answers})
 
 
 def _free(path: Path) -> Path:

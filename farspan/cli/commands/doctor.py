@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import platform
-import shutil
-from importlib import metadata
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from farspan.cli import job
 from farspan.cli.console import Console
 from farspan.domain.cluster import Cluster
 from farspan.domain.gpus import judge
-from farspan.domain.problems import Problem, Refusal
-from farspan.domain.run import cache_folder
+from farspan.domain.problems import Problem
 from farspan.domain.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from farspan.launch.examine import Examination, Way
 
 HELP = "say what is wrong and how to fix it"
-
-PACKAGES = ("torch", "numpy", "msgspec", "tokenizers", "tiktoken", "safetensors")
-#: Streams of the bandwidths that are measured: one shows the window, several the line.
-STREAMS = (1, 8)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -35,47 +26,38 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
+    from farspan.app.machines import diagnose
+
     if given.cluster:
         return _cluster(given.cluster, console)
-    versions = {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
-    findings: list[Problem] = []
-    cluster, notes, wrong = _describe(given.device)
-    findings += wrong
-    findings += _disk_findings()
-    for name, version in versions.items():
+    diagnosis = diagnose(given.device)
+    for name, version in diagnosis.versions.items():
         console.say(f"{name:12} {version or 'not installed'}")
-    for device in cluster.devices if cluster else ():
+    for device in diagnosis.devices:
         console.say(
             f"{'device':12} {device.kind} ({device.backend}), {format_bytes(device.memory)}, "
             f"{', '.join(device.dtypes)}, {device.threads} threads"
         )
-    for note in notes:
+    for note in diagnosis.notes:
         console.say(f"{'note':12} {note}")
-    free = shutil.disk_usage(".").free
-    console.say(f"{'disk':12} {format_bytes(free)} free here")
-    _say_findings(findings, console)
-    console.answer({
-        "versions": versions, "devices": cluster.devices if cluster else [], "disk_free_bytes": free,
-        "notes": notes, "findings": findings,
-    })  # fmt: skip
-    return None
+    console.say(f"{'disk':12} {format_bytes(diagnosis.disk_free_bytes)} free here")
+    _say_findings(diagnosis.findings, console)
+    return console.answer(diagnosis)
 
 
 def _cluster(name: str, console: Console) -> None:
-    from farspan.cli.clusters import find
-    from farspan.launch.examine import examine
-    from farspan.launch.findings import findings
+    from farspan.app.clusters import find
+    from farspan.app.machines import STREAMS, examine
 
     cluster = find(name)
     console.say(f"looking at {len(cluster.hosts)} hosts and the links between them")
-    found = examine(cluster, streams=STREAMS)
-    _say_hosts(cluster, found, console)
-    if found.ways:
-        console.say(f"\n{_table(cluster, found)}\n")
+    examined, problems = examine(cluster)
+    _say_hosts(cluster, examined, console)
+    if examined.ways:
+        console.say(f"\n{_table(cluster, examined)}\n")
         console.say(f"from row to column: round trip, bandwidth with {STREAMS[0]} and {STREAMS[1]} streams, interface")
-    problems = findings(cluster, found)
     _say_findings(problems, console)
-    console.answer({**msgspec.to_builtins(found, str_keys=True), "findings": msgspec.to_builtins(problems)})
+    console.answer({**msgspec.to_builtins(examined, str_keys=True), "findings": msgspec.to_builtins(problems)})
 
 
 def _say_hosts(cluster: Cluster, found: Examination, console: Console) -> None:
@@ -114,49 +96,8 @@ def _cell(way: Way) -> str:
     return f"{format_seconds(way.rtt_s or 0.0)}, {rates}, {way.interface}"
 
 
-def _say_findings(problems: Any, console: Console) -> None:
+def _say_findings(problems: Sequence[Problem], console: Console) -> None:
     for problem in problems:
         console.say(f"\n{problem}")
     count = len(problems)
     console.say(f"\n{count or 'no'} finding{'s' * (count != 1)}")
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _describe(backend: str) -> tuple[Cluster | None, tuple[str, ...], list[Problem]]:
-    """This machine's devices, a note on each GPU that is left out, and what is wrong with them."""
-    from farspan.launch.probe import Probe, check_gpus
-
-    notes: tuple[str, ...] = ()
-    wrong = list[Problem]()
-    try:
-        job.require_torch()
-        try:
-            notes = check_gpus(backend)
-        except Refusal as refusal:
-            wrong.append(refusal.problem)
-        with Probe() as probe:
-            return probe.describe(backend, None), notes, wrong
-    except Refusal as refusal:
-        return None, notes, [*wrong, refusal.problem]
-
-
-def _disk_findings() -> list[Problem]:
-    from farspan.launch.findings import LITTLE_DISK
-
-    found = []
-    corpora = next(path for path in (cache_folder(), *cache_folder().parents) if path.exists())
-    for what, path in (("runs", Path()), ("prepared corpora", corpora)):
-        free = shutil.disk_usage(path).free
-        if free < LITTLE_DISK:
-            found.append(Problem(
-                code="disk-full", what=f"little disk space for {what}", where=str(path.absolute()),
-                fact=f"{format_bytes(free)} free, {format_bytes(LITTLE_DISK)} is comfortable",
-                remedy=f"du -xh {path.absolute()} | sort -h | tail",
-            ))  # fmt: skip
-    return found

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from farspan.cli.arguments import find_run, takes_run
 from farspan.cli.console import Console
-from farspan.cli.runs import find_run, takes_run
 from farspan.domain.problems import command
 
 HELP = "turn the model into a searchable index"
@@ -21,14 +21,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace, console: Console) -> None:
     folder = find_run(given, console)
-    from farspan.cli.retrieve import make_index
+    from farspan.app.indexing import embed
+    from farspan.cli.show import Show
     from farspan.retrieval.evaluate import table
 
-    manifest, work = make_index(folder, console, evaluate=not given.no_eval)
-    if manifest.evaluation is not None:
-        console.say(table(manifest.evaluation))
+    with Show(console) as show:
+        indexed = embed(folder, show, evaluate=not given.no_eval)
+    if indexed.manifest.evaluation is not None:
+        console.say(table(indexed.manifest.evaluation))
     console.say(f"index: {folder.index}; next: {command('search', '...', '--run', folder.path)}")
     console.answer({
-        "run": str(folder.path), "index": str(folder.index), "manifest": manifest,
-        "embedded": work.embedded, "kept": work.kept,
+        "run": str(folder.path), "index": str(folder.index), "manifest": indexed.manifest,
+        "embedded": indexed.embedded, "kept": indexed.kept,
     })  # fmt: skip

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from farspan.cli import job
+from farspan.cli.arguments import find_run, takes_run
 from farspan.cli.console import Console
-from farspan.cli.runs import find_run, takes_run
-from farspan.domain.problems import command
 
 HELP = "write the model as a Hugging Face folder"
 
@@ -21,16 +19,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace, console: Console) -> None:
     folder = find_run(given, console)
-    out = Path(given.out) if given.out else folder.path / "export"
-    job.refuse_existing(out, command("export", folder.path, "--out", f"{out}-2"))
-    from farspan.runtime.huggingface import export
-    from farspan.runtime.inference import load
+    from farspan.app.using import export
 
-    trained = load(folder)
-    out.mkdir(parents=True, exist_ok=True)
-    export(
-        out, trained.model.state_dict(), trained.model.spec, tokenizer=folder.tokenizer,
-        end_of_text=trained.tokenizer.end_of_text, dtype=given.dtype,
-    )  # fmt: skip
+    out, step = export(folder, Path(given.out) if given.out else None, dtype=given.dtype)
     console.say(f"wrote {out}; load it with transformers.AutoModelForCausalLM.from_pretrained({str(out)!r})")
-    console.answer({"run": str(folder.path), "folder": str(out), "step": trained.step})
+    console.answer({"run": str(folder.path), "folder": str(out), "step": step})

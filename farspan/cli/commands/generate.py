@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from farspan.cli.arguments import find_run, positive, takes_run
 from farspan.cli.console import Console
-from farspan.cli.runs import find_run, positive, takes_run
 
 HELP = "let the model write"
 
@@ -27,13 +27,10 @@ def not_negative(text: str) -> float:
 
 def run(given: argparse.Namespace, console: Console) -> None:
     folder = find_run(given, console)
-    from farspan.runtime.generate import generate
-    from farspan.runtime.inference import load
+    from farspan.app.using import generate
 
-    trained = load(folder)
-    text = generate(
-        trained.model, trained.tokenizer, given.prompt, tokens=given.tokens, temperature=given.temperature,
-        top_k=given.top_k, seed=given.seed,
-    )  # fmt: skip
+    text, step = generate(
+        folder, given.prompt, tokens=given.tokens, temperature=given.temperature, top_k=given.top_k, seed=given.seed
+    )
     console.say(given.prompt + text)
-    console.answer({"prompt": given.prompt, "text": text, "step": trained.step})
+    console.answer({"prompt": given.prompt, "text": text, "step": step})

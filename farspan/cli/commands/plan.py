@@ -8,15 +8,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-import msgspec
-
-from farspan.cli import clusters, job, offers
+from farspan.app import pricing
+from farspan.cli import offers
+from farspan.cli.arguments import load_config, takes_config
 from farspan.cli.console import Console
-from farspan.cli.planfile import lasting
-from farspan.cli.planviews import check, say_views, takes_views
-from farspan.cli.runs import load_config, takes_config
-from farspan.domain.config import ParallelConfig
-from farspan.planning.rank import OBJECTIVES, TOLERANCE, Candidate, Ranking, rank
+from farspan.cli.planviews import check_names, say_views, takes_views
+from farspan.planning.rank import OBJECTIVES, TOLERANCE
 
 HELP = "say what each technique would take, and which is best"
 
@@ -42,88 +39,34 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
-    check(given)
-    if offers.answered(given, console):
+    asked = offers.asked_of(given)
+    asked.check()
+    check_names(given)
+    if offers.answered(given, asked, console):
         return
     resolved = None
     if given.model is not None:
-        ranking = answer(given)
+        ranking = pricing.price_model(asked)
     else:
+        from farspan.app.resolving import resolve
+        from farspan.cli.show import Show
+
         config = load_config(given)
-        resolved = job.resolve(config, console, trial=config.parallel.cluster is None)
-        ranking = rank_resolved(given, resolved, config.parallel)
+        with Show(console) as show:
+            resolved = resolve(config, show, trial=config.parallel.cluster is None)
+        ranking = pricing.price_resolved(resolved, config.parallel, asked)
         if given.resolved:
-            for key, (value, origin) in values(resolved).items():
+            for key, (value, origin) in resolved.values.items():
                 console.say(f"  {key:22} {value!s:20} {origin}")
-    views = say_views(given, ranking, console)
-    found: dict[str, Any] = {
-        "candidates": [as_json(one, ranking) for one in ranking.candidates], "chosen": ranking.chosen, **views,
-    }  # fmt: skip
-    offers.demand_a_fit(given, ranking)
+    answer: dict[str, Any] = say_views(given, ranking, console)
+    answer["candidates"] = [pricing.as_json(candidate, ranking) for candidate in ranking.candidates]
+    answer["chosen"] = ranking.chosen
+    if given.model is not None:
+        pricing.demand_a_fit(asked, ranking)
     if given.export:
-        found["export"] = offers.export_chosen(given, ranking, console)
+        plan = pricing.exportable(ranking, given.export)
+        answer["export"] = {} if plan is None else offers.write_export(plan, given, console)
     if resolved is not None:
-        told = values(resolved).items()
-        found["resolved"] = {key: {"value": value, "origin": origin} for key, (value, origin) in told}
-    console.answer(found)
-
-
-def answer(given: argparse.Namespace) -> Ranking:
-    """The ranking for --model and --cluster."""
-    from farspan.domain.engine import engine
-    from farspan.domain.problems import Refusal
-    from farspan.planning.question import model_of
-
-    if given.cluster is None:
-        raise Refusal(
-            "usage", what="--model needs --cluster", where="farspan plan",
-            fact="without it there is nothing to plan for",
-            remedy=f"farspan plan --model {given.model} --cluster fabric/gat-amst",
-        )  # fmt: skip
-    model, cluster = model_of(given.model), clusters.find(given.cluster)
-    return rank(
-        model, cluster, offers.train_for(given)(model, cluster), engine("farspan"),
-        objective=given.objective or "time", allow=given.technique, tolerance=given.tolerance,
-    )  # fmt: skip
-
-
-def rank_resolved(given: argparse.Namespace, resolved: job.Resolved, asked: ParallelConfig) -> Ranking:
-    """The ranking for a run.yaml; flags go before its keys."""
-    from farspan.domain.engine import engine
-
-    return rank(
-        resolved.model, resolved.cluster, resolved.train, engine("farspan"),
-        objective=given.objective or asked.objective, allow=given.technique or job.allowed(asked),
-        tolerance=given.tolerance, corpus=resolved.corpus.hash,
-    )  # fmt: skip
-
-
-def values(resolved: job.Resolved) -> dict[str, tuple[Any, str]]:
-    """Dotted key -> value and origin, for every value that was chosen or given."""
-    parts = {"model": msgspec.to_builtins(resolved.model), "train": msgspec.to_builtins(resolved.train)}
-    parts["train"].update(parts["train"].pop("optimizer"), **parts["train"].pop("schedule"))
-    found = {}
-    for part, fields in parts.items():
-        for key, value in fields.items():
-            name = f"{part}.{key}"
-            found[name] = (value, resolved.origin.get(name, resolved.origin.get(part, "default")))
-    return found
-
-
-def as_json(one: Candidate, ranking: Ranking) -> dict[str, Any]:
-    """A candidate as the command's answer has it."""
-    names = [
-        f"{host.name}/{device.backend}:{i}" for host in ranking.cluster.hosts for i, device in enumerate(host.devices)
-    ]
-    devices = [names[place] for place in one.places]
-    found: dict[str, Any] = {
-        "technique": one.technique, "where": one.where, "devices": devices, "fits": one.plan is not None,
-        "problem": one.problem, "unchosen": one.unchosen, "estimate": None,
-        "plan": one.plan and lasting(one.plan, ranking.cluster),
-    }  # fmt: skip
-    if one.estimate is not None:
-        memory = dict(zip(devices, (part.total for part in one.estimate.memory), strict=True))
-        found["estimate"] = {
-            **msgspec.to_builtins(one.estimate), "minutes": one.time_s / 60, "memory_bytes": memory,
-        }  # fmt: skip
-    return found
+        values = resolved.values.items()
+        answer["resolved"] = {key: {"value": value, "origin": origin} for key, (value, origin) in values}
+    console.answer(answer)

@@ -6,9 +6,8 @@ import argparse
 
 import msgspec
 
-from farspan.cli import job
+from farspan.cli.arguments import load_config, takes_config
 from farspan.cli.console import Console
-from farspan.cli.runs import load_config, takes_config
 from farspan.domain.units import format_bytes, format_count
 
 HELP = "make tokenizer and token files"
@@ -19,9 +18,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
+    from farspan.app.resolving import prepare
+    from farspan.cli.show import Show
     from farspan.report.text import counted
 
-    folder, manifest = job.prepare(load_config(given), console)
+    with Show(console) as show:
+        folder, manifest = prepare(load_config(given), show)
     for name, split in (("train", manifest.train), ("val", manifest.val)):
         size = format_bytes(split.text_bytes)
         console.say(f"{name}: {format_count(split.tokens)} tokens, {counted(split.documents, 'document')}, {size}")

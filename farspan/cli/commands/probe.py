@@ -5,14 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import msgspec
-
-from farspan.cli import job
-from farspan.cli.clusters import find
-from farspan.cli.commands.cluster import show
+from farspan.cli.cluster_text import say_cluster
 from farspan.cli.console import Console
-from farspan.domain.clusterfile import save_cluster, to_file
-from farspan.domain.problems import Refusal
+from farspan.cli.show import Show
+from farspan.domain.cluster import Cluster
+from farspan.domain.clusterfile import to_file
 
 HELP = "measure what a cluster can do"
 
@@ -26,25 +23,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
-    from farspan.launch.measure import measure
-    from farspan.planning.question import model_of
+    from farspan.app.machines import probe
 
-    job.require_torch()
-    model, cluster, out = model_of(given.model), find(given.cluster), Path(given.out)
-    length = model.context if given.seq_len is None else given.seq_len
-    if not 1 <= length <= model.context:
-        raise Refusal(
-            "out-of-range", what=f"{length} tokens are no sequence of {given.model}", where="--seq-len",
-            fact=f"its context is {model.context}", remedy=f"--seq-len {model.context}",
-        )  # fmt: skip
-    job.refuse_file(out, f"farspan probe --cluster {given.cluster} -o {out.with_stem(out.stem + '-2')}")
-    measured, failed, notes = measure(cluster, model, console.say, seq_len=length)
-    asked = f"--cluster {given.cluster} --model {given.model} --seq-len {length}"
-    lost = [f"device {index} of {host} has failed: {problem.fact}" for (host, index), problem in failed.items()]
-    save_cluster(measured, out, "\n# ".join((f"Measured by farspan probe {asked}.", *notes, *lost)))
-    show(measured, console)
-    console.say(f"written: {out}")
-    for problem in failed.values():
-        others = f"; {len(failed) - 1} more have failed" if len(failed) > 1 else ""
-        raise Refusal.of(msgspec.structs.replace(problem, fact=f"{problem.fact}{others}; the rest is in {out}"))
+    def progress(update: object) -> None:
+        if isinstance(update, Cluster):
+            say_cluster(update, console)
+            console.say(f"written: {given.out}")
+        else:
+            show(update)
+
+    with Show(console) as show:
+        measured = probe(given.cluster, Path(given.out), progress, model=given.model, seq_len=given.seq_len)
     console.answer(to_file(measured))

@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from farspan.cli.arguments import find_run, takes_run
 from farspan.cli.console import Console
 from farspan.cli.paint import paint, painter, width
-from farspan.cli.runs import find_run, takes_run
 from farspan.domain.problems import Refusal
 
 if TYPE_CHECKING:
@@ -29,32 +29,31 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
-    from farspan.cli.reports import write_report
-
     if given.run is not None and (Path(given.run) / "rows.jsonl").exists():
         bench(Path(given.run), console, predicted=given.predicted)
         return
     if given.run is not None and not Path(given.run).exists() and paper(given.run, console, predicted=given.predicted):
         return
+    from farspan.app.reporting import write_report
     from farspan.report.compared_text import timeline
-    from farspan.report.measure import measure
-    from farspan.report.text import report
 
-    run, found, page = write_report(find_run(given, console).path)
-    console.say(f"{report(run, found)}\n")
-    if found is not None:
-        for line in timeline(found, width()):
+    report = write_report(find_run(given, console).path)
+    console.say(f"{report}\n")
+    if report.compared is not None:
+        for line in timeline(report.compared, width()):
             console.say("".join(paint(text, tint, painter(json=console.json)) for text, tint in line).rstrip())
         console.say()
-    console.say(f"page: {page}")
-    compared = {"compared": found} if found is not None else {}
-    console.answer({"run": str(run.folder), "page": str(page), "measurement": measure(run), **compared})
+    console.say(f"page: {report.page}")
+    compared = {"compared": report.compared} if report.compared is not None else {}
+    console.answer({
+        "run": str(report.run.folder), "page": str(report.page), "measurement": report.measurement, **compared,
+    })  # fmt: skip
 
 
 def bench(folder: Path, console: Console, *, predicted: bool) -> None:
     """The tables of a bench, and its page."""
     from farspan.cli.benching import Results
-    from farspan.cli.reports import drawn_bench
+    from farspan.cli.drawing import drawn_bench
 
     rows = Results(folder).read()
     if not rows:
@@ -69,7 +68,7 @@ def bench(folder: Path, console: Console, *, predicted: bool) -> None:
 
 def paper(name: str, console: Console, *, predicted: bool) -> bool:
     """A paper's tables and figures, as printed or as predicted; whether there is such a paper."""
-    from farspan.cli.reports import drawn_slices
+    from farspan.cli.drawing import drawn_slices
     from farspan.planning.paper_rows import SOURCES, as_plotted, rows, sizes
     from farspan.planning.size import fitted_shape
     from farspan.report import results

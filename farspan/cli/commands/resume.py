@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from farspan.cli import job
+from farspan.cli.arguments import find_run, takes_run
 from farspan.cli.console import Console
-from farspan.cli.edited import refuse_edited
-from farspan.cli.runs import find_run, takes_run
 
 HELP = "go on with a stopped run"
 
@@ -22,17 +20,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
-    from farspan.launch import trust
-    from farspan.report.history import is_complete
-
     folder = find_run(given, console)
-    refuse_edited(folder)
-    if is_complete(folder):
-        console.say("this run is finished: nothing is left to train")
-        measured = job.say_result(folder, console)
-    else:
-        if given.trust:
-            trust.seal(folder)
-        trust.require(folder)
-        measured = job.train(folder, console)
-    console.answer({"run": str(folder.path), "measurement": measured})
+    from farspan.app.training import resume
+    from farspan.cli.report_text import say_result
+    from farspan.cli.show import Show
+
+    with Show(console) as show:
+        report = resume(folder, show, trust=given.trust)
+    say_result(report, console)
+    console.answer({"run": str(folder.path), "measurement": report.measurement})

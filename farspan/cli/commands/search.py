@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+from farspan.cli.arguments import find_run, positive, takes_run
 from farspan.cli.console import Console
-from farspan.cli.runs import find_run, positive, takes_run
-from farspan.domain.problems import Refusal, command
+from farspan.domain.problems import command
 
 HELP = "search the documents"
 
@@ -20,24 +20,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
-    if not given.eval and not (given.query or "").strip():
-        raise Refusal(
-            "usage", what="there is nothing to search for", where="farspan search", fact="the query is empty",
-            remedy='farspan search "read a file line by line"',
-        )  # fmt: skip
-    folder = find_run(given, console)
-    from farspan.cli.retrieve import opened, say_answer
-    from farspan.retrieval.evaluate import table
-    from farspan.retrieval.index import read_manifest
-    from farspan.retrieval.search import not_evaluated, search
+    from farspan.app.indexing import refuse_empty, search
+    from farspan.cli.answers import say_answer
 
+    if not given.eval:
+        refuse_empty(given.query or "")
+    folder = find_run(given, console)
     if given.eval:
+        from farspan.retrieval.evaluate import table
+        from farspan.retrieval.index import read_manifest
+        from farspan.retrieval.search import not_evaluated
+
         manifest = read_manifest(folder.index, command("embed", folder.path))
         evaluation = manifest.evaluation
         console.say(table(evaluation) if evaluation else f"not evaluated: {not_evaluated(manifest.recipe)}")
         console.answer({"run": str(folder.path), "evaluation": evaluation})
         return
-    with opened(folder) as index:
-        answer = search(index, given.query, given.k, given.system)
+    answer = search(folder, given.query, given.k, given.system)
     say_answer(answer, console)
     console.answer({"run": str(folder.path), "answer": answer})

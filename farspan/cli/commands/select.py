@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from farspan.cli import job, planfile
+from farspan.app.checks import refuse_file
+from farspan.app.resolving import Resolved, resolve
+from farspan.cli.arguments import load_config, takes_config, words_again
 from farspan.cli.console import Console
 from farspan.cli.planning import paragraph, say_ranking
-from farspan.cli.runs import load_config, takes_config, words_again
 from farspan.domain.config import ParallelConfig
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem, Refusal, command
@@ -27,6 +28,7 @@ from farspan.planning.rank import OBJECTIVES, TOLERANCE
 if TYPE_CHECKING:
     from farspan.domain.trial import Trial
     from farspan.planning.algorithm1 import Candidate, Found
+    from farspan.planning.select import Selection
 
 HELP = "choose the technique and the machines by trials"
 #: Of the paper's algorithm: what is run of each plan, and by how much one must exceed the other.
@@ -59,10 +61,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
-    from farspan.cli import selecting
+    from farspan.app import choosing
+    from farspan.cli.show import Show
+    from farspan.planning.outcome import nothing_runs, why
 
     config, out = load_config(given), given.out or Path("plan.json")
-    job.refuse_file(out, command("select", *words_again(given), "-o", out.with_stem(f"{out.stem}-2")))
+    refuse_file(out, command("select", *words_again(given), "-o", out.with_stem(f"{out.stem}-2")))
     if not 0 < given.delta <= 1:
         raise _refused("--delta", given.delta, "it lies above 0 and is at most 1", f"--delta {DELTA}")
     if not 0 <= given.tolerance <= 10:
@@ -72,42 +76,61 @@ def run(given: argparse.Namespace, console: Console) -> None:
     if given.objective:
         asked = msgspec.structs.replace(asked, objective=given.objective)
     steps = epsilon(given.epsilon)
-    resolved = job.resolve(config, console, trial=True)
+    with Show(console) as show:
+        resolved = resolve(config, show, trial=True)
     if given.algorithm == "paper":
         _by_paper(given, resolved, asked, steps(resolved), out, console)
         return
-    selection = selecting.choose(
-        resolved, asked, console, paying=False, budget_s=budget_s, tolerance=given.tolerance, again=given.again
-    )
+    with Show(console) as show:
+        selection = choosing.choose(
+            resolved, asked, show, paying=False, budget_s=budget_s, tolerance=given.tolerance, again=given.again
+        )
     ranking = selection.ranking
     console.say()
     say_ranking(ranking, console, more="farspan plan --all")
     console.say()
-    console.say(paragraph(selecting.why(selection)))
-    found = selecting.as_json(selection)
+    console.say(paragraph(why(selection)))
     plan = None if ranking.chosen is None else ranking.candidates[ranking.chosen].plan
     if plan is None:
-        question = selecting.question_of(resolved, asked, given.tolerance, selecting.PARTS)
-        raise selecting.nothing_runs(ranking, selection.tried, question)
-    console.answer({**found, **_write(plan, resolved, given, out, console)})
+        question = choosing.question_of(resolved, asked, given.tolerance, choosing.PARTS)
+        raise nothing_runs(ranking, selection.tried, question)
+    console.answer({**as_json(selection), **_write(plan, resolved, given, out, console)})
 
 
-def _write(
-    plan: Plan, resolved: job.Resolved, given: argparse.Namespace, out: Path, console: Console
-) -> dict[str, Any]:
-    planfile.write(plan, resolved.cluster, out)
+def as_json(selection: Selection) -> dict[str, Any]:
+    """The answer: candidates as `farspan plan` gives them, each with its trial."""
+    from farspan.app import pricing
+    from farspan.planning.outcome import why
+
+    ranking = selection.ranking
+    return {
+        "candidates": [{**pricing.as_json(one, ranking), "trial": one.trial} for one in ranking.candidates],
+        "chosen": ranking.chosen,
+        "tried": [
+            {"technique": one.technique, "where": one.where, "predicted_s": one.estimate and one.estimate.step_s,
+             "trial": made}
+            for one, made in selection.tried
+        ],
+        "spent_s": selection.spent_s, "budget_s": selection.budget_s, "ended": selection.ended, "why": why(selection),
+    }  # fmt: skip
+
+
+def _write(plan: Plan, resolved: Resolved, given: argparse.Namespace, out: Path, console: Console) -> dict[str, Any]:
+    from farspan.app.plans import write_plan
+
+    write_plan(plan, resolved.cluster, out)
     console.say(f"written: {out}; run it: {command('train', *words_again(given), '--plan', out)}")
     return {"plan": str(out)}
 
 
-def epsilon(text: str) -> Callable[[job.Resolved], int]:
+def epsilon(text: str) -> Callable[[Resolved], int]:
     """How many steps `20 steps` or `2 epochs` are of a run's text. Raises Refusal (out-of-range)."""
     match = re.fullmatch(r"\s*([0-9.]+)\s*(steps?|epochs?)\s*", text)
     number = float(match[1]) if match and match[1].count(".") <= 1 and match[1] != "." else 0.0
     if match is None or not 0 < number <= MOST_STEPS:
         raise _refused("--epsilon", text, "it is a number of steps or epochs above 0", f"--epsilon {EPSILON!r}")
 
-    def steps(resolved: job.Resolved) -> int:
+    def steps(resolved: Resolved) -> int:
         of_one = 1.0
         if match[2].startswith("epoch"):
             of_one = resolved.corpus.train.tokens / resolved.train.tokens_per_step
@@ -120,20 +143,20 @@ def epsilon(text: str) -> Callable[[job.Resolved], int]:
 
 
 def _by_paper(
-    given: argparse.Namespace, resolved: job.Resolved, asked: ParallelConfig, steps: int, out: Path, console: Console
+    given: argparse.Namespace, resolved: Resolved, asked: ParallelConfig, steps: int, out: Path, console: Console
 ) -> None:
-    from farspan.cli import selecting
+    from farspan.app import choosing, clusters
     from farspan.launch.trial import limits
     from farspan.planning.algorithm1 import choose
 
-    trials = selecting.Trials(resolved, selecting.launcher(asked), again=given.again)
+    trials = choosing.TrialCache(resolved, clusters.launcher(asked), again=given.again)
 
     def measure(plan: Plan, step_s: float) -> Trial:
         return trials.run(plan, limits(plan, resolved.cluster, step_s, steps))
 
     console.say(f"epsilon: {steps} steps of each; delta: {given.delta:g}; T in TFLOP/s a device, 0 for what fails")
     found = choose(
-        resolved.cluster, selecting.question_of(resolved, asked), measure, given.delta,
+        resolved.cluster, choosing.question_of(resolved, asked), measure, given.delta,
         say=lambda one: console.say(f"  {said(one)}"),
     )  # fmt: skip
     console.say(f"  {'Tz':5} {found.speeds.tz:.4g}")

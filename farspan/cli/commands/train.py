@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from farspan.cli import job, planfile
+from farspan.app.checks import refuse_existing
+from farspan.app.configs import default_name
+from farspan.cli.arguments import load_config, takes_config
 from farspan.cli.console import Console
-from farspan.cli.runs import default_name, load_config, takes_config
 from farspan.domain.problems import command
 
 HELP = "train a model as run.yaml says"
@@ -23,10 +24,17 @@ def run(given: argparse.Namespace, console: Console) -> None:
     config = load_config(given)
     path = Path(given.run) if given.run else Path("runs") / default_name(config)
     another = command("train", given.config, "--run", f"{path}-2")
-    job.refuse_existing(path, f"{another}, or to go on: {command('resume', path)}")
-    if given.plan is None:
-        folder = job.start(path, config, console)
-    else:
-        folder = job.make(path, config, planfile.planned(given.plan, config, given.config, console), console)
-    measured = job.train(folder, console)
-    console.answer({"run": str(path), "measurement": measured})
+    refuse_existing(path, f"{another}, or to go on: {command('resume', path)}")
+    from farspan.app import training
+    from farspan.app.plans import planned_before
+    from farspan.cli.report_text import say_result
+    from farspan.cli.show import Show
+
+    with Show(console) as show:
+        if given.plan is None:
+            folder = training.start(path, config, show)
+        else:
+            folder = training.make(path, config, planned_before(given.plan, config, given.config, show), show)
+        report = training.train(folder, show)
+    say_result(report, console)
+    console.answer({"run": str(path), "measurement": report.measurement})

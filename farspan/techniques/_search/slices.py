@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farspan.domain.plan import Axis, GradSync, Mesh, Stage, Zero
+from farspan.estimate.stage_time import stage_time
 from farspan.techniques._search.ilp import Infeasible
 from farspan.techniques._search.operators import Assignment
 from farspan.techniques._search.single import BUCKET_BYTES, rows_by_speed
@@ -179,7 +180,7 @@ class Tables:
         (less its capacity); bytes that a microbatch adds."""
         task, parts = self.task, self.microbatches
         stage = stage_of(ranks, option, units, parts)
-        time = task.costs.time(stage, stage.rows, parts)
+        time = stage_time(task.costs, stage, stage.rows, parts)
         seconds = time.passes.forward + time.passes.backward
         cycle = (parts - 1) * seconds + time.exposed + time.update
         worst = (-math.inf, 0.0)

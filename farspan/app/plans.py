@@ -1,4 +1,4 @@
-"""A plan as a file: written by `farspan plan -o`, checked against what is there before it is run or compared."""
+"""A plan for a run, and a plan as a file: chosen, or read and checked against what is there."""
 
 from __future__ import annotations
 
@@ -6,56 +6,66 @@ from pathlib import Path
 
 import msgspec
 
-from farspan.cli import job
-from farspan.cli.console import Console
-from farspan.domain.cluster import Cluster, Host
+from farspan.app import choosing
+from farspan.app.checks import check_gpus, require_torch
+from farspan.app.clusters import given_cluster
+from farspan.app.resolving import Resolved, prepare
+from farspan.app.updates import Chosen, Compared, Note, Progress, silent
+from farspan.domain.cluster import Cluster
 from farspan.domain.codec import content_hash, parse_json, read_bytes, save
-from farspan.domain.config import RunConfig
+from farspan.domain.config import ParallelConfig, RunConfig
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Plan, unsound
 from farspan.domain.problems import Refusal, command
+from farspan.domain.results import Estimate
+from farspan.planning.outcome import nothing_runs
+from farspan.semantics.identity import identity, lasting
 
 #: The version of plans that this farspan writes and reads.
 VERSION = next(field.default for field in msgspec.structs.fields(Plan) if field.name == "version")
 
 
-def cluster_hash(cluster: Cluster) -> str:
-    """What measurements of a cluster are known by: without what a trial measured on one day, and without the processes
-    of a lab."""
+class Planned(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan, and all that it was made from."""
 
-    def lasting_host(host: Host) -> Host:
-        devices = tuple(msgspec.structs.replace(one, pace=1.0, framework=None, enter=None) for one in host.devices)
-        return msgspec.structs.replace(host, devices=devices, enter=None)
-
-    links = tuple(msgspec.structs.replace(link, pace=1.0) for link in cluster.links)
-    return content_hash(msgspec.structs.replace(cluster.with_hosts(lasting_host), links=links))
+    plan: Plan
+    estimate: Estimate
+    resolved: Resolved
 
 
-def identity(cluster: Cluster) -> str:
-    """What a plan knows its cluster by: its sites, hosts and devices. How fast these are, and the links between them,
-    is measured and learned again, and the plan priced by it."""
-    devices = [
-        (site.name, host.name, one.kind, one.backend, one.threads)
-        for site in cluster.sites
-        for host in site.hosts
-        for one in host.devices
-    ]
-    return content_hash(devices)
+def best_plan(
+    resolved: Resolved, asked: ParallelConfig, progress: Progress = silent, *, table: bool = False
+) -> Planned:
+    """The best plan of the techniques that run.yaml allows, on all devices or on some; of one that it names, on all.
+
+    With `table` tells how they compare. Raises Refusal where none fits.
+    """
+    named, several = asked.technique != "auto", len(resolved.cluster.devices) > 1
+    question = choosing.question_of(resolved, asked)
+    selection = choosing.choose(resolved, asked, progress, paying=True) if several and not named else None
+    ranking = question.rank(resolved.cluster) if selection is None else selection.ranking
+    if table:
+        progress(Compared(ranking))
+    runnable = [] if ranking.chosen is None else [ranking.candidates[ranking.chosen]]
+    # What is named is run, also where something speaks against it.
+    runnable += [candidate for candidate in ranking.candidates if named and candidate.plan is not None]
+    if not runnable:
+        raise nothing_runs(ranking, () if selection is None else selection.tried, question)
+    best = runnable[0]
+    assert best.plan is not None and best.estimate is not None
+    if selection is not None:
+        progress(Chosen(selection))
+    learned = msgspec.structs.replace(resolved, cluster=ranking.cluster)
+    return Planned(plan=best.plan, estimate=best.estimate, resolved=learned)
 
 
-def lasting(plan: Plan, cluster: Cluster) -> Plan:
-    """The plan as it is known again on the same cluster on another day."""
-    inputs = msgspec.structs.replace(plan.inputs, cluster=identity(cluster))
-    return msgspec.structs.replace(plan, inputs=inputs)
-
-
-def write(plan: Plan, cluster: Cluster, path: Path) -> None:
+def write_plan(plan: Plan, cluster: Cluster, path: Path) -> None:
     """Write a plan to a file."""
     save(lasting(plan, cluster), path)
 
 
-def read(path: Path) -> Plan:
+def read_plan(path: Path) -> Plan:
     """The plan in a file; refuses what is none, and plans of another version."""
     content = read_bytes(path)
     found = parse_json(content, object, path)
@@ -98,22 +108,22 @@ def check_cluster(plan: Plan, cluster: Cluster, path: Path, remedy: str) -> None
         )  # fmt: skip
 
 
-def planned(path: Path, config: RunConfig, config_path: Path, console: Console) -> job.Planned:
+def planned_before(path: Path, config: RunConfig, config_path: Path, progress: Progress = silent) -> Planned:
     """The plan of a file with what run.yaml says of text and cluster; refuses where the two do not fit together."""
     from farspan import models
     from farspan.domain.engine import engine
     from farspan.estimate.price import estimate
 
     again = command("plan", config_path, "-o", path)
-    plan = read(path)
+    plan = read_plan(path)
     if not plan.inputs.corpus:
         raise Refusal(
             "plan-mismatch", what="the plan was made from flags, without text", where=path,
             fact="it has no hash of a corpus, so nothing says what to train on", remedy=again,
         )  # fmt: skip
-    cluster, notes = _cluster(config)
+    cluster, left_out = _cluster(config)
     check_cluster(plan, cluster, path, again)
-    folder, manifest = job.prepare(config, console)
+    folder, manifest = prepare(config, progress)
     if plan.inputs.corpus != manifest.hash:
         raise Refusal(
             "plan-mismatch", what="the plan is for another text", where=path,
@@ -125,24 +135,24 @@ def planned(path: Path, config: RunConfig, config_path: Path, console: Console) 
             "plan-mismatch", what="the plan is for another model", where=path,
             fact=f"it is for model {content_hash(plan.model)}, {config_path} names {content_hash(model)}", remedy=again,
         )  # fmt: skip
-    console.say(f"as {path} says: model and training are the plan's, text and cluster {config_path}'s")
-    resolved = job.Resolved(
-        model=plan.model, train=plan.train, cluster=cluster, corpus=manifest, corpus_folder=folder, warnings=notes,
+    progress(Note(f"as {path} says: model and training are the plan's, text and cluster {config_path}'s"))
+    resolved = Resolved(
+        model=plan.model, train=plan.train, cluster=cluster, corpus=manifest, corpus_folder=folder, warnings=left_out,
         origin={},
     )  # fmt: skip
     found = estimate(plan, models.graph(plan.model), cluster, engine(plan.engine))
-    return job.Planned(plan=plan, estimate=found, resolved=resolved)
+    return Planned(plan=plan, estimate=found, resolved=resolved)
 
 
 def _cluster(config: RunConfig) -> tuple[Cluster, tuple[str, ...]]:
     """The run's cluster: the one that it names, or this machine with a note on each GPU that is left out."""
     from farspan.launch.probe import Probe
 
-    job.require_torch()
-    given = job.given_cluster(config, reach=True)
+    require_torch()
+    given = given_cluster(config, reach=True)
     if given is not None:
         return given, ()
-    notes, workers = job.check_gpus(config), config.parallel.workers
+    notes, workers = check_gpus(config), config.parallel.workers
     with Probe() as probe:
         return probe.describe(config.parallel.device, None if workers == "auto" else workers), notes
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
-from typing import Any
 
-import msgspec
-
+from farspan.app.configs import overridden
 from farspan.cli.console import Console
-from farspan.domain.codec import convert, load_yaml, parse_yaml
+from farspan.domain.codec import load_yaml
 from farspan.domain.config import RunConfig
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder
@@ -35,7 +32,7 @@ def load_config(given: argparse.Namespace) -> RunConfig:
     config = load_yaml(path, RunConfig)
     short = [f"parallel.{key}={value}" for key in ("cluster", "launcher") if (value := getattr(given, key))]
     for override in (*short, *given.set):
-        config = _with(config, override)
+        config = overridden(config, override)
     return config
 
 
@@ -43,26 +40,6 @@ def words_again(given: argparse.Namespace) -> list[object]:
     """The arguments that `load_config` read, for a command that goes on with the same run."""
     flags = [word for key in ("cluster", "launcher") if (value := getattr(given, key)) for word in (f"--{key}", value)]
     return [given.config, *flags, *(word for override in given.set for word in ("--set", override))]
-
-
-def _with(config: RunConfig, override: str) -> RunConfig:
-    keys, separator, value = override.partition("=")
-    if not separator or not keys:
-        raise Refusal(
-            "usage", what=f"--set {override} is not KEY=VALUE", where="--set", fact="a key, an equals sign, a value",
-            remedy="write it like --set train.steps=100",
-        )  # fmt: skip
-    content: dict[str, Any] = msgspec.to_builtins(config)
-    if keys.startswith("data."):
-        content["data"] = msgspec.to_builtins(config.data_config)
-    *folders, last = keys.split(".")
-    inner = content
-    for key in folders:
-        if not isinstance(inner.get(key), dict):
-            inner[key] = {}
-        inner = inner[key]
-    inner[last] = parse_yaml(value, f"--set {override}")
-    return convert(content, RunConfig, f"--set {override}")
 
 
 def takes_run(parser: argparse.ArgumentParser, name: str = "run", nargs: str | None = "?") -> None:
@@ -90,20 +67,3 @@ def positive(text: str) -> int:
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return value
-
-
-def default_name(config: RunConfig) -> str:
-    """A run's folder name: `name`, or made from its source ("~/papers" -> "papers")."""
-    source = Path(config.data_config.source.removeprefix("hf:").split(":")[0]).expanduser()
-    # "." and ".." have no name of their own, and "runs/.." would be the folder of run.yaml.
-    return config.name or Path(os.path.normpath(Path.cwd() / source)).stem or "run"
-
-
-def as_yaml(config: RunConfig) -> bytes:
-    """A config as a run.yaml that loads as the same config; defaults left out."""
-    import yaml
-
-    value = msgspec.to_builtins(config)
-    default = msgspec.to_builtins(RunConfig(data=config.data))
-    kept = {key: part for key, part in value.items() if key == "data" or part != default[key]}
-    return yaml.safe_dump(kept, sort_keys=False).encode()

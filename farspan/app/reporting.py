@@ -1,52 +1,66 @@
-"""Reports: of a run, what it took beside what was predicted, and what planning again with that would give; of a bench
-or a paper, its clusters drawn with their plans."""
+"""A run's report: what it took beside what was predicted, and what planning again with that would give."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from farspan.app.choosing import question
 from farspan.domain.cluster import Cluster, Device, Host
 from farspan.domain.codec import load, load_yaml
 from farspan.domain.config import RunConfig
 from farspan.domain.problems import Refusal
+from farspan.domain.results import Measurement
 from farspan.domain.run import RunFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from farspan.domain.bench import Row
-    from farspan.domain.plan import Plan
     from farspan.report.compared import Compared
-    from farspan.report.drawn import Drawn
     from farspan.report.history import Run
 
 #: Another plan is named if it reads this share of tokens a second more.
 GAIN = 0.01
 
 
-def write_report(path: Path) -> tuple[Run, Compared | None, Path]:
-    """A run, what is told of its devices if it has several, and its page, written."""
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A run, what it took in all, what is told of its devices if it has several, and the page of all that."""
+
+    run: Run
+    measurement: Measurement | None
+    compared: Compared | None
+    page: Path
+
+    def __str__(self) -> str:
+        from farspan.report.text import report
+
+        return report(self.run, self.compared)
+
+
+def write_report(path: Path, *, page: bool = True) -> Report:
+    """The report of the run in a folder; its page is written unless it is there already and is not asked for."""
     from farspan.report.compared import compare
     from farspan.report.history import open_run
+    from farspan.report.measure import measure
     from farspan.report.page import write_page
 
     run = open_run(path)
-    found = compare(run)
-    if found is not None:
-        paces = {rank: pace for drift in found.drifts for rank, pace in drift.paces.items()}
-        links = {drift.ends: drift.factor for drift in found.drifts if drift.ends is not None}
-        found = msgspec.structs.replace(found, again=planned_again(run, paces, links) if paces or links else "")
-    return run, found, write_page(run, found)
+    compared = compare(run)
+    if page and compared is not None:
+        paces = {rank: pace for drift in compared.drifts for rank, pace in drift.paces.items()}
+        links = {drift.ends: drift.factor for drift in compared.drifts if drift.ends is not None}
+        again = _planned_again(run, paces, links) if paces or links else ""
+        compared = msgspec.structs.replace(compared, again=again)
+    where = write_page(run, compared) if page else RunFolder(path).report
+    return Report(run=run, measurement=measure(run), compared=compared, page=where)
 
 
-def planned_again(run: Run, paces: dict[int, float], links: dict[tuple[str, str], float]) -> str:
+def _planned_again(run: Run, paces: dict[int, float], links: dict[tuple[str, str], float]) -> str:
     """What the planner would choose if it knew these ranks' paces, measured over assumed compute time, and those of the
     links between two hosts; "" where it cannot be asked."""
     from farspan import models
-    from farspan.cli import selecting
     from farspan.domain.engine import engine
     from farspan.estimate.price import estimate
     from farspan.planning.compare import called
@@ -57,7 +71,7 @@ def planned_again(run: Run, paces: dict[int, float], links: dict[tuple[str, str]
         cluster = paced(load(folder.cluster, Cluster), {
             (plan.devices[rank].host, plan.devices[rank].index): pace for rank, pace in paces.items()
         }, links)  # fmt: skip
-        ranking = selecting.question(plan.model, plan.train, cluster, plan.inputs.corpus, asked).rank(cluster)
+        ranking = question(plan.model, plan.train, cluster, plan.inputs.corpus, asked).rank(cluster)
     except Refusal:
         return ""
     best = None if ranking.chosen is None else ranking.candidates[ranking.chosen]
@@ -90,42 +104,3 @@ def paced(
         slower += [msgspec.structs.replace(link, pace=link.pace * pace) for link in found]
     # Of two links between the same hosts the first counts.
     return msgspec.structs.replace(cluster.with_devices(device_of), links=(*slower, *cluster.links))
-
-
-def drawn_slices(*, predicted: bool) -> list[Drawn]:
-    """The FABRIC study's slices with their fastest published plans."""
-    from farspan.planning.paper_rows import slices
-
-    return [_drawn(case.row.slice, case.plan, case.cluster, f"{case.row.technique} of {case.row.model}")
-            for case in slices(predicted)]  # fmt: skip
-
-
-def drawn_bench(rows: Sequence[Row], folder: Path, *, predicted: bool) -> list[Drawn]:
-    """A bench's clusters with the plan of each that was fastest, or was predicted to be."""
-    from farspan.cli.benching import Results
-    from farspan.cli.trying import as_tried
-    from farspan.report.drawn import Drawn
-
-    results, found = Results(folder), list[Drawn]()
-    for name in dict.fromkeys(row.cell.cluster for row in rows):
-        here = [row for row in rows if row.cell.cluster == name]
-        cluster = results.cluster(here[0].cluster_hash)
-        done = [(step_s / row.step_tokens, row) for row in here
-                if (step_s := row.predicted_s if predicted else row.step_s) is not None]  # fmt: skip
-        top = min(done, key=lambda pair: pair[0])[1] if done else None
-        if top is None or top.plan_hash is None:
-            found.append(Drawn(name, cluster))
-        else:
-            told, plan = f"{top.cell.technique} of {top.cell.model}", results.plan(top.plan_hash)
-            found.append(_drawn(name, plan, as_tried(results.trials, cluster, top.cluster_hash, plan), told))
-    return found
-
-
-def _drawn(name: str, plan: Plan, cluster: Cluster, told: str) -> Drawn:
-    from farspan.estimate.price import price
-    from farspan.planning.why import costs_of
-    from farspan.report.drawn import Drawn
-    from farspan.report.plan_picture import picture
-
-    costs = costs_of(plan, cluster)
-    return Drawn(name, cluster, told, picture(plan, price(plan, costs), costs))

@@ -1,39 +1,23 @@
-"""`--cluster` as a user writes it: a file, a name of `farspan cluster list`, or `lab:NAME` for a lab that is up."""
+"""A lab that is up as a cluster: its devices are shares of this machine's cores."""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from farspan.domain.cluster import Cluster, Device, Host, Link, Site
 from farspan.domain.units import parse_rate
-
-if TYPE_CHECKING:
-    from farspan.lab import lab
+from farspan.lab import lab, state
 
 
 def find(name: str) -> Cluster:
-    """The cluster that `--cluster` means."""
-    from farspan.launch import clusters
-
-    if name.startswith("lab:"):
-        from farspan.lab import state
-
-        return of_lab(state.status(name.removeprefix("lab:")))
-    return clusters.find(name)
-
-
-def reached_by(name: str) -> str | None:
-    """The launcher that alone reaches a cluster of such a name; None where any does."""
-    return name if name.startswith("ray:") else None
+    """The lab of that name, which is up, as a cluster."""
+    return of_lab(state.status(name))
 
 
 def of_lab(status: lab.Status) -> Cluster:
     """A lab that is up, as the cluster that it emulates: a host a site, whose disks only the first site shares."""
-    from farspan.lab import state
-
     sites = []
     for number, site in enumerate(status.lab.sites):
         devices = tuple(

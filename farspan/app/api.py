@@ -1,0 +1,148 @@
+"""What `import farspan` offers: a function for each thing that a user does, and `Run`, what a training leaves behind.
+
+`progress` is called with every update (`farspan.app.updates`); `print` shows them all. What cannot be done raises
+`farspan.Refusal`, whose `problem` says what, where, why and what mends it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from farspan.app import clusters, indexing, machines, pricing, reporting, resolving, training
+from farspan.app.checks import refuse_existing
+from farspan.app.choosing import choose as choose_by_trials
+from farspan.app.configs import configured, default_name
+from farspan.app.plans import planned_before
+from farspan.app.reporting import Report
+from farspan.app.updates import Progress, silent
+from farspan.app.using import export, generate
+from farspan.domain.cluster import Cluster
+from farspan.domain.config import RunConfig
+from farspan.domain.corpus import CorpusManifest
+from farspan.domain.problems import command
+from farspan.domain.run import RunFolder
+from farspan.planning.question import Question
+from farspan.planning.rank import Objective, Ranking
+from farspan.planning.select import Selection
+
+if TYPE_CHECKING:
+    from farspan.app.indexing import Indexed
+    from farspan.app.machines import Diagnosis
+    from farspan.report.versus import Versus
+    from farspan.retrieval.rank import System
+    from farspan.retrieval.search import Answer
+
+#: A folder or name of text, a run.yaml, or a config.
+Data = str | os.PathLike[str] | RunConfig
+
+
+class Run:
+    """A run that was started: its folder, and what can be done with it."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.folder = RunFolder.existing(Path(path))
+
+    @property
+    def path(self) -> Path:
+        return self.folder.path
+
+    def report(self) -> Report:
+        """What it took beside what was predicted; `str()` of it is the text, and its `page` opens in a browser."""
+        return reporting.write_report(self.path)
+
+    def resume(self, progress: Progress = silent, *, trust: bool = False) -> Report:
+        """Go on from the newest whole checkpoint; a finished run is only reported."""
+        return training.resume(self.folder, progress, trust=trust)
+
+    def embed(self, progress: Progress = silent, *, evaluate: bool = True) -> Indexed:
+        """Embed the run's documents into its index, and measure how well that finds them."""
+        return indexing.embed(self.folder, progress, evaluate=evaluate)
+
+    def search(self, query: str, k: int = 5, system: System | None = None) -> Answer:
+        """The documents that answer a query best. The first search makes the index, where there is none."""
+        if not (self.folder.index / "index.json").exists():
+            self.embed()
+        return indexing.search(self.folder, query, k, system)
+
+    def generate(
+        self, prompt: str = "", *, tokens: int = 100, temperature: float = 0.8, top_k: int = 50, seed: int = 0
+    ) -> str:
+        """Text that the model writes after a prompt."""
+        return generate(self.folder, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)[0]
+
+    def export(self, out: str | os.PathLike[str] | None = None, *, dtype: Literal["fp32", "bf16"] = "fp32") -> Path:
+        """The model as a folder that transformers loads."""
+        return export(self.folder, None if out is None else Path(out), dtype=dtype)[0]
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+
+def prepare(data: Data, progress: Progress = silent, **keys: Any) -> tuple[Path, CorpusManifest]:
+    """Make the tokenizer and token files of a text, or find them made. `keys` are those of run.yaml."""
+    return resolving.prepare(configured(data, **keys), progress)
+
+
+def plan(
+    model: str, cluster: str, *, allow: tuple[str, ...] = (), objective: Objective = "time", **training: Any
+) -> Ranking:
+    """What each technique would take for a model on a cluster; `training` is of `planning.question.Question`: tokens,
+    batch, seq_len, precision, attention, recompute, wan_bits."""
+    question = Question(model=model, **training)
+    return pricing.price_model(pricing.Asked(question=question, cluster=cluster, allow=allow, objective=objective))
+
+
+def select(data: Data, progress: Progress = silent, *, budget_s: float | None = None, **keys: Any) -> Selection:
+    """The best plan for a text by trials, none of which begins after `budget_s` seconds of them."""
+    config = configured(data, **keys)
+    resolved = resolving.resolve(config, progress, trial=True)
+    return choose_by_trials(resolved, config.parallel, progress, paying=False, budget_s=budget_s)
+
+
+def train(
+    data: Data, *, run: str | os.PathLike[str] | None = None, plan: str | os.PathLike[str] | None = None,
+    progress: Progress = silent, **keys: Any,
+) -> Run:  # fmt: skip
+    """Plan, pretrain and report: `train("papers", budget="10m")`.
+
+    `run` is the folder to make (by default runs/NAME), `plan` a file of `farspan plan -o` to follow, and `keys` those
+    of run.yaml. An interrupted run raises Refusal (interrupted) and is resumed with `Run(path).resume()`.
+    """
+    config = configured(data, **keys)
+    path = Path(run) if run else Path("runs") / default_name(config)
+    refuse_existing(path, f"name another folder, or go on: {command('resume', path)}")
+    if plan is None:
+        folder = training.start(path, config, progress)
+    else:
+        source = Path(data) if isinstance(data, str | os.PathLike) else Path("run.yaml")
+        folder = training.make(path, config, planned_before(Path(plan), config, source, progress), progress)
+    training.train(folder, progress)
+    return Run(path)
+
+
+def compare(*runs: str | os.PathLike[str] | Run) -> Versus:
+    """What was configured differently in two runs or more, and what came out."""
+    from farspan.report.history import open_run
+    from farspan.report.versus import versus
+
+    return versus([open_run(one.path if isinstance(one, Run) else Path(one)) for one in runs])
+
+
+def find_cluster(name: str) -> Cluster:
+    """The cluster of a file, or of a name that `farspan cluster list` knows."""
+    return clusters.find(name)
+
+
+def probe(
+    cluster: str, out: str | os.PathLike[str], progress: Progress = silent, *, model: str = "gpt2",
+    seq_len: int | None = None,
+) -> Cluster:  # fmt: skip
+    """Measure a cluster, and write what was found as a cluster file."""
+    return machines.probe(cluster, Path(out), progress, model=model, seq_len=seq_len)
+
+
+def doctor(device: Literal["auto", "cpu", "cuda", "mps"] = "auto") -> Diagnosis:
+    """What is here, what is missing, and the one command that mends each finding."""
+    return machines.diagnose(device)

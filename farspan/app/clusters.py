@@ -1,0 +1,58 @@
+"""A cluster as a user names it: a file, a name of `farspan cluster list`, or `lab:NAME` for a lab that is up."""
+
+from __future__ import annotations
+
+from farspan.domain.cluster import Cluster
+from farspan.domain.config import ParallelConfig, RunConfig
+from farspan.domain.plan import PlannedDevice
+from farspan.domain.problems import Refusal
+
+
+def find(name: str) -> Cluster:
+    """The cluster that `--cluster` means."""
+    from farspan.launch import clusters
+
+    if name.startswith("lab:"):
+        from farspan.lab.cluster import find as find_lab
+
+        return find_lab(name.removeprefix("lab:"))
+    return clusters.find(name)
+
+
+def reached_by(name: str) -> str | None:
+    """The launcher that alone reaches a cluster of such a name; None where any does."""
+    return name if name.startswith("ray:") else None
+
+
+def launcher(asked: ParallelConfig) -> str:
+    """What starts the workers: that of a cluster which only one launcher reaches, or the one that is asked for."""
+    return reached_by(asked.cluster or "") or asked.launcher
+
+
+def given_cluster(config: RunConfig, *, reach: bool) -> Cluster | None:
+    """The cluster that the run asks for, with as many of its devices as `workers` says; None is this machine. With
+    `reach`, refuses one whose first host cannot be reached."""
+    from farspan.launch.hosts import Agent
+    from farspan.launch.launchers import split
+
+    split(config.parallel.launcher)
+    if config.parallel.cluster is None:
+        return None
+    cluster, workers = find(config.parallel.cluster), config.parallel.workers
+    if reach:
+        with Agent(cluster.machines[0]):  # Or a refusal that says why it cannot be reached.
+            pass
+    if workers == "auto":
+        return cluster
+    if workers > len(cluster.devices):
+        raise Refusal(
+            "device-missing", what=f"the cluster has no {workers} devices", where="run.yaml, key parallel.workers",
+            fact=f"it has {len(cluster.devices)}", remedy=f"set parallel.workers: {len(cluster.devices)}",
+        )  # fmt: skip
+    return cluster.first(workers)
+
+
+def first_device(cluster: Cluster) -> PlannedDevice:
+    """The first host's first device, as a plan names it."""
+    host, device = cluster.machines[0], cluster.devices[0]
+    return PlannedDevice(host=host.name, backend=device.backend, index=0, threads=device.threads, kind=device.kind)

@@ -1,0 +1,114 @@
+"""run.yaml as a value: written by hand or made here, overridden key by key, named, and compared with what was run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from farspan.domain.codec import convert, load, load_yaml, parse_yaml
+from farspan.domain.config import RunConfig
+from farspan.domain.problems import Refusal, command
+from farspan.domain.run import RunFolder, RunRecord
+
+
+def configured(data: str | os.PathLike[str] | RunConfig, **keys: Any) -> RunConfig:
+    """What to train: a folder or name of text, a run.yaml, or a config, with `keys` of run.yaml on top. A `budget` may
+    be a time alone: `configured("papers", budget="10m", size="tiny")`."""
+    if isinstance(keys.get("budget"), str):
+        keys["budget"] = {"time": keys["budget"]}
+    if isinstance(data, RunConfig):
+        config = data
+    elif Path(data).suffix in (".yaml", ".yml"):
+        config = load_yaml(Path(data), RunConfig)
+    else:
+        config = RunConfig(data=str(data))
+    content = msgspec.to_builtins(config)
+    for key, value in keys.items():
+        own = content.get(key)
+        content[key] = {**own, **value} if isinstance(own, dict) and isinstance(value, dict) else value
+    return convert(content, RunConfig, "the arguments")
+
+
+def overridden(config: RunConfig, override: str) -> RunConfig:
+    """The config with `key.key=value` on top, checked like a line of the file."""
+    keys, separator, value = override.partition("=")
+    if not separator or not keys:
+        raise Refusal(
+            "usage", what=f"--set {override} is not KEY=VALUE", where="--set", fact="a key, an equals sign, a value",
+            remedy="write it like --set train.steps=100",
+        )  # fmt: skip
+    content: dict[str, Any] = msgspec.to_builtins(config)
+    if keys.startswith("data."):
+        content["data"] = msgspec.to_builtins(config.data_config)
+    *folders, last = keys.split(".")
+    inner = content
+    for key in folders:
+        if not isinstance(inner.get(key), dict):
+            inner[key] = {}
+        inner = inner[key]
+    inner[last] = parse_yaml(value, f"--set {override}")
+    return convert(content, RunConfig, f"--set {override}")
+
+
+def default_name(config: RunConfig) -> str:
+    """A run's folder name: `name`, or made from its source ("~/papers" -> "papers")."""
+    source = Path(config.data_config.source.removeprefix("hf:").split(":")[0]).expanduser()
+    # "." and ".." have no name of their own, and "runs/.." would be the folder of run.yaml.
+    return config.name or Path(os.path.normpath(Path.cwd() / source)).stem or "run"
+
+
+def as_yaml(config: RunConfig) -> bytes:
+    """A config as a run.yaml that loads as the same config; defaults left out."""
+    import yaml
+
+    value = msgspec.to_builtins(config)
+    default = msgspec.to_builtins(RunConfig(data=config.data))
+    kept = {key: part for key, part in value.items() if key == "data" or part != default[key]}
+    return yaml.safe_dump(kept, sort_keys=False).encode()
+
+
+def refuse_edited(run: RunFolder) -> None:
+    """Refuse a run whose run.yaml has another value than at its start, of a key that is not read again."""
+    started, now = load(run.record, RunRecord).asked, load_yaml(run.config, RunConfig)
+    if started is None:
+        return
+    changed = [
+        f"{key} is {_shown(after)}, was {_shown(before)} at the start"
+        for key, before, after in _differences(_values(started), _values(now))
+        if not read_again(key, after)
+    ]
+    if changed:
+        raise Refusal(
+            "plan-mismatch", what="this run's own run.yaml was changed, which does not change the run",
+            where=run.config, fact="; ".join(changed),
+            remedy=f"put it back, or start another run: {command('train', run.config, '--run', f'{run.path}-2')}",
+        )  # fmt: skip
+
+
+def read_again(key: str, value: object) -> bool:
+    """Whether a key of a run's own run.yaml counts after its start: where the index lies, and which lab is entered."""
+    return key.startswith("index.") or (key == "parallel.cluster" and str(value).startswith("lab:"))
+
+
+def _values(config: RunConfig) -> dict[str, Any]:
+    """All keys of a run.yaml, however they are written there."""
+    whole = msgspec.structs.replace(config, data=config.data_config, tokenizer=config.tokenizer_config)
+    found: dict[str, Any] = msgspec.to_builtins(whole)
+    return found
+
+
+def _differences(before: dict[str, Any], after: dict[str, Any], folder: str = "") -> Iterator[tuple[str, Any, Any]]:
+    for name, old in before.items():
+        key, new = f"{folder}{name}", after[name]
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _differences(old, new, f"{key}.")
+        elif old != new:
+            yield key, old, new
+
+
+def _shown(value: object) -> str:
+    return "left out" if value is None else msgspec.json.encode(value).decode()

@@ -1,0 +1,126 @@
+"""What there is and what it can do: this machine, the hosts and links of a cluster, and all of it measured."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from farspan.app import clusters
+from farspan.app.checks import refuse_file, require_torch
+from farspan.app.updates import Progress, notes, silent
+from farspan.domain.cluster import Cluster, Device
+from farspan.domain.problems import Problem, Refusal
+from farspan.domain.run import cache_folder
+from farspan.domain.units import format_bytes
+
+if TYPE_CHECKING:
+    from farspan.launch.examine import Examination
+
+PACKAGES = ("torch", "numpy", "msgspec", "tokenizers", "tiktoken", "safetensors")
+#: Streams of the bandwidths that are measured: one shows the window, several the line.
+STREAMS = (1, 8)
+
+
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+    """This machine as it was found: versions (None is not installed), devices, and what is wrong."""
+
+    versions: dict[str, str | None]
+    devices: tuple[Device, ...]
+    disk_free_bytes: int
+    #: On each GPU that is left out.
+    notes: tuple[str, ...]
+    findings: tuple[Problem, ...]
+
+
+def diagnose(device: str = "auto") -> Diagnosis:
+    """What is here, what is missing, and the one command that mends each finding."""
+    cluster, left_out, wrong = _describe(device)
+    return Diagnosis(
+        versions={"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        devices=cluster.devices if cluster else (), disk_free_bytes=shutil.disk_usage(".").free, notes=left_out,
+        findings=(*wrong, *_disk_findings()),
+    )  # fmt: skip
+
+
+def examine(cluster: Cluster) -> tuple[Examination, tuple[Problem, ...]]:
+    """Every host and link of a cluster, and what is wrong with them."""
+    from farspan.launch.examine import examine as examine_hosts
+    from farspan.launch.findings import findings
+
+    examined = examine_hosts(cluster, streams=STREAMS)
+    return examined, tuple(findings(cluster, examined))
+
+
+def probe(
+    cluster: str, out: Path, progress: Progress = silent, *, model: str = "gpt2", seq_len: int | None = None
+) -> Cluster:
+    """Measure a cluster's devices, links and collectives with a model, and write a cluster file of them. A device that
+    fails is refused when the rest is written."""
+    from farspan.domain.clusterfile import save_cluster
+    from farspan.launch.measure import measure
+    from farspan.planning.question import model_of
+
+    require_torch()
+    spec, there = model_of(model), clusters.find(cluster)
+    length = spec.context if seq_len is None else seq_len
+    if not 1 <= length <= spec.context:
+        raise Refusal(
+            "out-of-range", what=f"{length} tokens are no sequence of {model}", where="--seq-len",
+            fact=f"its context is {spec.context}", remedy=f"--seq-len {spec.context}",
+        )  # fmt: skip
+    refuse_file(out, f"farspan probe --cluster {cluster} -o {out.with_stem(out.stem + '-2')}")
+    measured, failed, left_out = measure(there, spec, notes(progress), seq_len=length)
+    asked = f"--cluster {cluster} --model {model} --seq-len {length}"
+    lost = [f"device {index} of {host} has failed: {problem.fact}" for (host, index), problem in failed.items()]
+    save_cluster(measured, out, "\n# ".join((f"Measured by farspan probe {asked}.", *left_out, *lost)))
+    progress(measured)
+    for problem in failed.values():
+        others = f"; {len(failed) - 1} more have failed" if len(failed) > 1 else ""
+        raise Refusal.of(msgspec.structs.replace(problem, fact=f"{problem.fact}{others}; the rest is in {out}"))
+    return measured
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _describe(backend: str) -> tuple[Cluster | None, tuple[str, ...], list[Problem]]:
+    """This machine's devices, a note on each GPU that is left out, and what is wrong with them."""
+    from farspan.launch.probe import Probe, check_gpus
+
+    left_out: tuple[str, ...] = ()
+    wrong = list[Problem]()
+    try:
+        require_torch()
+        try:
+            left_out = check_gpus(backend)
+        except Refusal as refusal:
+            wrong.append(refusal.problem)
+        with Probe() as probe:
+            return probe.describe(backend, None), left_out, wrong
+    except Refusal as refusal:
+        return None, left_out, [*wrong, refusal.problem]
+
+
+def _disk_findings() -> list[Problem]:
+    from farspan.launch.findings import LITTLE_DISK
+
+    problems = []
+    corpora = next(path for path in (cache_folder(), *cache_folder().parents) if path.exists())
+    for what, path in (("runs", Path()), ("prepared corpora", corpora)):
+        free = shutil.disk_usage(path).free
+        if free < LITTLE_DISK:
+            problems.append(Problem(
+                code="disk-full", what=f"little disk space for {what}", where=str(path.absolute()),
+                fact=f"{format_bytes(free)} free, {format_bytes(LITTLE_DISK)} is comfortable",
+                remedy=f"du -xh {path.absolute()} | sort -h | tail",
+            ))  # fmt: skip
+    return problems

@@ -1,0 +1,277 @@
+"""Questions that need no run: what each technique would take, what fits, what to rent, a plan for another system."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from farspan.app import clusters
+from farspan.domain.engine import engine
+from farspan.domain.model import ModelSpec, parameters
+from farspan.domain.problems import Refusal, command, nearest
+from farspan.domain.units import format_bytes, format_count, format_seconds, parse_rate
+from farspan.planning.question import Question, model_of, train_of
+from farspan.planning.rank import TOLERANCE, Candidate, Objective, Ranking, rank
+from farspan.semantics.identity import lasting
+
+if TYPE_CHECKING:
+    from farspan.app.resolving import Resolved
+    from farspan.domain.cluster import Cluster
+    from farspan.domain.config import ParallelConfig
+    from farspan.domain.plan import Plan
+    from farspan.domain.train import TrainSpec
+    from farspan.planning.export import Exported
+    from farspan.planning.fit import Fit, Limit
+    from farspan.planning.ladders import Ground
+    from farspan.planning.misfit import Misfit
+    from farspan.planning.rent import Rent
+
+Fitting = Literal["model", "batch", "memory"]
+#: A tolerance beyond this asks for nothing that a planner could answer.
+LOOSEST = 10.0
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """A question in flags: a model and its training on a cluster, by name, and the techniques that are compared (none:
+    all)."""
+
+    question: Question
+    cluster: str | None = None
+    objective: Objective | None = None
+    allow: tuple[str, ...] = ()
+    tolerance: float = TOLERANCE
+
+    @property
+    def train(self) -> Callable[[ModelSpec, Cluster], TrainSpec]:
+        """The training that is asked for, of any model on any cluster."""
+        return lambda model, cluster: train_of(self.question, model, cluster)
+
+    def check(self) -> None:
+        """Refuse what cannot be answered, before anything is priced."""
+        from farspan import techniques
+
+        if not 0 <= self.tolerance <= LOOSEST:
+            raise Refusal(
+                "out-of-range", what=f"the tolerance {self.tolerance:g} is out of range", where="--tolerance",
+                fact=f"it is a share of the fastest plan's time, from 0 to {LOOSEST:g}", remedy="--tolerance 0.1",
+            )  # fmt: skip
+        known = techniques.names()
+        for name in self.allow:
+            if name not in known:
+                match = nearest(name, known)
+                raise Refusal(
+                    "out-of-range", what=f"there is no technique {name!r}", where="--technique",
+                    fact=f"known: {', '.join(known)}", remedy=f"--technique {match or known[0]}",
+                )  # fmt: skip
+
+
+# -- every technique priced --------------------------------------------------------------------------------------------
+
+
+def price_model(asked: Asked) -> Ranking:
+    """Every technique for a model on a cluster: neither text nor machines are needed."""
+    asked.check()
+    if asked.cluster is None:
+        raise Refusal(
+            "usage", what="--model needs --cluster", where="farspan plan",
+            fact="without it there is nothing to plan for",
+            remedy=f"farspan plan --model {asked.question.model} --cluster fabric/gat-amst",
+        )  # fmt: skip
+    model, cluster = model_of(asked.question.model), clusters.find(asked.cluster)
+    return rank(
+        model, cluster, asked.train(model, cluster), engine("farspan"), objective=asked.objective or "time",
+        allow=asked.allow, tolerance=asked.tolerance,
+    )  # fmt: skip
+
+
+def price_resolved(resolved: Resolved, parallel: ParallelConfig, asked: Asked) -> Ranking:
+    """Every technique for a run.yaml; what is asked goes before its keys."""
+    from farspan.app.resolving import allowed
+
+    return rank(
+        resolved.model, resolved.cluster, resolved.train, engine("farspan"),
+        objective=asked.objective or parallel.objective, allow=asked.allow or allowed(parallel),
+        tolerance=asked.tolerance, corpus=resolved.corpus.hash,
+    )  # fmt: skip
+
+
+def as_json(candidate: Candidate, ranking: Ranking) -> dict[str, Any]:
+    """A candidate as `--json` has it."""
+    names = [
+        f"{host.name}/{device.backend}:{i}" for host in ranking.cluster.hosts for i, device in enumerate(host.devices)
+    ]
+    devices = [names[place] for place in candidate.places]
+    answer: dict[str, Any] = {
+        "technique": candidate.technique, "where": candidate.where, "devices": devices,
+        "fits": candidate.plan is not None, "problem": candidate.problem, "unchosen": candidate.unchosen,
+        "estimate": None, "plan": candidate.plan and lasting(candidate.plan, ranking.cluster),
+    }  # fmt: skip
+    if candidate.estimate is not None:
+        memory = dict(zip(devices, (part.total for part in candidate.estimate.memory), strict=True))
+        answer["estimate"] = {
+            **msgspec.to_builtins(candidate.estimate), "minutes": candidate.time_s / 60, "memory_bytes": memory,
+        }  # fmt: skip
+    return answer
+
+
+# -- what fits ---------------------------------------------------------------------------------------------------------
+
+
+def _ground(asked: Asked) -> Ground:
+    from farspan.planning.ladders import Ground
+
+    assert asked.cluster is not None
+    return Ground(clusters.find(asked.cluster), engine("farspan"), asked.train, asked.allow)
+
+
+def fit(what: Fitting, asked: Asked) -> Fit:
+    """The largest model (of the family that is asked for), the most sequences at once, or the least memory a device.
+    Raises Refusal where nothing fits."""
+    from farspan.planning import fit as fitting
+    from farspan.planning.choose_model import DEFAULT_FAMILY
+    from farspan.planning.question import CONTEXT, VOCABULARY
+
+    asked.check()
+    ground, name = _ground(asked), asked.question.model
+    model = model_of(name) if name else None
+    if what == "model":
+        shape = (
+            (DEFAULT_FAMILY, VOCABULARY, CONTEXT) if model is None else (model.family, model.vocab_size, model.context)
+        )
+        answer = fitting.largest_model(ground, *shape)
+    else:
+        assert model is not None
+        answer = (fitting.largest_batch if what == "batch" else fitting.least_memory)(ground, model)
+    if answer is None:
+        raise _nothing_fits(asked, ground, model)
+    return answer
+
+
+def demand_a_fit(asked: Asked, ranking: Ranking) -> None:
+    """Refuses where no technique has a plan on any part because memory is short."""
+    if any(candidate.plan is not None for candidate in ranking.candidates):
+        return
+    if any(one.problem and one.problem.code == "out-of-memory" for one in ranking.candidates):
+        raise _nothing_fits(asked, _ground(asked), ranking.model)
+
+
+def reproduced(limit: Limit) -> bool:
+    """Whether `--model` with the answer's size makes the same shape."""
+    return model_of(limit.typed) == limit.plan.model
+
+
+def _nothing_fits(asked: Asked, ground: Ground, model: ModelSpec | None) -> Refusal:
+    """Why a model fits nowhere on a cluster, and the nearest thing that does."""
+    from farspan.planning.misfit import misfit
+
+    miss = None if model is None else misfit(ground, model)
+    if model is None or miss is None:
+        return Refusal(
+            "cannot-plan", what="no technique has a plan for these devices", where=f"--cluster {asked.cluster}",
+            fact="memory is not what is lacking", remedy="farspan plan, with the same arguments: it says why for each",
+        )  # fmt: skip
+    count = format_count(parameters(model))
+    return Refusal(
+        "out-of-memory",
+        what=f"{model.family} of {count} parameters fits nowhere here; least is lacking by {miss.technique}",
+        where=miss.lacks.name, fact=f"{_short_of(miss)}. {_nearest(miss)}", remedy=_remedy(asked, miss),
+    )  # fmt: skip
+
+
+def _short_of(miss: Misfit) -> str:
+    room = miss.lacks
+    text = f"needs {format_bytes(room.used)}, may use {format_bytes(room.usable)}: short of {format_bytes(-room.spare)}"
+    return f"{text}; {miss.host}" if miss.host is not None and miss.host != room else text
+
+
+def _nearest(miss: Misfit) -> str:
+    fits = []
+    if miss.smaller is not None:
+        model = miss.smaller.plan.model
+        size = f"{format_count(miss.smaller.amount)} parameters ({model.layers} layers x {model.d_model})"
+        fits.append(f"{size} by {miss.smaller.technique} on {miss.smaller.where}")
+    if miss.seq_len is not None:
+        fits.append(f"sequences of {miss.seq_len} tokens")
+    if miss.devices is not None:
+        fits.append(f"{miss.devices} devices (every host {miss.times} times)")
+    return f"What fits: {'; or '.join(fits)}" if fits else "Nothing near it fits: rent more, farspan plan --rent"
+
+
+def _remedy(asked: Asked, miss: Misfit) -> str:
+    model = asked.question.model
+    if miss.seq_len is not None:
+        return command("plan", "--model", model, "--cluster", asked.cluster, "--seq-len", miss.seq_len)
+    if miss.smaller is not None and reproduced(miss.smaller):
+        return command("plan", "--model", miss.smaller.typed, "--cluster", asked.cluster)
+    if miss.smaller is not None:
+        return command("plan", "--fit", "model", "--model", model, "--cluster", asked.cluster)
+    return command("plan", "--rent", "--model", model)
+
+
+# -- what to rent ------------------------------------------------------------------------------------------------------
+
+
+def rent(
+    asked: Asked, *, hours: float | None = None, usd: float | None = None, kinds: Sequence[str] = (),
+    network: str = "10Gbit/s",
+) -> Rent:  # fmt: skip
+    """The catalogue's devices (of these `kinds`, or all) and counts by time and dollars, for a run that may take so
+    many hours and dollars."""
+    from farspan.planning.quantities import positive
+    from farspan.planning.rent import Budget
+    from farspan.planning.rent import rent as rank_offers
+
+    asked.check()
+    model = model_of(asked.question.model)
+    budget = Budget(
+        *(scale * positive(float, value, f"--{name}", "24") if value is not None else float("inf")
+          for name, value, scale in (("hours", hours, 3600.0), ("usd", usd, 1.0)))
+    )  # fmt: skip
+    return rank_offers(
+        model, asked.train, engine("farspan"), budget=budget, allow=asked.allow, kinds=kinds,
+        bandwidth=positive(parse_rate, network, "--network", "100Gbit/s"),
+    )  # fmt: skip
+
+
+# -- other systems -----------------------------------------------------------------------------------------------------
+
+
+def export(plan: Plan, system: str, to: Path | None = None) -> tuple[Path, Exported]:
+    """Write the plan as another system's configuration."""
+    from farspan.domain.codec import write_atomically
+    from farspan.planning.export import export as as_system
+
+    made = as_system(plan, system)
+    path = to or Path(made.file)
+    write_atomically(path, made.text.encode())
+    return path, made
+
+
+def exportable(ranking: Ranking, system: str) -> Plan | None:
+    """The chosen plan where another system can run it, None where nothing is chosen; a Refusal names the best candidate
+    that it can run."""
+    from farspan.planning.export import evened
+    from farspan.planning.export import system as find_system
+
+    known = find_system(system)
+    if ranking.chosen is None:
+        return None
+    plan = ranking.candidates[ranking.chosen].plan
+    assert plan is not None
+    reasons = known.reasons(evened(plan))
+    if not reasons:
+        return plan
+    able = next(
+        (one for one in ranking.candidates if one.eligible and one.plan and not known.reasons(evened(one.plan))), None
+    )
+    fact = "it can run none of the other plans either"
+    if able is not None:
+        fact = f"the best plan it can run: {able.technique} on {able.where}, {format_seconds(able.time_s)}"
+    raise Refusal(
+        "cannot-export", what=f"{system} cannot run {plan.technique}: {'; '.join(reasons)}",
+        where=f"--export {system}", fact=fact,
+        remedy=f"add --technique {able.technique}" if able else "farspan train --plan, which runs any plan",
+    )  # fmt: skip

@@ -1,0 +1,151 @@
+"""run.yaml made concrete: its text prepared, its cluster found, its model and training settled."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import msgspec
+
+from farspan.app.checks import check_gpus, require_torch
+from farspan.app.clusters import first_device, given_cluster
+from farspan.app.updates import Note, Progress, notes, silent
+from farspan.domain.cluster import Cluster
+from farspan.domain.config import ParallelConfig, RunConfig
+from farspan.domain.corpus import CorpusManifest
+from farspan.domain.model import ModelSpec
+from farspan.domain.probe import ProbeResult
+from farspan.domain.problems import Problem, Refusal
+from farspan.domain.run import cache_folder
+from farspan.domain.train import TrainSpec
+
+if TYPE_CHECKING:
+    from farspan.launch.probe import Probe
+    from farspan.planning.resolve import Measure
+
+#: Seconds of trial steps in each precision.
+PROBE_S = 3.0
+
+
+class Resolved(msgspec.Struct, frozen=True, kw_only=True):
+    """run.yaml made concrete on a cluster whose devices keep the pace of a trial, or of the estimator."""
+
+    model: ModelSpec
+    train: TrainSpec
+    cluster: Cluster
+    corpus: CorpusManifest
+    corpus_folder: Path
+    warnings: tuple[str, ...]
+    #: Where each value came from, by its dotted key.
+    origin: dict[str, str]
+
+    @property
+    def values(self) -> dict[str, tuple[Any, str]]:
+        """Dotted key -> value and origin, for every value that was chosen or given."""
+        parts = {"model": msgspec.to_builtins(self.model), "train": msgspec.to_builtins(self.train)}
+        parts["train"].update(parts["train"].pop("optimizer"), **parts["train"].pop("schedule"))
+        return {
+            f"{part}.{key}": (value, self.origin.get(f"{part}.{key}", self.origin.get(part, "default")))
+            for part, fields in parts.items()
+            for key, value in fields.items()
+        }
+
+
+def prepare(config: RunConfig, progress: Progress = silent) -> tuple[Path, CorpusManifest]:
+    """Tokenizer and token files of the run's text, made or found: their folder and what is in it."""
+    from farspan.corpus.prepare import prepare as prepare_corpus
+    from farspan.planning.quantities import check
+
+    check(config)
+    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    folder, manifest = prepare_corpus(
+        config.data_config, config.tokenizer_config, cache_folder() / "corpora", workers=workers, say=notes(progress)
+    )
+    for skipped in manifest.skipped:
+        progress(Note(f"skipped {skipped}"))
+    return folder, manifest
+
+
+def resolve(config: RunConfig, progress: Progress = silent, *, trial: bool) -> Resolved:
+    """Prepare the text, find the cluster, and settle model and training; with `trial` on the first device's real speed.
+
+    Without a trial nothing of the cluster is touched: its figures and the estimator stand for it.
+    """
+    from farspan.domain.engine import engine as find_engine
+    from farspan.planning import pace
+    from farspan.planning.resolve import resolve as resolve_config
+    from farspan.retrieval.stores import resolve as resolve_store
+
+    resolve_store(config.index.store)
+    allowed(config.parallel)
+    engine, given = find_engine("farspan"), given_cluster(config, reach=trial)
+    left_out = check_gpus(config) if given is None else ()
+    folder, manifest = prepare(config, progress)
+    if trial or given is None:
+        with _prober(config, given) as (probe, cluster):
+            settled = resolve_config(config, manifest, cluster, **_trials(config, probe, cluster, progress))
+        cluster = pace.calibrated(cluster, settled.model, settled.train, engine, settled.probe)
+    else:
+        cluster = given
+        asked = pace.common_precisions(cluster) if config.train.precision == "auto" else (config.train.precision,)
+        settled = resolve_config(
+            config, manifest, cluster, matmul_flops=lambda: pace.product_flops(cluster, engine, asked),
+            measure=lambda model, train: pace.predicted(model, train, cluster, engine, asked),
+        )  # fmt: skip
+    return Resolved(
+        model=settled.model, train=settled.train, cluster=cluster, corpus=manifest, corpus_folder=folder,
+        warnings=(*left_out, *settled.warnings), origin=settled.origin,
+    )  # fmt: skip
+
+
+def allowed(asked: ParallelConfig) -> tuple[str, ...]:
+    """The techniques that run.yaml lets one compare; none is all. Refuses names that are none."""
+    from farspan import techniques
+
+    names = asked.allow if asked.technique == "auto" else (asked.technique,)
+    for name in names:
+        techniques.technique(name)
+    return names
+
+
+@contextmanager
+def _prober(config: RunConfig, given: Cluster | None) -> Iterator[tuple[Probe, Cluster]]:
+    """A probe process on the first host, and the cluster: the given one, or what the process finds here."""
+    from farspan.launch.probe import Probe
+
+    require_torch()
+    with Probe(given.machines[0], threads=given.devices[0].threads, device=0) if given else Probe() as probe:
+        workers = config.parallel.workers
+        yield probe, given or probe.describe(config.parallel.device, None if workers == "auto" else workers)
+
+
+class _Trials(TypedDict):
+    matmul_flops: Callable[[], float]
+    measure: Measure
+
+
+def _trials(config: RunConfig, probe: Probe, cluster: Cluster, progress: Progress) -> _Trials:
+    """The two measurements that resolving asks for, made on the cluster's first device."""
+    from farspan.domain.engine import engine
+    from farspan.planning import pace
+
+    device, kind = first_device(cluster), cluster.devices[0].kind
+    precisions = cluster.devices[0].dtypes if config.train.precision == "auto" else (config.train.precision,)
+
+    def matmul_flops() -> float:
+        return len(cluster.devices) / pace.crowding(cluster) * max(probe.matmul_flops(device, precisions).values())
+
+    def measure(model: ModelSpec, train: TrainSpec) -> ProbeResult:
+        fitting = pace.fitting(model, train, cluster, engine("farspan"))
+        if isinstance(fitting, Problem) and len(cluster.devices) == 1:
+            raise Refusal.of(fitting)
+        if isinstance(fitting, Problem):  # A model that one device cannot hold may still be divided over several.
+            progress(Note(f"the model is not tried on one {kind}, which cannot hold it: predicted"))
+            return pace.predicted(model, train, cluster, engine("farspan"), precisions)
+        progress(Note(f"trying the model on {kind}: {', '.join(precisions)}"))
+        return probe.measure(device, model, fitting, precisions=precisions, seconds=PROBE_S)
+
+    return {"matmul_flops": matmul_flops, "measure": measure}

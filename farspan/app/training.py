@@ -1,0 +1,153 @@
+"""The main job, step by step: text, plan, run folder, training, report."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from farspan.app import clusters
+from farspan.app.checks import refuse_existing, require_torch
+from farspan.app.configs import as_yaml, refuse_edited
+from farspan.app.plans import Planned, best_plan
+from farspan.app.reporting import Report, write_report
+from farspan.app.resolving import resolve
+from farspan.app.updates import Ended, Note, Progress, Training, notes, silent
+from farspan.domain.cluster import Cluster
+from farspan.domain.codec import load, load_yaml, save, to_json, write_atomically
+from farspan.domain.config import RunConfig
+from farspan.domain.problems import Refusal, command
+from farspan.domain.results import Finished
+from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.units import format_bytes
+from farspan.semantics.identity import lasting
+
+
+def start(path: Path, config: RunConfig, progress: Progress = silent, *, table: bool = False) -> RunFolder:
+    """Plan what `config` asks for, tell what that will take, and make its run directory at `path`.
+
+    With `table` the techniques are compared on this cluster first.
+    """
+    resolved = resolve(config, progress, trial=True)
+    return make(path, config, best_plan(resolved, config.parallel, progress, table=table), progress)
+
+
+def make(path: Path, config: RunConfig, planned: Planned, progress: Progress = silent) -> RunFolder:
+    """Tell what a plan will take, and make its run directory at `path`."""
+    from farspan.launch.trust import seal
+
+    resolved = planned.resolved
+    progress(planned)
+    _refuse_full_devices(planned)
+    # Again: it may have been made while this run was planned.
+    refuse_existing(path, command("train", "run.yaml", "--run", f"{path}-2"))
+    run = RunFolder(path)
+    run.make()
+    record = RunRecord(
+        corpus=str(resolved.corpus_folder.resolve()), command=tuple(sys.argv),
+        created=datetime.now(UTC).isoformat(timespec="seconds"), warnings=resolved.warnings,
+        initial=str(Path(config.model.path).expanduser().resolve()) if config.model.path else None,
+        launcher=clusters.launcher(config.parallel), asked=config,
+    )  # fmt: skip
+    write_atomically(run.config, as_yaml(config))
+    write_atomically(run.corpus, to_json(resolved.corpus))
+    write_atomically(run.tokenizer, (resolved.corpus_folder / "tokenizer.json").read_bytes())
+    save(planned.estimate, run.estimate)
+    save(resolved.cluster, run.cluster)
+    save(record, run.record)
+    seal(run)
+    save(lasting(planned.plan, resolved.cluster), run.plan)
+    return run
+
+
+def _refuse_full_devices(planned: Planned) -> None:
+    """Refuse a plan that a device cannot hold."""
+    hosts = {host.name: host.devices for host in planned.resolved.cluster.hosts}
+    used = sorted(r for replica in planned.plan.replicas for stage in replica.stages for r in stage.mesh.ranks)
+    for rank, memory in zip(used, planned.estimate.memory, strict=True):
+        at = planned.plan.devices[rank]
+        usable = hosts[at.host][at.index].memory
+        if memory.total > usable:
+            raise Refusal(
+                "out-of-memory", what="the plan needs more memory than a device has",
+                where=f"{at.host}, device {at.index}",
+                fact=f"predicted {format_bytes(memory.total)}, there is {format_bytes(usable)}",
+                remedy="set train.recompute: true, or a smaller size, in run.yaml",
+            )  # fmt: skip
+
+
+def resume(run: RunFolder, progress: Progress = silent, *, trust: bool = False) -> Report:
+    """Go on with a run that was stopped, or report one that is finished. With `trust` its cluster's commands are run
+    also where it was not made here; without, such a run is refused."""
+    from farspan.launch import trust as trusting
+    from farspan.report.history import is_complete
+
+    refuse_edited(run)
+    if is_complete(run):
+        progress(Note("this run is finished: nothing is left to train"))
+        return write_report(run.path, page=False)
+    if trust:
+        trusting.seal(run)
+    trusting.require(run)
+    return train(run, progress)
+
+
+def train(run: RunFolder, progress: Progress = silent) -> Report:
+    """Train the run's plan from where it stands, telling its events; then write its report.
+
+    On the main thread Ctrl-C and SIGTERM save first and then raise Refusal (interrupted). No worker is left behind,
+    however it ends.
+    """
+    from farspan.launch.launchers import launch
+    from farspan.report.tensorboard import TensorBoard
+
+    require_torch()
+    plan, record, config = run.load_plan(), load(run.record, RunRecord), load_yaml(run.config, RunConfig)
+    asked = config.parallel.cluster or ""
+    # A lab that was made anew has other processes to enter; all else is as it was planned.
+    cluster = clusters.find(asked) if asked.startswith("lab:") else load(run.cluster, Cluster)
+    board, ended, reported = TensorBoard(run.tensorboard), None, None
+    if record.launcher != "local" or len(cluster.hosts) > 1:
+        hosts = ", ".join(dict.fromkeys(device.host for device in plan.devices))
+        progress(Note(f"starting {len(plan.devices)} workers on {hosts} through {record.launcher}"))
+    try:
+        with launch(record.launcher, plan, run, cluster) as workers, _passing_signals(workers.interrupt, progress):
+            progress(Training(plan))
+            for event in workers:
+                progress(event)
+                board.show(event)
+                ended = event if isinstance(event, Finished) else ended
+    finally:
+        progress(Ended())
+        if run.events.exists():
+            reported = write_report(run.path)
+    if ended is not None and ended.reason == "interrupted":
+        raise Refusal(
+            "interrupted", what=f"stopped as asked; step {ended.step:,} of {plan.train.steps:,} is saved",
+            where=run.path, fact="nothing of it is lost", remedy=command("resume", run.path),
+        )  # fmt: skip
+    return reported or write_report(run.path)
+
+
+@contextmanager
+def _passing_signals(interrupt: Callable[[], None], progress: Progress) -> Iterator[None]:
+    """While workers run, Ctrl-C and SIGTERM ask them to save; a second one ends them at once. Only the main thread can
+    take signals: elsewhere they stay with whom they belong to."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, frame: object) -> None:
+        notes(progress)("saving; once more to stop at once")
+        interrupt()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,62 @@
+"""What a function of the API tells while it works: one callback takes every update, by its type.
+
+Updates are `Note`, `Compared`, `Tried`, `Chosen` and `Training` of this file, `Planned` of `plans`, the events of a
+run (`domain.results`), the `Work` on an index, and `Ended`, after which no live display is wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from farspan.domain.plan import Plan
+from farspan.domain.trial import Trial
+from farspan.planning.rank import Candidate, Ranking
+from farspan.planning.select import Selection
+
+Progress = Callable[[object], None]
+
+
+class Note(msgspec.Struct, frozen=True):
+    """A line for people."""
+
+    text: str
+
+
+class Compared(msgspec.Struct, frozen=True):
+    """Every technique, priced, before one is chosen."""
+
+    ranking: Ranking
+
+
+class Tried(msgspec.Struct, frozen=True):
+    """A plan was run for a few steps."""
+
+    candidate: Candidate
+    trial: Trial
+
+
+class Chosen(msgspec.Struct, frozen=True):
+    """A plan was chosen by trials, or by predictions that no trial would change."""
+
+    selection: Selection
+
+
+class Training(msgspec.Struct, frozen=True):
+    """Workers start; the events of their run follow."""
+
+    plan: Plan
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """What was going on has ended, well or not."""
+
+
+def silent(update: object) -> None:
+    """Takes updates and does nothing."""
+
+
+def notes(progress: Progress) -> Callable[[str], None]:
+    """What the layers below take to speak, as updates."""
+    return lambda text: progress(Note(text))

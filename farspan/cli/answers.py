@@ -1,0 +1,20 @@
+"""What a search found, for a person."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from farspan.cli.console import Console
+
+if TYPE_CHECKING:
+    from farspan.retrieval.search import Answer
+
+
+def say_answer(answer: Answer, console: Console) -> None:
+    """Rank, score, title, where it is from, and the beginning of its text."""
+    console.say(f"searched with {answer.system}: {answer.why}")
+    for rank, result in enumerate(answer.results, 1):
+        console.say(f"{rank:3}. {result.score:6.3f}  {result.title}  [{result.origin}]")
+        console.say(f"             {result.text[:150]}")
+    if not answer.results:
+        console.say("nothing found")

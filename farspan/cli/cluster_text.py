@@ -1,0 +1,52 @@
+"""A cluster as people read it."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from farspan.cli.console import Console
+from farspan.domain.cluster import Cluster, Device, Link
+from farspan.domain.units import format_bytes, format_flops, format_rate, format_seconds
+
+
+def say_cluster(cluster: Cluster, console: Console) -> None:
+    """Sites, hosts, devices and links, each with its origin."""
+    console.say(count(cluster))
+    for site in cluster.sites:
+        lease = f", lease {format_seconds(site.lease_s)}" if site.lease_s else ""
+        egress = f", egress ${site.egress_usd_per_byte * 1e9:g}/GB" if site.egress_usd_per_byte else ""
+        console.say(f"site {site.name}{lease}{egress}")
+        for host in site.hosts:
+            console.say(f"  host {host.name}")
+            lines = [_device(device) for device in host.devices]
+            for line in dict.fromkeys(lines):
+                console.say(f"    {lines.count(line)} x {line}")
+    for a, b in combinations([host.name for host in cluster.hosts], 2):
+        link = cluster.link(a, b)
+        console.say(f"link {a} - {b}: {_link(link) if link else 'unknown'}")
+
+
+def count(cluster: Cluster) -> str:
+    kinds = [device.kind for device in cluster.devices]
+    parts = " + ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+    sites, hosts = len(cluster.sites), len(cluster.hosts)
+    return f"{parts} in {hosts} host{'s' * (hosts > 1)} at {sites} site{'s' * (sites > 1)}"
+
+
+def _device(device: Device) -> str:
+    rates = ", ".join(f"{dtype} {format_flops(flops)}" for dtype, flops in device.flops.items())
+    price = f"${device.usd_per_hour:g}/h" if device.usd_per_hour is not None else "price unknown"
+    bandwidth = f", {format_bytes(device.bandwidth)}/s" if device.bandwidth else ""
+    watts = f", {device.watts:g} W" if device.watts else ""
+    measured = f", {len(device.rates)} rates measured" if device.rates else ""
+    measured += f", {len(device.units)} passes timed" if device.units else ""
+    return (
+        f"{device.kind}: {format_bytes(device.memory)}{bandwidth}, {rates}{watts}, {price}{measured} [{device.origin}]"
+    )
+
+
+def _link(link: Link) -> str:
+    bandwidth = format_rate(link.bandwidth) if link.bandwidth else "bandwidth unknown"
+    window = f", window {format_bytes(link.window)}" if link.window else ""
+    loss = f", loss {link.loss:.2%}" if link.loss is not None else ""
+    return f"{format_seconds(link.rtt_s)}, {bandwidth}{window}{loss} [{link.origin}]"

@@ -1,0 +1,82 @@
+"""What a person sees of the updates that the API tells: lines, tables, and a live display while something runs."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+import rich.console
+
+from farspan.app.plans import Planned
+from farspan.app.updates import Chosen, Compared, Ended, Note, Training, Tried
+from farspan.cli.console import Console
+from farspan.cli.index_progress import IndexProgress
+from farspan.cli.planning import paragraph, say_ranking
+from farspan.cli.progress import Progress
+from farspan.domain.results import Event
+from farspan.planning.outcome import trial_line, why
+
+
+class Show:
+    """Takes updates: `with Show(console) as show: train(folder, show)`. A live display ends with what it shows."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live: Progress | IndexProgress | None = None
+
+    def __enter__(self) -> Show:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._end()
+
+    def __call__(self, update: object) -> None:
+        say = self._console.say
+        match update:
+            case Note():
+                say(update.text)
+            case Compared():
+                say_ranking(update.ranking, self._console)
+                say()
+            case Tried():
+                say(trial_line(update.candidate, update.trial))
+            case Chosen():
+                say(paragraph(why(update.selection)))
+            case Planned():
+                self._planned(update)
+            case Training():
+                self._live = Progress(update.plan, self._rich(), time.time)
+                self._live.__enter__()
+            case Ended():
+                self._end()
+            case _ if isinstance(update, Event):
+                assert isinstance(self._live, Progress)
+                self._live.show(update)
+            case _:
+                self._index(update)
+
+    def _planned(self, planned: Planned) -> None:
+        from farspan.report.text import plan_line
+
+        self._console.say(plan_line(planned.plan, planned.estimate, planned.resolved.corpus))
+        for warning in planned.resolved.warnings:
+            self._console.say(f"warning: {warning}")
+
+    def _index(self, update: object) -> None:
+        from farspan.retrieval.work import Work
+
+        if not isinstance(update, Work):
+            return
+        if self._live is None:
+            self._live = IndexProgress(self._rich(), time.monotonic)
+            self._live.__enter__()
+        assert isinstance(self._live, IndexProgress)
+        self._live.show(update)
+
+    def _rich(self) -> rich.console.Console:
+        return rich.console.Console(stderr=self._console.json)
+
+    def _end(self) -> None:
+        if self._live is not None:
+            self._live.__exit__(None, None, None)
+            self._live = None

@@ -1,0 +1,102 @@
+"""What came of a selection, in sentences: each trial, why the choice, and why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from farspan.domain.problems import Problem, Refusal
+from farspan.domain.trial import Trial
+from farspan.domain.units import format_count, format_seconds, short_time
+from farspan.planning.compare import called, verdict
+from farspan.planning.misfit import largest_tried
+from farspan.planning.rank import Candidate, Ranking
+from farspan.planning.select import Asked, Selection
+
+
+def trial_line(one: Candidate, made: Trial) -> str:
+    """`tried pipeshard on all devices: 1.21 s a step, predicted 1.18 s`."""
+    assert one.estimate is not None
+    text, kept = f"tried {called(one)}: ", "" if made.took_s else ", kept from an earlier trial"
+    if made.step_s is not None:
+        return f"{text}{short_time(made.step_s)} a step, predicted {short_time(one.estimate.step_s)}{kept}"
+    why = "no step was made" if made.problem is None else f"{made.problem.what} ({made.problem.fact})"
+    return f"{text}{'out of memory' if made.status == 'oom' else 'failed'}: {why}{kept}"
+
+
+def why(selection: Selection) -> str:
+    """What was tried, what came out, and why it ended there, in a few sentences."""
+    ranking, tried = selection.ranking, selection.tried
+    done = [one for one, made in tried if made.step_s is not None]
+    ended = {
+        "clear": "no other plan could be better by its prediction",
+        "unpaid": "more trials would take longer than they could save",
+        "budget": f"the budget of {format_seconds(selection.budget_s)} for trials is spent",
+    }[selection.ended]
+    text = f"{len(tried)} of {sum(one.plan is not None for one in ranking.candidates)} plans tried"
+    text += f" in {format_seconds(selection.spent_s)}; {ended}." if tried else f"; {ended}."
+    if ranking.chosen is None:
+        return f"Nothing is chosen. {text}"
+    chosen = ranking.candidates[ranking.chosen]
+    assert chosen.estimate is not None
+    how = "measured" if chosen.trial is not None else "predicted"
+    head = f"{called(chosen)} is chosen: {short_time(chosen.estimate.step_s)} a step {how}"
+    rivals = [
+        one for one in ranking.candidates if one is not chosen and one.eligible and (one.trial is not None or not done)
+    ]
+    if rivals and rivals[0].estimate is not None:
+        behind = verdict(ranking, rivals[0])
+        if ranking.objective == "fewest_devices":
+            behind = f"with {len(rivals[0].places)} devices for {len(chosen.places)}, {behind}"
+        head += f"; the next, {called(rivals[0])}, takes {short_time(rivals[0].estimate.step_s)}, {behind}"
+    return f"{head}. {text}"
+
+
+def nothing_runs(ranking: Ranking, tried: Sequence[tuple[Candidate, Trial]], asked: Asked) -> Refusal:
+    """Why no plan can be chosen: what the trials died of, or what is short, and the largest model that fits."""
+    failed = [(one, made) for one, made in tried if made.step_s is None]
+    ran = [one for one in ranking.candidates if one.trial is not None and one.trial.step_s is not None]
+    if ran:  # At the pace that was measured it may not be run: a lease ends before it does.
+        return Refusal.of(unchosen(ran[0]))
+    if failed:
+        one, made = failed[0]
+        what = f"all {len(failed)} plans that were tried"
+        fact = made.problem.fact if made.problem else "it made no step"
+        if any(made.status == "oom" for _, made in failed):
+            one, made = next((one, made) for one, made in failed if made.status == "oom")
+            every = all(made.status == "oom" for _, made in failed)
+            fact = made.problem.fact if made.problem else "it made no step"
+            how = "ran out of memory" if every else "ran out of memory or failed"
+            return _short(f"{what} {how}", called(one), fact, tried, asked, ranking)
+        return Refusal(
+            "cannot-plan", what=f"{what} failed", where=called(one), fact=fact,
+            remedy="farspan doctor --cluster, with the same cluster",
+        )  # fmt: skip
+    if ranking.candidates[0].plan is not None:
+        return Refusal.of(unchosen(ranking.candidates[0]))
+    problems = [one.problem for one in ranking.candidates if one.problem]
+    for problem in problems:
+        if problem.code == "out-of-memory":
+            return _short(problem.what, problem.where, problem.fact, (), asked, ranking)
+    return Refusal.of(problems[0])
+
+
+def _short(
+    what: str, where: str, fact: str, tried: Sequence[tuple[Candidate, Trial]], asked: Asked, ranking: Ranking
+) -> Refusal:  # fmt: skip
+    """Too little memory, by predictions or by what the trials needed; with the largest model that fits."""
+    limit, by = largest_tried(ranking.cluster, asked, tried), "by what these needed, " if tried else ""
+    if limit is None:
+        fits, remedy = f"{by}no smaller model of its family fits", "farspan plan --rent"
+    else:
+        fits = f"{by}{format_count(limit.amount)} parameters fit, with {limit.technique} on {limit.where}"
+        remedy = f"in run.yaml, model: {{family: {asked.model.family}, params: {limit.typed}}}"
+    return Refusal("out-of-memory", what=what, where=where, fact=f"{fact}; {fits}", remedy=remedy)
+
+
+def unchosen(candidate: Candidate) -> Problem:
+    """Why a plan that fits is not run."""
+    return Problem(
+        code="cannot-plan", what=f"{candidate.technique} is not chosen", where=candidate.where,
+        fact=candidate.unchosen or "nothing says what it would take",
+        remedy="set parallel.technique: data",
+    )  # fmt: skip

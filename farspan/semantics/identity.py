@@ -1,0 +1,49 @@
+"""By what a plan and a cluster are known again: hashes without what differs from one day to the next."""
+
+from __future__ import annotations
+
+import msgspec
+
+from farspan.domain.cluster import Cluster, Host
+from farspan.domain.codec import content_hash
+from farspan.domain.plan import Plan
+
+
+def plan_key(plan: Plan) -> str:
+    """What decides a plan's seconds a step on a cluster: its hash without the run's length, schedule, inputs, and what
+    the cluster calls its devices."""
+    train, devices = plan.train, tuple(msgspec.structs.replace(at, kind=msgspec.UNSET) for at in plan.devices)
+    return content_hash(
+        plan.model, plan.replicas, plan.sync, devices, plan.engine, train.batch, train.seq_len, train.precision,
+        train.attention, train.recompute, train.compile, train.wan_bits,
+    )  # fmt: skip
+
+
+def cluster_hash(cluster: Cluster) -> str:
+    """What measurements of a cluster are known by: without what a trial measured on one day, and without the processes
+    of a lab."""
+
+    def lasting_host(host: Host) -> Host:
+        devices = tuple(msgspec.structs.replace(own, pace=1.0, framework=None, enter=None) for own in host.devices)
+        return msgspec.structs.replace(host, devices=devices, enter=None)
+
+    links = tuple(msgspec.structs.replace(link, pace=1.0) for link in cluster.links)
+    return content_hash(msgspec.structs.replace(cluster.with_hosts(lasting_host), links=links))
+
+
+def identity(cluster: Cluster) -> str:
+    """What a plan knows its cluster by: its sites, hosts and devices. How fast these are, and the links between them,
+    is measured and learned again, and the plan priced by it."""
+    devices = [
+        (site.name, host.name, device.kind, device.backend, device.threads)
+        for site in cluster.sites
+        for host in site.hosts
+        for device in host.devices
+    ]
+    return content_hash(devices)
+
+
+def lasting(plan: Plan, cluster: Cluster) -> Plan:
+    """The plan as it is known again on the same cluster on another day."""
+    inputs = msgspec.structs.replace(plan.inputs, cluster=identity(cluster))
+    return msgspec.structs.replace(plan, inputs=inputs)
