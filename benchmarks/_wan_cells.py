@@ -29,7 +29,7 @@ from farspan.lab import state
 from farspan.lab.lab import Status
 from farspan.launch.hosts import command
 from farspan.launch.launchers import launch
-from farspan.launch.meeting import arrange
+from farspan.launch.rendezvous import arrange
 from farspan.launch.trial import Deadline
 from farspan.launch.workers import place, with_environment, worker_environment
 

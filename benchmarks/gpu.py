@@ -27,9 +27,9 @@ from farspan.domain import catalog
 from farspan.domain.model import ModelSpec, train_flops_per_token
 from farspan.domain.plan import GradSync, Inputs, Mesh, Plan, PlannedDevice, Replica, Stage
 from farspan.domain.train import Optimizer, TrainSpec
-from farspan.runtime.executor import Executor
-from farspan.runtime.model import drawn
-from farspan.runtime.place import Place
+from farspan.runtime.comm.topology import Place
+from farspan.runtime.model.decoder import drawn
+from farspan.runtime.parallel.executor import Executor
 from farspan.runtime.worker import compile_blocks
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"

@@ -42,7 +42,7 @@ from farspan.retrieval.index import Recipe, title_pairs, untrained
 from farspan.retrieval.metrics import bootstrap, ranks
 from farspan.retrieval.rank import by_document
 from farspan.runtime import inference
-from farspan.runtime.model import Decoder
+from farspan.runtime.model.decoder import Decoder
 
 RESULTS = Path(__file__).parent / "results"
 SEED = 0

@@ -14,8 +14,8 @@ def generate(
     run: RunFolder, prompt: str, *, tokens: int, temperature: float, top_k: int, seed: int
 ) -> tuple[str, int]:  # fmt: skip
     """Text that the model writes after a prompt, and the step that its weights are from."""
-    from farspan.runtime.generate import generate as write
     from farspan.runtime.inference import load
+    from farspan.runtime.model.generate import generate as write
 
     trained = load(run)
     text = write(
@@ -29,8 +29,8 @@ def export(run: RunFolder, out: Path | None = None, *, dtype: Literal["fp32", "b
     step that its weights are from."""
     out = out or run.path / "export"
     refuse_existing(out, command("export", run.path, "--out", f"{out}-2"))
-    from farspan.runtime.huggingface import export as write
     from farspan.runtime.inference import load
+    from farspan.runtime.model.huggingface import export as write
 
     trained = load(run)
     out.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from farspan.domain.engine import Engine
 from farspan.domain.graph import Operator, OpGraph
 from farspan.domain.train import TrainSpec
 from farspan.estimate.compute import BYTES
-from farspan.estimate.sharding import RESIDUAL, weight_share
+from farspan.semantics.sharding import RESIDUAL, weight_share
 
 #: The runtime makes logits this many bytes at a time, so that long batches with large vocabularies stay small.
 LOGITS_CHUNK_BYTES = 64 * 2**20

@@ -24,9 +24,9 @@ from farspan.estimate.memory import (
 )
 from farspan.estimate.network import Network
 from farspan.estimate.schedule import effective_depths
-from farspan.estimate.sharding import PARTIAL, Collective, between, strategy, weight_share, work_share
-from farspan.estimate.sharding import RESIDUAL as RESIDUAL
 from farspan.estimate.units import TimedUnits
+from farspan.semantics.sharding import PARTIAL, Collective, between, strategy, weight_share, work_share
+from farspan.semantics.sharding import RESIDUAL as RESIDUAL
 
 
 class Pass(NamedTuple):

@@ -21,8 +21,8 @@ from farspan.domain.problems import Problem, Refusal
 from farspan.domain.units import format_bytes
 from farspan.launch.examine import Way, agents, reach, stream
 from farspan.launch.hosts import Agent
-from farspan.launch.meeting import arrange
 from farspan.launch.probe import Probe
+from farspan.launch.rendezvous import arrange
 
 T = TypeVar("T")
 #: What mends too little memory.

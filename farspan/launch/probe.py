@@ -23,7 +23,7 @@ from farspan.domain.train import Precision, TrainSpec
 from farspan.domain.units import format_bytes
 from farspan.launch.agent import nvidia
 from farspan.launch.hosts import answer_of, by_client, command, interpreter
-from farspan.launch.meeting import Meeting
+from farspan.launch.rendezvous import Meeting
 from farspan.launch.workers import with_environment, worker_environment
 
 T = TypeVar("T")

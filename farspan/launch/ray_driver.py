@@ -27,8 +27,8 @@ from farspan.domain.gpus import Gpu, Nvidia, is_kind
 from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.run import HOME, ON_STDIN, SECRET
 from farspan.launch.agent import free_ports, interfaces, nvidia
-from farspan.launch.held import at_end_of_input
 from farspan.launch.launchers.ray import LOST, Job, Node
+from farspan.launch.stop_on_stdin import at_end_of_input
 from farspan.launch.workers import GRACE_S, worker_environment
 
 POLL_S = 0.2

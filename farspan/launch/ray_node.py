@@ -14,7 +14,7 @@ import time
 
 import psutil
 
-from farspan.launch.held import run
+from farspan.launch.stop_on_stdin import run
 from farspan.launch.workers import POLL_S, SAVE_S
 
 

@@ -22,11 +22,11 @@ from farspan.domain.problems import command as farspan
 from farspan.domain.results import Estimate, Event, Finished, Started, Step, decoded
 from farspan.domain.run import ON_STDIN, SECRET, RunFolder, RunRecord
 from farspan.domain.units import format_bytes
-from farspan.launch import held
-from farspan.launch.away import Away
+from farspan.launch import stop_on_stdin
 from farspan.launch.hosts import ask, by_client, command, interpreter, quoted
 from farspan.launch.lock import locked
-from farspan.launch.meeting import Meeting
+from farspan.launch.remote_run import Away
+from farspan.launch.rendezvous import Meeting
 
 #: How often the event file and the processes are looked at.
 POLL_S = 0.1
@@ -123,7 +123,10 @@ class HostProcess:
         self._stops_with_input = said is not None
         self._held = bool(ranks) and said is None and (hold or by_client(host, device))
         if self._held:
-            words, said = [interpreter(host), "-m", "farspan.launch.held", *words], f"{secret or ''}\n".encode()
+            words, said = (
+                [interpreter(host), "-m", "farspan.launch.stop_on_stdin", *words],
+                f"{secret or ''}\n".encode(),
+            )
         elif secret is not None:
             words, said = ["env", f"{SECRET}={ON_STDIN}", *words], f"{secret}\n".encode()
         # A session of its own: Ctrl-C reaches only the launcher, which passes it on once.
@@ -154,7 +157,7 @@ class HostProcess:
 
     def signal(self, number: signal.Signals) -> None:
         if self._held and number in (signal.SIGTERM, signal.SIGKILL):
-            self._say(held.STOP if number == signal.SIGTERM else held.KILL)
+            self._say(stop_on_stdin.STOP if number == signal.SIGTERM else stop_on_stdin.KILL)
             if number == signal.SIGKILL:  # What runs there takes its client with it, unless nothing arrives any more.
                 end = threading.Timer(CLIENT_S, self._process.kill)
                 end.daemon = True

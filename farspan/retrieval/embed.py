@@ -28,7 +28,7 @@ from farspan.corpus.tokenizer import Tokenizer
 from farspan.domain.codec import to_json
 from farspan.retrieval.stores import Vectors
 from farspan.retrieval.work import Work
-from farspan.runtime.model import Decoder
+from farspan.runtime.model.decoder import Decoder
 
 #: Texts a batch: enough to fill the cores with chunks of 128 tokens, and activations stay near them.
 _ROWS = 32

@@ -32,7 +32,7 @@ from farspan.retrieval.evaluate import Evaluation, Queries, Side, body_of, choos
 from farspan.retrieval.lexical import Lexical
 from farspan.retrieval.rank import query_form
 from farspan.retrieval.work import Work
-from farspan.runtime.model import Decoder, initialise
+from farspan.runtime.model.decoder import Decoder, initialise
 
 _MANIFEST, _CHUNKS, _FITTED, _STORE, _LEXICAL = "index.json", "chunks.jsonl", "fitted.safetensors", "store", "bm25"
 _ADD_AT_ONCE = 1024

@@ -12,8 +12,8 @@ from farspan.corpus.tokenizer import Tokenizer
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
-from farspan.runtime import checkpoint
-from farspan.runtime.model import Decoder
+from farspan.runtime.checkpoint import checkpoint
+from farspan.runtime.model.decoder import Decoder
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,10 @@ from farspan.domain.probe import ProbeResult, Speed
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.train import Precision, TrainSpec
 from farspan.runtime.device import detect, installed, memory_is_full, open_device, peak_memory, release, settle
-from farspan.runtime.model import Decoder, drawn
-from farspan.runtime.rates import allreduce_seconds, device_rates
-from farspan.runtime.state import TrainState, learning_rate
-from farspan.runtime.units import unit_times
+from farspan.runtime.model.decoder import Decoder, drawn
+from farspan.runtime.probing.rates import allreduce_seconds, device_rates
+from farspan.runtime.probing.units import unit_times
+from farspan.runtime.state.train_state import TrainState, learning_rate
 
 #: Steps before the timed ones: allocators and kernels settle.
 WARMUP_STEPS = 2

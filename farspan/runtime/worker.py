@@ -34,19 +34,20 @@ from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import Estimate, Event, Finished, Sampled, Started
 from farspan.domain.run import ON_STDIN, SECRET, RunFolder, RunRecord
 from farspan.domain.units import format_bytes
-from farspan.runtime import checkpoint, huggingface
-from farspan.runtime.collective import SILENCE_S, START_S, Group, How, meet, renounce
-from farspan.runtime.data import Windows
+from farspan.runtime.checkpoint import checkpoint
+from farspan.runtime.checkpoint.checkpointer import Saves
+from farspan.runtime.comm.collective import SILENCE_S, START_S, Group, How, meet, renounce
+from farspan.runtime.comm.notices import Notices, run_secret
+from farspan.runtime.comm.ship import share
+from farspan.runtime.comm.topology import Place
 from farspan.runtime.device import environment, hold, memory_is_full, open_device
-from farspan.runtime.events import EventLog
-from farspan.runtime.executor import Executor
-from farspan.runtime.generate import generate
-from farspan.runtime.model import Decoder, drawn
-from farspan.runtime.notices import Notices, run_secret
-from farspan.runtime.place import Place
-from farspan.runtime.saves import Saves
-from farspan.runtime.ship import share
-from farspan.runtime.trainer import Trainer, Worker
+from farspan.runtime.model import huggingface
+from farspan.runtime.model.decoder import Decoder, drawn
+from farspan.runtime.model.generate import generate
+from farspan.runtime.parallel.executor import Executor
+from farspan.runtime.training.data import Windows
+from farspan.runtime.training.events import EventLog
+from farspan.runtime.training.trainer import Trainer, Worker
 
 #: Whether who started this worker has ended.
 Gone = Callable[[], bool]

@@ -46,7 +46,7 @@ def plan(task: Task) -> Plan | Problem:
         if isinstance(made, Problem):
             return made
         replicas.append(_moved(made.replicas[0], ranks))
-    # Only replicas that are divided alike can round the same numbers together (runtime/outer.py).
+    # Only replicas that are divided alike can round the same numbers together (runtime/parallel/outer_step.py).
     bits = task.train.wan_bits if len(set(map(_form, replicas))) == 1 else 32
     often = task.plan("diloco", replicas, Sync(every=EVERY[0], bits=bits))
     most = max(EVERY[0], min(task.train.steps // 10, ROUND_S / price(often, task.costs, brief=True).step_s))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farspan.domain.layout import Part, Send, transfer
+from farspan.semantics.layout import Part, Send, transfer
 
 SIZE = 30
 places = st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)).map(sorted)

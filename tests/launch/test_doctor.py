@@ -24,7 +24,7 @@ from farspan.domain.clusterfile import save_cluster
 from farspan.domain.gpus import Gpu, Nvidia, Wheel
 from farspan.domain.problems import Refusal
 from farspan.lab import spec, state
-from farspan.launch import agent, meeting
+from farspan.launch import agent, rendezvous
 from farspan.launch.examine import Examination, HostFacts, Way, examine, rounds
 from farspan.launch.findings import OLDEST_PYTHON, findings
 from farspan.launch.hosts import Agent, by_client, command
@@ -259,13 +259,13 @@ def test_an_interface_that_cannot_be_named_is_to_be_given():
     a, b = (Host(name=name, devices=(CPU,), address=f"10.0.0.{name}") for name in "ab")
     way = Way(a="a", b="b", rtt_s=0.01, interface=None)
     with pytest.raises(Refusal) as refusal:
-        meeting.interface(a, b, way)
+        rendezvous.interface(a, b, way)
     problem = refusal.value.problem
     assert (problem.code, problem.where) == ("host-unreachable", "link a -> b")
     assert "10.0.0.b" in problem.fact and problem.remedy == "set interface: of a in the cluster file"
-    assert meeting.interface(msgspec.structs.replace(a, interface="en0"), b, way) == "en0"
+    assert rendezvous.interface(msgspec.structs.replace(a, interface="en0"), b, way) == "en0"
     with pytest.raises(Refusal, match="lo, which only that machine sees"):
-        meeting.interface(a, b, msgspec.structs.replace(way, interface="lo"))
+        rendezvous.interface(a, b, msgspec.structs.replace(way, interface="lo"))
 
 
 @pytest.mark.parametrize("interface", ["lo", "docker0", "br-0123456789ab", "virbr0"])

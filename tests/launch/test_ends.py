@@ -20,13 +20,13 @@ from farspan.domain.corpus import TOKEN_FILES
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import Finished, Step, read_events
 from farspan.domain.run import RunRecord
-from farspan.launch.away import Away
 from farspan.launch.launchers import launch, torchrun
+from farspan.launch.remote_run import Away
 from farspan.launch.trial import Deadline
 from farspan.launch.workers import HostProcess, Workers, run_folder
-from farspan.runtime import huggingface
-from farspan.runtime.events import EventLog
-from farspan.runtime.model import drawn
+from farspan.runtime.model import huggingface
+from farspan.runtime.model.decoder import drawn
+from farspan.runtime.training.events import EventLog
 from tests import tiny
 from tests.launch.test_launchers import LONG, TRAIN, worker_of
 
@@ -39,7 +39,7 @@ class Scripted(Workers):
 
     def start(self):
         hosts = {host.name: host for host in self.hosts}
-        before = [sys.executable, "-m", "farspan.launch.held"] if self.held else []
+        before = [sys.executable, "-m", "farspan.launch.stop_on_stdin"] if self.held else []
         for rank, script in enumerate(self.scripts):
             yield HostProcess(
                 hosts[self.plan.devices[rank].host], (rank,), [*before, "sh", "-c", script],
@@ -152,7 +152,7 @@ WRITES = """
 import sys
 from pathlib import Path
 from farspan.domain.results import Finished, Step, read_events
-from farspan.runtime.events import EventLog
+from farspan.runtime.training.events import EventLog
 with EventLog(Path(sys.argv[1])) as log:
     log.write(Finished(at=2.0, step=6, reason="done", seconds=1.0))
 """

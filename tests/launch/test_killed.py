@@ -21,7 +21,7 @@ from farspan.domain.codec import save
 from farspan.domain.problems import Problem
 from farspan.domain.results import Finished, Step, read_events
 from farspan.domain.run import RunFolder
-from farspan.runtime import checkpoint
+from farspan.runtime.checkpoint import checkpoint
 from tests import tiny
 from tests.launch.test_launchers import LONG
 
@@ -94,7 +94,7 @@ def workers_of(run: RunFolder) -> dict[int, int]:
 
 
 def holders(run: RunFolder) -> dict[int, int]:
-    return processes(str(run.path), "farspan.launch.held")
+    return processes(str(run.path), "farspan.launch.stop_on_stdin")
 
 
 def ends_and_has_saved(run: RunFolder) -> None:

@@ -25,7 +25,7 @@ from farspan.lab.cluster import of_lab
 from farspan.launch.launchers import launch, names
 from farspan.launch.launchers.ray import PATIENT, installed, refuse_public, require_ray, require_token
 from farspan.launch.workers import run_folder
-from farspan.runtime import checkpoint
+from farspan.runtime.checkpoint import checkpoint
 from tests import tiny
 from tests.launch.conftest import up
 

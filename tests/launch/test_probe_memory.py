@@ -19,8 +19,8 @@ from farspan.domain.clusterfile import load_cluster
 from farspan.domain.codec import save
 from farspan.domain.problems import Problem
 from farspan.lab import devices, state
-from farspan.runtime import units
-from farspan.runtime.rates import device_rates
+from farspan.runtime.probing import units
+from farspan.runtime.probing.rates import device_rates
 from tests import tiny
 from tests.launch.conftest import up
 from tests.launch.test_launchers import TRAIN

@@ -20,7 +20,7 @@ from farspan.domain.results import Finished, Step
 from farspan.launch import workers as module
 from farspan.launch.launchers import launch
 from farspan.launch.workers import HostProcess, Workers
-from farspan.runtime import checkpoint
+from farspan.runtime.checkpoint import checkpoint
 from tests import tiny
 from tests.launch.test_launchers import LONG, TRAIN
 
@@ -29,7 +29,7 @@ ASKED = "trap 'echo asked; exit 7' TERM; echo up; while :; do sleep 0.05; done"
 
 
 def held(script: str) -> subprocess.Popen[bytes]:
-    words = [sys.executable, "-m", "farspan.launch.held", "sh", "-c", script]
+    words = [sys.executable, "-m", "farspan.launch.stop_on_stdin", "sh", "-c", script]
     process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
     process.stdin.write(b"the secret of its run\n")

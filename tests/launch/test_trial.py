@@ -192,7 +192,7 @@ def alone(tmp_path_factory):
 
 
 def test_a_run_on_the_far_site_goes_on_where_it_stopped_and_comes_back_whole(sites, alone, tmp_path, monkeypatch):
-    monkeypatch.setattr("farspan.launch.away.PULL_S", 0.1)
+    monkeypatch.setattr("farspan.launch.remote_run.PULL_S", 0.1)
     run = tiny.run_folder(tmp_path / "run", at_star(MANY))
     first = []
     with launch("local", run.load_plan(), run, sites) as workers:

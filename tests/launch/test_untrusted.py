@@ -21,11 +21,10 @@ from farspan.domain.problems import Refusal
 from farspan.domain.results import read_events
 from farspan.domain.run import RunRecord
 from farspan.domain.train import TrainSpec
-from farspan.launch import away as away_module
-from farspan.launch import trust
-from farspan.launch.away import Away
+from farspan.launch import remote_run, trust
 from farspan.launch.examine import reach
 from farspan.launch.hosts import Agent, ask, command
+from farspan.launch.remote_run import Away
 from farspan.launch.workers import run_folder
 from tests import tiny
 
@@ -122,8 +121,8 @@ def test_nothing_but_files_of_checkpoints_is_taken(sent, tmp_path, members):
 def test_a_host_cannot_fill_the_disk(sent, tmp_path, monkeypatch):
     run, away, there = sent
     checkpoint_files(there.checkpoints / "step-00000004")
-    monkeypatch.setattr(away_module, "HEADER_BYTES", 1000)
-    most = away_module._most_bytes(away._plan)
+    monkeypatch.setattr(remote_run, "HEADER_BYTES", 1000)
+    most = remote_run._most_bytes(away._plan)
     hostile_tar(tmp_path, ("checkpoints/step-1/model.safetensors", tarfile.REGTYPE, bytes(most + 1)))
     with pytest.raises(Refusal, match="which no checkpoints of this plan take"):
         away.fetch()

@@ -17,7 +17,7 @@ from farspan.estimate.memory import activations_per_row, scored_keys
 torch = pytest.importorskip("torch")
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count  # noqa: E402
 
-from farspan.runtime.model import Decoder, initialise  # noqa: E402
+from farspan.runtime.model.decoder import Decoder, initialise  # noqa: E402
 
 ROWS = 2
 FAMILIES = {

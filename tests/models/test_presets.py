@@ -50,7 +50,7 @@ def test_the_fabric_models_have_the_papers_shapes(name, layers, d_model, heads):
 @pytest.mark.parametrize("name", models.presets())
 def test_the_module_has_as_many_parameters_and_the_map_covers_each(name):
     torch = pytest.importorskip("torch")
-    from farspan.runtime.model import Decoder
+    from farspan.runtime.model.decoder import Decoder
 
     spec = models.preset(name).spec
     with torch.device("meta"):

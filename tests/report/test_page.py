@@ -24,7 +24,7 @@ from farspan.report.charts import GROUPS, HEIGHT, WIDTH, Axis, Chart, Scale, Ser
 from farspan.report.figures import figures, smooth
 from farspan.report.history import open_run
 from farspan.report.page import environment, page, write_page
-from farspan.runtime.events import EventLog
+from farspan.runtime.training.events import EventLog
 from tests.report.fake_run import CORPUS, START, make_plan, one_step, resumed_run, started, train_events, write_run
 
 VOID = {"meta", "link", "br", "hr", "img", "input", "line", "circle", "polyline"}

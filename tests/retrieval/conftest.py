@@ -6,7 +6,7 @@ import torch
 from farspan.corpus.tokenizer import train
 from farspan.domain.corpus import Document
 from farspan.domain.model import ModelSpec
-from farspan.runtime.model import Decoder, initialise
+from farspan.runtime.model.decoder import Decoder, initialise
 
 TOPICS = {
     "socket": "network connection server address port listen accept packet",

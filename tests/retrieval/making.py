@@ -11,7 +11,7 @@ from farspan.corpus.tokenizer import train
 from farspan.domain.model import ModelSpec
 from farspan.retrieval.index import Origin, Recipe, build
 from farspan.retrieval.work import Work
-from farspan.runtime.model import Decoder, initialise
+from farspan.runtime.model.decoder import Decoder, initialise
 from tests.retrieval.conftest import make_documents
 
 ORIGIN = Origin(model="m", corpus="c")

@@ -23,9 +23,10 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from farspan.runtime import kernels, wire
-from farspan.runtime.collective import Group
-from farspan.runtime.notices import Notices
+from farspan.runtime.comm import messages
+from farspan.runtime.comm.collective import Group
+from farspan.runtime.comm.notices import Notices
+from farspan.runtime.model import kernels
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -129,7 +130,7 @@ def serve(pipe: Connection, stacks: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     # Small models must be divided as large ones are: over streams, and the logits in chunks.
-    for module, name, value in ((wire, "LEAST_PART", 512), (kernels, "LOGITS_CHUNK_BYTES", 40_000)):
+    for module, name, value in ((messages, "LEAST_PART", 512), (kernels, "LOGITS_CHUNK_BYTES", 40_000)):
         setattr(module, name, value)
     os.fsync = lambda fd: None  # Nobody reads these runs after a power cut.
     with open(stacks, "w") as file:

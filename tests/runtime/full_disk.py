@@ -16,7 +16,7 @@ from farspan.domain.problems import Refusal
 from farspan.domain.results import Finished, Saved, Started, Step, Warned, read_events
 from farspan.domain.run import RunFolder
 from farspan.domain.train import Optimizer
-from farspan.runtime import checkpoint
+from farspan.runtime.checkpoint import checkpoint
 from tests import tiny
 from tests.runtime.test_worker import TRAIN
 

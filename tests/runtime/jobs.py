@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 from farspan.domain.plan import Plan
 from farspan.domain.results import Event, Saved, Step, Validated, Warned
 from farspan.domain.run import RunFolder
-from farspan.runtime import collective, whole
-from farspan.runtime.collective import Group
-from farspan.runtime.tied import TABLE
-from farspan.runtime.trainer import Trainer
-from farspan.runtime.validation import Sums
-from farspan.runtime.wire import Sent
+from farspan.runtime.comm import collective
+from farspan.runtime.comm.collective import Group
+from farspan.runtime.comm.messages import Sent
+from farspan.runtime.state import full_state
+from farspan.runtime.state.tied_embeddings import TABLE
+from farspan.runtime.training.trainer import Trainer
+from farspan.runtime.training.validation import Sums
 from farspan.runtime.worker import build
 from tests.runtime import reference
 
@@ -208,14 +209,14 @@ class RunsWhenUnpickled:
 def build_beside_a_hostile_peer(group: Group, plan: Plan, path: Path, marker: Path) -> None:
     """Rank 1 sends an object where the others say what they own, in the way in which torch exchanges objects."""
     if group.rank == 1:
-        whole.gather_bytes = lambda *given: dist.all_gather_object(
+        full_state.gather_bytes = lambda *given: dist.all_gather_object(
             [None] * len(plan.devices), RunsWhenUnpickled(marker)
         )
     try:
         with trainer(group, plan, path):
             pass
     finally:
-        whole.gather_bytes = collective.gather_bytes
+        full_state.gather_bytes = collective.gather_bytes
 
 
 def read(group: Group, plan: Plan, path: Path, first: int, stop: int) -> tuple[Sums, list[int]]:

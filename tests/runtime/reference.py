@@ -22,8 +22,8 @@ from torch import Tensor
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Plan, Sync
 from farspan.domain.train import Schedule, TrainSpec
-from farspan.runtime.data import Order, Windows
-from farspan.runtime.model import Decoder
+from farspan.runtime.model.decoder import Decoder
+from farspan.runtime.training.data import Order, Windows
 
 Weights = dict[str, Tensor]
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farspan.domain.train import Schedule
-from farspan.runtime.budget import Work
-from farspan.runtime.pacing import Pacing
-from farspan.runtime.state import learning_rate
+from farspan.runtime.state.train_state import learning_rate
+from farspan.runtime.time_budget import Work
+from farspan.runtime.training.shared_clock import Pacing
 from tests import tiny
 from tests.runtime.test_trainer import TRAIN, replace
 

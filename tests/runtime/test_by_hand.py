@@ -32,7 +32,8 @@ HANGS_S = 180
 SOON = "collective.SILENCE_S, collective.BEAT_S = 6.0, 0.5"
 WORKER = """
 import os, signal, sys
-from farspan.runtime import collective, worker
+from farspan.runtime import worker
+from farspan.runtime.comm import collective
 
 {first}
 sys.exit(worker.main())

@@ -13,14 +13,14 @@ from textwrap import indent
 
 import pytest
 
-from farspan.runtime.collective import backend
+from farspan.runtime.comm.collective import backend
 
 SILENCE_S = 5.0
 MEMBER = f"""
 import os, signal, sys, time
 import torch
-from farspan.runtime import collective
-from farspan.runtime.collective import Group, meet
+from farspan.runtime.comm import collective
+from farspan.runtime.comm.collective import Group, meet
 
 collective.SILENCE_S, collective.BEAT_S, collective.ANSWER_S = {SILENCE_S}, 0.05, 8.0
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farspan.runtime.compress import BLOCK, CHUNK, GREATEST, SMALLEST_SCALE, Codec, ErrorFeedback
+from farspan.runtime.comm.compress import BLOCK, CHUNK, GREATEST, SMALLEST_SCALE, Codec, ErrorFeedback
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 SIZES = [0, 1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 77, CHUNK, 2 * CHUNK + BLOCK + 3]

@@ -19,12 +19,13 @@ from safetensors.torch import load_file, save_file
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Started, Warned
 from farspan.domain.run import RunFolder
-from farspan.runtime import checkpoint, inference
-from farspan.runtime.checkpoint import MODEL, OPTIMIZER
-from farspan.runtime.collective import Group
-from farspan.runtime.executor import Executor
-from farspan.runtime.place import Place
-from farspan.runtime.saves import Saves
+from farspan.runtime import inference
+from farspan.runtime.checkpoint import checkpoint
+from farspan.runtime.checkpoint.checkpoint import MODEL, OPTIMIZER
+from farspan.runtime.checkpoint.checkpointer import Saves
+from farspan.runtime.comm.collective import Group
+from farspan.runtime.comm.topology import Place
+from farspan.runtime.parallel.executor import Executor
 from tests import tiny
 from tests.runtime.test_trainer import TRAIN, Start
 

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farspan.domain.train import TrainSpec
-from farspan.runtime.data import Order, Windows, permute
-from farspan.runtime.place import Place
+from farspan.runtime.comm.topology import Place
+from farspan.runtime.training.data import Order, Windows, permute
 from tests import tiny
 
 

@@ -10,9 +10,9 @@ from msgspec.structs import replace
 
 from farspan.domain.plan import GradSync, Inputs, Mesh, Plan, PlannedDevice, Replica, Stage
 from farspan.domain.train import TrainSpec
-from farspan.runtime.executor import Executor
-from farspan.runtime.model import Decoder, drawn, load_whole
-from farspan.runtime.place import Place
+from farspan.runtime.comm.topology import Place
+from farspan.runtime.model.decoder import Decoder, drawn, load_whole
+from farspan.runtime.parallel.executor import Executor
 from farspan.runtime.worker import compile_blocks
 from tests import tiny
 

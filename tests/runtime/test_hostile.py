@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Finished, Step, read_events
-from farspan.runtime import connections, ship
-from farspan.runtime.notices import Notices
-from farspan.runtime.sealed import PIECE, Forged, Reader, Writer, answer, asked_for
-from farspan.runtime.ship import NAMES, Offer
+from farspan.runtime.comm import connections, ship
+from farspan.runtime.comm.notices import Notices
+from farspan.runtime.comm.sealed import PIECE, Forged, Reader, Writer, answer, asked_for
+from farspan.runtime.comm.ship import NAMES, Offer
 from tests import tiny
 from tests.runtime import jobs
 from tests.runtime.fleet import Failed, Fleet

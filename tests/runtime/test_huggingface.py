@@ -16,9 +16,9 @@ from farspan import models
 from farspan.corpus import tokenizer as tokenizers
 from farspan.domain.model import parameters
 from farspan.domain.problems import Refusal
-from farspan.runtime import huggingface
-from farspan.runtime.generate import generate
-from farspan.runtime.model import Decoder, initialise
+from farspan.runtime.model import huggingface
+from farspan.runtime.model.decoder import Decoder, initialise
+from farspan.runtime.model.generate import generate
 
 transformers = pytest.importorskip("transformers")
 

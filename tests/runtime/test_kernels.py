@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farspan.runtime import kernels
-from farspan.runtime.model import vanilla_attention
+from farspan.runtime.model import kernels
+from farspan.runtime.model.decoder import vanilla_attention
 
 
 def _grads(output: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -11,12 +11,12 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from farspan.domain.layout import Send
 from farspan.domain.plan import Sync
 from farspan.domain.run import RunFolder
 from farspan.domain.train import Schedule
-from farspan.runtime import checkpoint
-from farspan.runtime.outer import _ahead
+from farspan.runtime.checkpoint import checkpoint
+from farspan.runtime.parallel.outer_step import _ahead
+from farspan.semantics.layout import Send
 from tests.runtime import jobs, reference
 from tests.runtime.fleet import Fleet
 from tests.runtime.plans import HAND_PICKED, plan, replica, stage

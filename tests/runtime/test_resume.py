@@ -9,7 +9,7 @@ import torch
 from msgspec.structs import replace
 
 from farspan.domain.run import RunFolder
-from farspan.runtime import checkpoint
+from farspan.runtime.checkpoint import checkpoint
 from tests import tiny
 from tests.runtime import jobs
 from tests.runtime.fleet import Fleet

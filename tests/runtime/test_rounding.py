@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from farspan.domain.plan import Plan, Stage, Sync
 from farspan.domain.run import RunFolder
-from farspan.runtime import checkpoint
+from farspan.runtime.checkpoint import checkpoint
 from tests.runtime import jobs, reference
 from tests.runtime.fleet import Failed, Fleet
 from tests.runtime.plans import GPT2, HAND_PICKED, plan, replica, stage

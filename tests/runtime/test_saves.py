@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from farspan.runtime import checkpoint
+from farspan.runtime.checkpoint import checkpoint
 from tests.runtime import jobs
 from tests.runtime.fleet import Fleet
 from tests.runtime.plans import HAND_PICKED

@@ -9,10 +9,10 @@ from msgspec.structs import replace
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Step, Warned, read_events
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
-from farspan.runtime import checkpoint
-from farspan.runtime.data import Order, Windows
-from farspan.runtime.place import Place
-from farspan.runtime.stray import FIRST, PATIENCE, Strays
+from farspan.runtime.checkpoint import checkpoint
+from farspan.runtime.comm.topology import Place
+from farspan.runtime.training.data import Order, Windows
+from farspan.runtime.training.loss_outlier import FIRST, PATIENCE, Strays
 from tests import tiny
 
 SEQ_LEN = 32

@@ -22,11 +22,11 @@ from farspan import models
 from farspan.domain.graph import Operator, replayed
 from farspan.domain.model import ModelSpec
 from farspan.estimate.memory import local_parameters
-from farspan.estimate.sharding import RESIDUAL, strategies, strategy
 from farspan.estimate.stage import Costs
-from farspan.runtime import kernels
-from farspan.runtime.model import Decoder, initialise, load_whole
-from farspan.runtime.tensor_axis import TensorAxis, held
+from farspan.runtime.model import kernels
+from farspan.runtime.model.decoder import Decoder, initialise, load_whole
+from farspan.runtime.model.tensor_axis import TensorAxis, held
+from farspan.semantics.sharding import RESIDUAL, strategies, strategy
 from tests.estimate.parts import cluster, device, plain
 from tests.estimate.parts import costs as costs_on
 

@@ -12,11 +12,12 @@ from msgspec.structs import replace
 from farspan.domain.results import Event, Saved, Step, Warned
 from farspan.domain.run import RunFolder
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
-from farspan.runtime import checkpoint, trainer
-from farspan.runtime.collective import Group
-from farspan.runtime.state import TrainState
-from farspan.runtime.trainer import Trainer
-from farspan.runtime.whole import Whole
+from farspan.runtime.checkpoint import checkpoint
+from farspan.runtime.comm.collective import Group
+from farspan.runtime.state.full_state import Whole
+from farspan.runtime.state.train_state import TrainState
+from farspan.runtime.training import trainer
+from farspan.runtime.training.trainer import Trainer
 from farspan.runtime.worker import build
 from tests import tiny
 

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Event, Saved, Step, Validated, Warned, read_events
 from farspan.domain.run import RunFolder
-from farspan.runtime import checkpoint
-from farspan.runtime.events import EventLog
+from farspan.runtime.checkpoint import checkpoint
+from farspan.runtime.training.events import EventLog
 from tests import tiny
 from tests.runtime import jobs
 from tests.runtime.fleet import Fleet

@@ -20,11 +20,12 @@ from farspan.domain.codec import load
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.results import Validated
 from farspan.domain.run import RunFolder
-from farspan.runtime import checkpoint, validation
-from farspan.runtime.budget import SAMPLES, VALIDATION
-from farspan.runtime.data import Windows
-from farspan.runtime.model import Decoder
-from farspan.runtime.validation import Sums, Validation
+from farspan.runtime.checkpoint import checkpoint
+from farspan.runtime.model.decoder import Decoder
+from farspan.runtime.time_budget import SAMPLES, VALIDATION
+from farspan.runtime.training import validation
+from farspan.runtime.training.data import Windows
+from farspan.runtime.training.validation import Sums, Validation
 from tests import tiny
 from tests.runtime import jobs, reference
 from tests.runtime.fleet import Fleet

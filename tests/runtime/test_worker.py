@@ -21,12 +21,12 @@ from farspan.domain.problems import Refusal
 from farspan.domain.results import Event, Finished, Saved, Step, Validated, Warned, read_events
 from farspan.domain.run import RunFolder
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
-from farspan.runtime import checkpoint
-from farspan.runtime.data import Order, Windows
-from farspan.runtime.executor import Outcome
-from farspan.runtime.model import Decoder, drawn, initialise
-from farspan.runtime.place import Place
-from farspan.runtime.state import learning_rate
+from farspan.runtime.checkpoint import checkpoint
+from farspan.runtime.comm.topology import Place
+from farspan.runtime.model.decoder import Decoder, drawn, initialise
+from farspan.runtime.parallel.executor import Outcome
+from farspan.runtime.state.train_state import learning_rate
+from farspan.runtime.training.data import Order, Windows
 from farspan.runtime.worker import as_problem, leave_word
 from tests import tiny
 

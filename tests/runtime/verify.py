@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from farspan.domain.plan import Plan
-from farspan.runtime.place import Place
+from farspan.runtime.comm.topology import Place
 from tests import tiny
 from tests.runtime import jobs, reference
 from tests.runtime.fleet import Fleet

@@ -136,7 +136,7 @@ def test_a_technique_that_does_not_exist_is_refused_with_the_nearest():
 
 
 def test_replicas_of_unlike_shape_meet_unrounded():
-    """Workers round only what all of them round alike (runtime/outer.py)."""
+    """Workers round only what all of them round alike (runtime/parallel/outer_step.py)."""
 
     def bits(*sites: tuple[tuple[str, ...], ...]) -> int:
         asked = task(random_model(random.Random(1), layers=4), cluster(*sites))

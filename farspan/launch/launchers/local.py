@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from farspan.domain.run import HOME
 from farspan.launch.hosts import interpreter
-from farspan.launch.meeting import arrange
+from farspan.launch.rendezvous import arrange
 from farspan.launch.workers import (
     HostProcess,
     Process,

@@ -27,7 +27,7 @@ from farspan.domain.gpus import Gpu
 from farspan.domain.problems import Problem, Refusal
 from farspan.launch.examine import address, agents
 from farspan.launch.hosts import interpreter
-from farspan.launch.meeting import Meeting, arrange
+from farspan.launch.rendezvous import Meeting, arrange
 from farspan.launch.workers import HostProcess, Process, Workers, run_folder, with_environment, worker_environment
 
 #: Token authentication, and labels that actors are placed by, exist since then.

@@ -16,7 +16,7 @@ from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem
 from farspan.domain.run import HOME, STORE_PORT, RunFolder
 from farspan.launch.hosts import interpreter
-from farspan.launch.meeting import Meeting, arrange
+from farspan.launch.rendezvous import Meeting, arrange
 from farspan.launch.workers import (
     SAVE_S,
     HostProcess,

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farspan.domain.model import ModelSpec
-from farspan.estimate.sharding import RESIDUAL
-from farspan.runtime.kernels import causal_attention, head_loss, head_losses, logits_loss, logits_losses
-from farspan.runtime.tensor_axis import TABLE, TOKENS, TOTAL, Layouts, TensorAxis
+from farspan.runtime.model.kernels import causal_attention, head_loss, head_losses, logits_loss, logits_losses
+from farspan.runtime.model.tensor_axis import TABLE, TOKENS, TOTAL, Layouts, TensorAxis
+from farspan.semantics.sharding import RESIDUAL
 
 
 class Linear(nn.Linear):

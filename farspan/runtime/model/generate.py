@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from farspan.corpus.tokenizer import Tokenizer
-from farspan.runtime.model import Decoder
+from farspan.runtime.model.decoder import Decoder
 
 
 @torch.no_grad()

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
-from farspan.runtime.place import Place
-from farspan.runtime.wire import Posted, Wire, tag
+from farspan.runtime.comm.messages import Posted, Wire, tag
+from farspan.runtime.comm.topology import Place
 
 #: Receives that wait: a worker may say its next part before another has heard the one before.
 AHEAD = 2

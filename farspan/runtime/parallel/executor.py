@@ -16,20 +16,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from farspan.domain.train import Optimizer
+from farspan.runtime.comm.messages import Wire
+from farspan.runtime.comm.scalars import Exchange
+from farspan.runtime.comm.topology import Groups, Place
 from farspan.runtime.device import settle
-from farspan.runtime.gather import Gatherer
-from farspan.runtime.model import Decoder
-from farspan.runtime.outer import Outer
-from farspan.runtime.pipeline import Batch, Pipeline
-from farspan.runtime.place import Groups, Place
-from farspan.runtime.reducer import Reducer
+from farspan.runtime.model.decoder import Decoder
+from farspan.runtime.model.tensor_axis import TensorAxis
+from farspan.runtime.parallel.grad_sync import Reducer
+from farspan.runtime.parallel.outer_step import Outer
+from farspan.runtime.parallel.param_gather import Gatherer
+from farspan.runtime.parallel.pipeline import Batch, Pipeline
 from farspan.runtime.spans import Spans
-from farspan.runtime.state import Bucket, Division, TrainState
-from farspan.runtime.tensor_axis import TensorAxis
-from farspan.runtime.tied import TABLE, TiedTable
-from farspan.runtime.totals import Exchange
-from farspan.runtime.whole import Whole
-from farspan.runtime.wire import Wire
+from farspan.runtime.state.full_state import Whole
+from farspan.runtime.state.tied_embeddings import TABLE, TiedTable
+from farspan.runtime.state.train_state import Bucket, Division, TrainState
 
 #: Channels of messages (`wire.tag`): norms and losses, and what is decided between steps.
 TOTALS, DECISIONS = 12, 18

@@ -19,7 +19,7 @@ from farspan.domain.codec import missing_path, parse_json, read_bytes, write_ato
 from farspan.domain.model import ModelSpec
 from farspan.domain.problems import Refusal
 from farspan.models import Family, TensorMap
-from farspan.runtime.model import Decoder
+from farspan.runtime.model.decoder import Decoder
 
 WEIGHTS, INDEX, HEAD = "model.safetensors", "model.safetensors.index.json", "lm_head.weight"
 

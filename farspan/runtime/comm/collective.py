@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from farspan.domain.problems import Refusal
 from farspan.domain.run import SECRET, STORE_PORT
-from farspan.runtime import connections
-from farspan.runtime.notices import Notices
+from farspan.runtime.comm import connections
+from farspan.runtime.comm.notices import Notices
 
 #: Workers may come so far apart: some import torch from a slow disk, or were started by hand.
 START_S = 300.0

@@ -16,10 +16,10 @@ from torch import Tensor
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
 from farspan.domain.units import format_seconds
-from farspan.runtime import checkpoint
-from farspan.runtime.checkpoint import MODEL, OPTIMIZER, Corrupt, Progress, Unsaved
-from farspan.runtime.collective import Group
-from farspan.runtime.executor import Executor
+from farspan.runtime.checkpoint import checkpoint
+from farspan.runtime.checkpoint.checkpoint import MODEL, OPTIMIZER, Corrupt, Progress, Unsaved
+from farspan.runtime.comm.collective import Group
+from farspan.runtime.parallel.executor import Executor
 
 #: Times on end that a checkpoint is due and cannot be written before the run ends.
 UNSAVED = 3

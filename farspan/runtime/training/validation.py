@@ -16,10 +16,10 @@ from farspan.corpus.entropy import EXACT_TOKENS, entropies_of
 from farspan.domain.codec import content_hash
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.plan import Plan, Replica, row_quantum
-from farspan.runtime.collective import Group
-from farspan.runtime.data import Indices, Windows, permute
-from farspan.runtime.executor import Executor
-from farspan.runtime.pipeline import Batch
+from farspan.runtime.comm.collective import Group
+from farspan.runtime.parallel.executor import Executor
+from farspan.runtime.parallel.pipeline import Batch
+from farspan.runtime.training.data import Indices, Windows, permute
 
 #: The last validation of a run reads at most about so many tokens: the standard error of a mean of as many is
 #: thousandths of a nat.

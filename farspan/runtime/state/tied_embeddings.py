@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from farspan.domain.layout import Part, Send, transfer
-from farspan.runtime.place import Place
-from farspan.runtime.state import TrainState
-from farspan.runtime.wire import Posted, Wire, tag
+from farspan.runtime.comm.messages import Posted, Wire, tag
+from farspan.runtime.comm.topology import Place
+from farspan.runtime.state.train_state import TrainState
+from farspan.semantics.layout import Part, Send, transfer
 
 #: Channels of messages (`wire.tag`): the head's gradient and the embedding's, and what is handed on inside a site.
 HEAD, EMBEDDING, HANDED = 13, 14, 2

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from farspan.estimate.schedule import effective_depths, order
-from farspan.runtime.edges import Edges, Messages
-from farspan.runtime.gather import Gatherer
-from farspan.runtime.model import Decoder
-from farspan.runtime.place import Groups, Place
-from farspan.runtime.reducer import Reducer
+from farspan.runtime.comm.messages import Wire
+from farspan.runtime.comm.topology import Groups, Place
+from farspan.runtime.model.decoder import Decoder
+from farspan.runtime.parallel.grad_sync import Reducer
+from farspan.runtime.parallel.param_gather import Gatherer
+from farspan.runtime.parallel.stage_sends import Edges, Messages
 from farspan.runtime.spans import Spans
-from farspan.runtime.wire import Wire
 
 #: Inputs and targets of one microbatch, (rows, S) each.
 Batch = tuple[Tensor, Tensor]

@@ -17,13 +17,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from farspan.domain.layout import Part, Send, transfer
 from farspan.domain.problems import Refusal
-from farspan.runtime.compress import Codec, ErrorFeedback
-from farspan.runtime.place import Place
-from farspan.runtime.state import TrainState
-from farspan.runtime.whole import Manifest, Piece, Whole
-from farspan.runtime.wire import Posted, Wire, tag
+from farspan.runtime.comm.compress import Codec, ErrorFeedback
+from farspan.runtime.comm.messages import Posted, Wire, tag
+from farspan.runtime.comm.topology import Place
+from farspan.runtime.state.full_state import Manifest, Piece, Whole
+from farspan.runtime.state.train_state import TrainState
+from farspan.semantics.layout import Part, Send, transfer
 
 #: Channels of messages (`wire.tag`): one for each replica that sends, and what is handed on inside a site.
 OUTER, HANDED = 32, 512

@@ -26,8 +26,8 @@ from farspan.domain.model import parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.units import format_bytes
-from farspan.runtime.budget import Paces
-from farspan.runtime.model import Decoder
+from farspan.runtime.model.decoder import Decoder
+from farspan.runtime.time_budget import Paces
 
 MODEL, OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 #: Bytes beside the tensors, at most; and of `state.json`.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from farspan.domain.plan import Axis, Mesh, Plan, Replica, Stage
-from farspan.runtime.collective import BUSY_S, backend
+from farspan.runtime.comm.collective import BUSY_S, backend
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from farspan.domain.corpus import TOKEN_FILES, CorpusManifest
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder, RunRecord, cache_folder
-from farspan.runtime import connections, sealed
-from farspan.runtime.notices import Notices
+from farspan.runtime.comm import connections, sealed
+from farspan.runtime.comm.notices import Notices
 
 #: Keys of what the workers tell each other.
 OFFER, SHARED = "farspan/offer", "farspan/shared"

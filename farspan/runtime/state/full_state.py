@@ -12,11 +12,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from farspan.runtime.collective import gather_bytes
-from farspan.runtime.place import Place
-from farspan.runtime.state import TrainState, length
-from farspan.runtime.tensor_axis import Slice
-from farspan.runtime.wire import Posted, Wire, tag
+from farspan.runtime.comm.collective import gather_bytes
+from farspan.runtime.comm.messages import Posted, Wire, tag
+from farspan.runtime.comm.topology import Place
+from farspan.runtime.model.tensor_axis import Slice
+from farspan.runtime.state.train_state import TrainState, length
 
 #: The channel of these messages (`wire.tag`).
 WHOLE = 17

@@ -20,9 +20,9 @@ from torch import Tensor
 from farspan import models
 from farspan.domain.graph import OpGraph, Weight
 from farspan.domain.model import ModelSpec
-from farspan.estimate.sharding import COPY, PARTIAL, RESIDUAL, strategy
 from farspan.estimate.stage import returns_to_residual
-from farspan.runtime.kernels import Shard
+from farspan.runtime.model.kernels import Shard
+from farspan.semantics.sharding import COPY, PARTIAL, RESIDUAL, strategy
 
 #: Beside operators and RESIDUAL, the ends of a stage: tokens and targets, which each rank has, and the loss of all.
 TOKENS, TOTAL = "tokens", "total"

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from farspan.runtime import connections
-from farspan.runtime.collective import NCCL
-from farspan.runtime.compress import Codec, ErrorFeedback
-from farspan.runtime.place import Groups, Place
-from farspan.runtime.state import Bucket, TrainState
-from farspan.runtime.wire import Posted, Sent, Wire, tag
+from farspan.runtime.comm import connections
+from farspan.runtime.comm.collective import NCCL
+from farspan.runtime.comm.compress import Codec, ErrorFeedback
+from farspan.runtime.comm.messages import Posted, Sent, Wire, tag
+from farspan.runtime.comm.topology import Groups, Place
+from farspan.runtime.state.train_state import Bucket, TrainState
 
 #: Channels of messages (`wire.tag`).
 SCATTER, ACROSS = 1, 2

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import BinaryIO
 
-from farspan.runtime.notices import sign
+from farspan.runtime.comm.notices import sign
 
 #: Bytes of a random number, of a signature, of a length, and of a piece at most.
 NONCE, SIGNATURE, LENGTH, PIECE = 16, 32, 4, 2**20

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from farspan.domain.plan import Plan
-from farspan.runtime.budget import Paces, TimeBudget, Work
+from farspan.runtime.time_budget import Paces, TimeBudget, Work
 
 
 class Pacing:

@@ -11,9 +11,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from farspan.runtime.comm.topology import Groups, Place
 from farspan.runtime.device import give_back
-from farspan.runtime.place import Groups, Place
-from farspan.runtime.state import TrainState
+from farspan.runtime.state.train_state import TrainState
 
 #: Bytes from which what comes and goes, a block's weights and gradients, leaves the heap when it is free.
 LARGE = 2**22

@@ -1,4 +1,4 @@
-"""A command that stops with its standard input: `python -m farspan.launch.held COMMAND...`.
+"""A command that stops with its standard input: `python -m farspan.launch.stop_on_stdin COMMAND...`.
 
 Clients such as ssh pass input on to a host, but no signals: there STOP, or the end of the input, is the request to
 stop, and KILL ends the command at once. The input also ends where the launcher is gone, however that happened.

@@ -17,8 +17,8 @@ from farspan.domain.probe import LeftOut, UnitTimes
 from farspan.domain.train import TrainSpec
 from farspan.estimate.memory import kept_per_row, logits_bytes
 from farspan.runtime.device import free_memory, memory_is_full, release, settle
-from farspan.runtime.model import Decoder
-from farspan.runtime.state import TrainState
+from farspan.runtime.model.decoder import Decoder
+from farspan.runtime.state.train_state import TrainState
 
 #: Seconds that all units' passes are taken over, how many at least, and those before, while memory is first touched.
 TIMED_S, LEAST, WARMUP = 1.5, 8, 3

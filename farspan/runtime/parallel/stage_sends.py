@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from farspan.domain.layout import Part, Send, transfer
 from farspan.domain.plan import Replica
-from farspan.estimate.sharding import RESIDUAL
-from farspan.runtime.compress import Codec
-from farspan.runtime.place import Groups, Place
-from farspan.runtime.state import WORKING_DTYPES
-from farspan.runtime.wire import Posted, Wire, tag
+from farspan.runtime.comm.compress import Codec
+from farspan.runtime.comm.messages import Posted, Wire, tag
+from farspan.runtime.comm.topology import Groups, Place
+from farspan.runtime.state.train_state import WORKING_DTYPES
+from farspan.semantics.layout import Part, Send, transfer
+from farspan.semantics.sharding import RESIDUAL
 
 #: Channels of messages (`wire.tag`): activations down and gradients up, those of a validation, and, so much higher,
 #: what is handed on inside a site.

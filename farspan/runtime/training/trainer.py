@@ -17,20 +17,20 @@ from farspan.domain.plan import Plan, row_quantum
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Event, Saved, Step, Traced, Validated, Warned
 from farspan.domain.run import RunFolder
-from farspan.runtime import checkpoint
-from farspan.runtime.budget import Work
-from farspan.runtime.checkpoint import Progress, Unsaved
-from farspan.runtime.collective import Group
-from farspan.runtime.data import Order, Windows
+from farspan.runtime.checkpoint import checkpoint
+from farspan.runtime.checkpoint.checkpoint import Progress, Unsaved
+from farspan.runtime.checkpoint.checkpointer import Saves
+from farspan.runtime.comm.collective import Group
 from farspan.runtime.device import peak_memory
-from farspan.runtime.executor import Executor, Outcome
-from farspan.runtime.model import Decoder
-from farspan.runtime.pacing import Pacing
-from farspan.runtime.pipeline import Batch
-from farspan.runtime.saves import Saves
-from farspan.runtime.state import TrainState, learning_rate
-from farspan.runtime.stray import PATIENCE, Strays
-from farspan.runtime.validation import Sums, Validation
+from farspan.runtime.model.decoder import Decoder
+from farspan.runtime.parallel.executor import Executor, Outcome
+from farspan.runtime.parallel.pipeline import Batch
+from farspan.runtime.state.train_state import TrainState, learning_rate
+from farspan.runtime.time_budget import Work
+from farspan.runtime.training.data import Order, Windows
+from farspan.runtime.training.loss_outlier import PATIENCE, Strays
+from farspan.runtime.training.shared_clock import Pacing
+from farspan.runtime.training.validation import Sums, Validation
 
 #: Loss scaling for fp16 as in arXiv 1710.03740, section 4.2: start high, halve on overflow, double after a quiet while.
 FIRST_LOSS_SCALE = 2.0**16

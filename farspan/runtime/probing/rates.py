@@ -13,7 +13,7 @@ from torch import Tensor
 from farspan.domain.cluster import DType, MatmulRate
 from farspan.domain.plan import PlannedDevice
 from farspan.domain.probe import DeviceRates, LeftOut
-from farspan.runtime.collective import Group, meet
+from farspan.runtime.comm.collective import Group, meet
 from farspan.runtime.device import free_memory, open_device, release, settle, usable_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
