@@ -27,7 +27,7 @@ from farspan.domain import catalog
 from farspan.domain.model import ModelSpec, train_flops_per_token
 from farspan.domain.plan import GradSync, Inputs, Mesh, Plan, PlannedDevice, Replica, Stage
 from farspan.domain.train import Optimizer, TrainSpec
-from farspan.runtime.comm.topology import Place
+from farspan.runtime.comm.topology import Topology
 from farspan.runtime.model.decoder import drawn
 from farspan.runtime.parallel.executor import Executor
 from farspan.runtime.worker import compile_blocks
@@ -103,7 +103,7 @@ def ours(spec: ModelSpec, rows: int) -> Step:
         inputs=Inputs(cluster="", corpus=""),
         devices=(PlannedDevice(host="here", backend="cuda", index=0, threads=1),),
     )  # fmt: skip
-    executor = Executor(Place(plan, 0), torch.device("cuda", 0))
+    executor = Executor(Topology(plan, 0), torch.device("cuda", 0))
     executor.load(drawn(spec, 0))
     compile_blocks(executor.model, torch.device("cuda", 0))
     data, scale, count, optimizer = batch(spec, rows), 1 / (rows * spec.context), iter(range(1, 10**9)), Optimizer()

@@ -39,7 +39,7 @@ from farspan.domain.trial import Trial
 from farspan.launch.probe import Probe
 from farspan.launch.trial import limits, steps_for, trial
 from farspan.planning import pace
-from farspan.planning.select import Asked, select
+from farspan.planning.select import SelectionTask, select
 from farspan.runtime.device import detect
 
 RESULTS = Path(__file__).parent / "results" / "local.jsonl"
@@ -94,7 +94,7 @@ def picked(work: Work, workers: int) -> Plan:
     """What is chosen of techniques that compute what the peers compute, with all workers."""
     cluster = paced(here(workers), work)
     task = plans.question(work, cluster, RUN_STEPS)
-    asked = Asked(
+    asked = SelectionTask(
         model=task.model, train=task.train, engine=task.engine, allow=EXACT, corpus=task.corpus, parts=False
     )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="farspan-local-") as folder:

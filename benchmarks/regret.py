@@ -63,7 +63,7 @@ from farspan.launch.trial import limits, steps_for, trial
 from farspan.planning import algorithm1
 from farspan.planning.compare import bounds
 from farspan.planning.rank import Candidate
-from farspan.planning.select import Asked, select
+from farspan.planning.select import SelectionTask, select
 from farspan.semantics.identity import plan_key
 
 RESULTS = Path(__file__).parent / "results" / "regret.jsonl"
@@ -106,7 +106,7 @@ class Scenario(msgspec.Struct, frozen=True):
         return {"name": f"regret-{os.getpid()}-{self.number}", "sites": sites, "links": links}
 
     @property
-    def asked(self) -> Asked:
+    def asked(self) -> SelectionTask:
         layers, width, heads, vocab, context = SHAPES[self.shape]
         model = models.family("gpt2").shape(
             d_model=width, layers=layers, heads=heads, vocab_size=vocab, context=context
@@ -115,7 +115,7 @@ class Scenario(msgspec.Struct, frozen=True):
             steps=RUN_STEPS, batch=self.sequences, seq_len=self.seq_len, precision="fp32",
             schedule=Schedule(kind="constant"),
         )  # fmt: skip
-        return Asked(model=model, train=train, engine=engine("farspan"), allow=TECHNIQUES)
+        return SelectionTask(model=model, train=train, engine=engine("farspan"), allow=TECHNIQUES)
 
 
 def drawn(seed: int, number: int, sites: int = 2) -> Scenario:
@@ -214,7 +214,7 @@ def run(seed: int, scenario: Scenario, about: dict[str, Any], before: Done | Non
 
 
 @contextlib.contextmanager
-def up(seed: int, scenario: Scenario) -> Iterator[tuple[Asked, Path, Cluster]]:
+def up(seed: int, scenario: Scenario) -> Iterator[tuple[SelectionTask, Path, Cluster]]:
     """The scenario's question, its corpus, and its lab as a cluster."""
     asked = scenario.asked
     made = spec.read(convert(scenario.lab, spec.LabFile, "scenario"), "scenario")
@@ -287,7 +287,7 @@ def intervals(scenarios: list[Done]) -> str:
 
 
 def measured(
-    seed: int, scenario: Scenario, asked: Asked, world: World, cluster: Cluster, about: dict[str, Any]
+    seed: int, scenario: Scenario, asked: SelectionTask, world: World, cluster: Cluster, about: dict[str, Any]
 ) -> Done:
     first = asked.rank(cluster)
     predicted = None if first.chosen is None else first.candidates[first.chosen]

@@ -36,8 +36,8 @@ from farspan.domain.corpus import CorpusManifest
 from farspan.domain.model import parameters
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.retrieval.chunk import chunk_documents
-from farspan.retrieval.embed import Embedder, Fit, apply_maps, fit_maps, inverse_frequency
-from farspan.retrieval.evaluate import TUNING, Side, body_of, choose_queries, evaluate, measure, table
+from farspan.retrieval.embed import Embedder, FitSettings, apply_maps, fit_maps, inverse_frequency
+from farspan.retrieval.evaluate import TUNING, ModelVectors, body_of, choose_queries, evaluate, measure, table
 from farspan.retrieval.index import Recipe, title_pairs, untrained
 from farspan.retrieval.metrics import bootstrap, ranks
 from farspan.retrieval.rank import by_document
@@ -84,11 +84,11 @@ class Features:
         self.reported = pool([query.text for query in task.queries.reported])
         self.tuning = pool([query.text for query in task.queries.tuning])
 
-    def side(self, first_passages: Sequence[int], fit: Fit) -> Side:
+    def side(self, first_passages: Sequence[int], fit: FitSettings) -> ModelVectors:
         """Vectors under maps that are fitted to as many titles as there are numbers of passages."""
         maps = fit_maps(self.passages, self.titles[: len(first_passages)], first_passages, self.width, fit)
         asked = (apply_maps(maps, features, "query") for features in (self.reported, self.tuning))
-        return Side(apply_maps(maps, self.passages, "passage"), *asked)
+        return ModelVectors(apply_maps(maps, self.passages, "passage"), *asked)
 
 
 def report(task: Task) -> dict[str, Any]:
@@ -96,18 +96,18 @@ def report(task: Task) -> dict[str, Any]:
     sides = {}
     for name, model in (("model", task.trained.model), ("untrained", untrained(task.trained.model, SEED))):
         features = Features(model, task)
-        sides[name] = features.side(task.first_passages, Fit())
-        sides[f"{name}, plain"] = features.side([], Fit())
+        sides[name] = features.side(task.first_passages, FitSettings())
+        sides[f"{name}, plain"] = features.side([], FitSettings())
     evaluation = evaluate(task.bodies, task.owners, task.queries, sides, SEED, PAIRS)
     print(table(evaluation))
-    return {"fit": Fit(), "evaluation": evaluation}
+    return {"fit": FitSettings(), "evaluation": evaluation}
 
 
 def choose(task: Task) -> dict[str, Any]:
     """Every candidate over the tuning titles, against the best."""
     features = Features(task.trained.model, task)
     measured, seconds = {}, {}
-    for fit in (Fit(size=size, epochs=epochs) for size in SIZES for epochs in EPOCHS):
+    for fit in (FitSettings(size=size, epochs=epochs) for size in SIZES for epochs in EPOCHS):
         start = time.process_time()
         side = features.side(task.first_passages, fit)
         seconds[fit] = time.process_time() - start

@@ -91,7 +91,7 @@ def plan(
     """What each technique would take for a model on a cluster; `training` is of `planning.question.Question`: tokens,
     batch, seq_len, precision, attention, recompute, wan_bits."""
     question = Question(model=model, **training)
-    return pricing.price_model(pricing.Asked(question=question, cluster=cluster, allow=allow, objective=objective))
+    return pricing.price_model(pricing.PlanQuery(question=question, cluster=cluster, allow=allow, objective=objective))
 
 
 def select(data: Data, progress: Progress = silent, *, budget_s: float | None = None, **keys: Any) -> Selection:

@@ -19,7 +19,7 @@ from farspan.domain.train import TrainSpec
 from farspan.domain.trial import Trial
 from farspan.launch.trial import Limits, limits, steps_for, trial
 from farspan.planning.rank import TOLERANCE
-from farspan.planning.select import Asked, Selection, select
+from farspan.planning.select import Selection, SelectionTask, select
 from farspan.semantics.identity import cluster_hash, plan_key
 
 #: Up to so many devices plans for all parts of a cluster are priced, beyond for all of it: few before training, which
@@ -58,19 +58,21 @@ class TrialCache:
 def question(
     model: ModelSpec, train: TrainSpec, cluster: Cluster, corpus: str, asked: ParallelConfig,
     tolerance: float = TOLERANCE, few: int = FEW,
-) -> Asked:  # fmt: skip
+) -> SelectionTask:  # fmt: skip
     """What is chosen for a run: all parts of a cluster of few devices, or of one named technique the whole."""
     from farspan.domain.engine import engine
 
     named = asked.technique != "auto"
-    return Asked(
+    return SelectionTask(
         model=model, train=train, engine=engine("farspan"), objective=asked.objective, allow=allowed(asked),
         corpus=corpus, here=launcher(asked) != "local", parts=not named and len(cluster.devices) <= few,
         tolerance=tolerance,
     )  # fmt: skip
 
 
-def question_of(resolved: Resolved, asked: ParallelConfig, tolerance: float = TOLERANCE, few: int = FEW) -> Asked:
+def question_of(
+    resolved: Resolved, asked: ParallelConfig, tolerance: float = TOLERANCE, few: int = FEW
+) -> SelectionTask:
     """`question` for a run.yaml made concrete."""
     return question(resolved.model, resolved.train, resolved.cluster, resolved.corpus.hash, asked, tolerance, few)
 

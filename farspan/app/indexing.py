@@ -16,7 +16,7 @@ from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder, RunRecord
 
 if TYPE_CHECKING:
-    from farspan.retrieval.index import Index, Manifest, Origin
+    from farspan.retrieval.index import Index, IndexManifest, Origin
     from farspan.retrieval.rank import System
     from farspan.retrieval.search import Answer
     from farspan.runtime.inference import Trained
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Indexed:
     """An index as its manifest tells it, and how many texts were embedded for it now and before."""
 
-    manifest: Manifest
+    manifest: IndexManifest
     embedded: int
     kept: int
 
@@ -35,10 +35,10 @@ def embed(run: RunFolder, progress: Progress = silent, *, evaluate: bool = True)
     """Embed every document of the run's corpus into the run's index; nothing to do where that is up to date."""
     from farspan.corpus.documents import read_documents
     from farspan.retrieval.index import Recipe, build
-    from farspan.retrieval.work import Work
+    from farspan.retrieval.work import IndexWork
     from farspan.runtime.inference import load as load_model
 
-    trained, work = load_model(run), Work(time.monotonic, progress)
+    trained, work = load_model(run), IndexWork(time.monotonic, progress)
     documents = list(read_documents(Path(load(run.record, RunRecord).corpus)))
     recipe = Recipe(store=load_yaml(run.config, RunConfig).index.store, evaluate=evaluate)
     try:

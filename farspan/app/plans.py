@@ -10,7 +10,7 @@ from farspan.app import choosing
 from farspan.app.checks import check_gpus, require_torch
 from farspan.app.clusters import given_cluster
 from farspan.app.resolving import Resolved, prepare
-from farspan.app.updates import Chosen, Compared, Note, Progress, silent
+from farspan.app.updates import Chosen, Note, Progress, Ranked, silent
 from farspan.domain.cluster import Cluster
 from farspan.domain.codec import content_hash, parse_json, read_bytes, save
 from farspan.domain.config import ParallelConfig, RunConfig
@@ -46,7 +46,7 @@ def best_plan(
     selection = choosing.choose(resolved, asked, progress, paying=True) if several and not named else None
     ranking = question.rank(resolved.cluster) if selection is None else selection.ranking
     if table:
-        progress(Compared(ranking))
+        progress(Ranked(ranking))
     runnable = [] if ranking.chosen is None else [ranking.candidates[ranking.chosen]]
     # What is named is run, also where something speaks against it.
     runnable += [candidate for candidate in ranking.candidates if named and candidate.plan is not None]

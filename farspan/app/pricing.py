@@ -34,7 +34,7 @@ Fitting = Literal["model", "batch", "memory"]
 LOOSEST = 10.0
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class PlanQuery(msgspec.Struct, frozen=True, kw_only=True):
     """A question in flags: a model and its training on a cluster, by name, and the techniques that are compared (none:
     all)."""
 
@@ -71,7 +71,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 # -- every technique priced --------------------------------------------------------------------------------------------
 
 
-def price_model(asked: Asked) -> Ranking:
+def price_model(asked: PlanQuery) -> Ranking:
     """Every technique for a model on a cluster: neither text nor machines are needed."""
     asked.check()
     if asked.cluster is None:
@@ -87,7 +87,7 @@ def price_model(asked: Asked) -> Ranking:
     )  # fmt: skip
 
 
-def price_resolved(resolved: Resolved, parallel: ParallelConfig, asked: Asked) -> Ranking:
+def price_resolved(resolved: Resolved, parallel: ParallelConfig, asked: PlanQuery) -> Ranking:
     """Every technique for a run.yaml; what is asked goes before its keys."""
     from farspan.app.resolving import allowed
 
@@ -120,14 +120,14 @@ def as_json(candidate: Candidate, ranking: Ranking) -> dict[str, Any]:
 # -- what fits ---------------------------------------------------------------------------------------------------------
 
 
-def _ground(asked: Asked) -> Ground:
+def _ground(asked: PlanQuery) -> Ground:
     from farspan.planning.ladders import Ground
 
     assert asked.cluster is not None
     return Ground(clusters.find(asked.cluster), engine("farspan"), asked.train, asked.allow)
 
 
-def fit(what: Fitting, asked: Asked) -> Fit:
+def fit(what: Fitting, asked: PlanQuery) -> Fit:
     """The largest model (of the family that is asked for), the most sequences at once, or the least memory a device.
     Raises Refusal where nothing fits."""
     from farspan.planning import fit as fitting
@@ -150,7 +150,7 @@ def fit(what: Fitting, asked: Asked) -> Fit:
     return answer
 
 
-def demand_a_fit(asked: Asked, ranking: Ranking) -> None:
+def demand_a_fit(asked: PlanQuery, ranking: Ranking) -> None:
     """Refuses where no technique has a plan on any part because memory is short."""
     if any(candidate.plan is not None for candidate in ranking.candidates):
         return
@@ -163,7 +163,7 @@ def reproduced(limit: Limit) -> bool:
     return model_of(limit.typed) == limit.plan.model
 
 
-def _nothing_fits(asked: Asked, ground: Ground, model: ModelSpec | None) -> Refusal:
+def _nothing_fits(asked: PlanQuery, ground: Ground, model: ModelSpec | None) -> Refusal:
     """Why a model fits nowhere on a cluster, and the nearest thing that does."""
     from farspan.planning.misfit import misfit
 
@@ -200,7 +200,7 @@ def _nearest(miss: Misfit) -> str:
     return f"What fits: {'; or '.join(fits)}" if fits else "Nothing near it fits: rent more, farspan plan --rent"
 
 
-def _remedy(asked: Asked, miss: Misfit) -> str:
+def _remedy(asked: PlanQuery, miss: Misfit) -> str:
     model = asked.question.model
     if miss.seq_len is not None:
         return command("plan", "--model", model, "--cluster", asked.cluster, "--seq-len", miss.seq_len)
@@ -215,7 +215,7 @@ def _remedy(asked: Asked, miss: Misfit) -> str:
 
 
 def rent(
-    asked: Asked, *, hours: float | None = None, usd: float | None = None, kinds: Sequence[str] = (),
+    asked: PlanQuery, *, hours: float | None = None, usd: float | None = None, kinds: Sequence[str] = (),
     network: str = "10Gbit/s",
 ) -> Rent:  # fmt: skip
     """The catalogue's devices (of these `kinds`, or all) and counts by time and dollars, for a run that may take so

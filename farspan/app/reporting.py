@@ -17,8 +17,8 @@ from farspan.domain.results import Measurement
 from farspan.domain.run import RunFolder
 
 if TYPE_CHECKING:
-    from farspan.report.compared import Compared
-    from farspan.report.history import Run
+    from farspan.report.compared import Comparison
+    from farspan.report.history import RunHistory
 
 #: Another plan is named if it reads this share of tokens a second more.
 GAIN = 0.01
@@ -28,9 +28,9 @@ GAIN = 0.01
 class Report:
     """A run, what it took in all, what is told of its devices if it has several, and the page of all that."""
 
-    run: Run
+    run: RunHistory
     measurement: Measurement | None
-    compared: Compared | None
+    compared: Comparison | None
     page: Path
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ def write_report(path: Path, *, page: bool = True) -> Report:
     return Report(run=run, measurement=measure(run), compared=compared, page=where)
 
 
-def _planned_again(run: Run, paces: dict[int, float], links: dict[tuple[str, str], float]) -> str:
+def _planned_again(run: RunHistory, paces: dict[int, float], links: dict[tuple[str, str], float]) -> str:
     """What the planner would choose if it knew these ranks' paces, measured over assumed compute time, and those of the
     links between two hosts; "" where it cannot be asked."""
     from farspan import models

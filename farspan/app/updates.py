@@ -1,6 +1,6 @@
 """What a function of the API tells while it works: one callback takes every update, by its type.
 
-Updates are `Note`, `Compared`, `Tried`, `Chosen` and `Training` of this file, `Planned` of `plans`, the events of a
+Updates are `Note`, `Ranked`, `Tried`, `Chosen` and `Training` of this file, `Planned` of `plans`, the events of a
 run (`domain.results`), the `Work` on an index, and `Ended`, after which no live display is wanted.
 """
 
@@ -24,7 +24,7 @@ class Note(msgspec.Struct, frozen=True):
     text: str
 
 
-class Compared(msgspec.Struct, frozen=True):
+class Ranked(msgspec.Struct, frozen=True):
     """Every technique, priced, before one is chosen."""
 
     ranking: Ranking

@@ -20,7 +20,7 @@ from farspan._version import __version__
 from farspan.app.clusters import reached_by
 from farspan.cli.bench_clusters import There, bare, clusters_of, figures_hash
 from farspan.cli.console import Console
-from farspan.cli.trying import TRIAL_S, Paces
+from farspan.cli.trying import TRIAL_S, TriedPaces
 from farspan.corpus.made import make
 from farspan.domain.bench import Cell, Matrix, Row, Status, cells, figures, latest
 from farspan.domain.cluster import Cluster
@@ -33,7 +33,7 @@ from farspan.domain.problems import Problem, Refusal
 from farspan.domain.run import cache_folder, commit
 from farspan.domain.units import format_seconds, parse_count, parse_seconds, short_time
 from farspan.launch.lock import locked
-from farspan.launch.trial import WARMUP, Limits, Question, apart, predicted_s
+from farspan.launch.trial import WARMUP, Limits, TrialQuery, apart, predicted_s
 from farspan.planning.cases import MATRIX, Case, case, check_techniques, key_of, spec_of
 from farspan.planning.pace import hourly_price
 from farspan.planning.published import alpa_tflops
@@ -145,7 +145,7 @@ def measure(matrix: Matrix, results: Results, console: Console, *, agreed: bool,
         console.say(f"{len(wanted):,} cells: pricing {f'{MANY} of them' if many else 'them'}")
         there = stack.enter_context(clusters_of(matrix, {cell.cluster: None for cell in some}))
         refuse_changed(there, rows)
-        paces = Paces(results.trials, matrix, there)
+        paces = TriedPaces(results.trials, matrix, there)
         found, todo = meanings(matrix, some, there, paces, known)
         if not many:
             refuse_impossible(found)
@@ -173,7 +173,7 @@ def measure(matrix: Matrix, results: Results, console: Console, *, agreed: bool,
 
 
 def meanings(
-    matrix: Matrix, wanted: Sequence[Cell], there: There, paces: Paces, known: Collection[str]
+    matrix: Matrix, wanted: Sequence[Cell], there: There, paces: TriedPaces, known: Collection[str]
 ) -> tuple[list[Todo], list[Todo]]:  # fmt: skip
     """What cells mean, all and those that are not `known` by their keys."""
     found = [meant(matrix, cell, there[cell.cluster], paces) for cell in wanted]
@@ -214,7 +214,7 @@ def refuse_changed(there: There, rows: Sequence[Row]) -> None:
             )  # fmt: skip
 
 
-def meant(matrix: Matrix, cell: Cell, there: tuple[Cluster, str], paces: Paces) -> Todo:
+def meant(matrix: Matrix, cell: Cell, there: tuple[Cluster, str], paces: TriedPaces) -> Todo:
     """A cell as a plan, priced on its cluster as far as that was tried."""
     (cluster, here), asked = there, matrix.clusters[cell.cluster]
     launcher = reached_by(asked) or "local" if isinstance(asked, str) else "local"
@@ -258,7 +258,7 @@ def measured(matrix: Matrix, todo: Todo) -> tuple[Row, Plan | None]:
     deadline_s = positive(parse_seconds, matrix.deadline, "deadline", "5m", MATRIX)
     warmup, steps = steps_of(matrix, one.estimate.step_s)
     within = Limits(steps=steps, deadline_s=deadline_s, warmup=warmup)
-    made = apart(Question(
+    made = apart(TrialQuery(
         plan=one.made, corpus=str(todo.corpus), cluster=one.cluster, launcher=todo.launcher, within=within
     ))  # fmt: skip
     row = row_of(matrix, todo, at, status=made.status, cause="" if made.problem is None else told(made.problem))

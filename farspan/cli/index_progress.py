@@ -12,7 +12,7 @@ from rich.table import Table
 
 from farspan.cli.progress import LINE_S
 from farspan.domain.units import format_seconds
-from farspan.retrieval.work import Work
+from farspan.retrieval.work import IndexWork
 
 _NAMES = {"embedding": "embedding", "fitting": "fitting to titles", "storing": "storing"}
 
@@ -23,7 +23,7 @@ class IndexProgress:
     def __init__(self, console: Console, clock: Callable[[], float]) -> None:
         self._console, self._clock = console, clock
         self._line_at = clock()
-        self._work = Work(clock)
+        self._work = IndexWork(clock)
         self._live: Live | None = None
         if console.is_terminal:
             self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True)
@@ -37,7 +37,7 @@ class IndexProgress:
         if self._live is not None:
             self._live.stop()
 
-    def show(self, work: Work) -> None:
+    def show(self, work: IndexWork) -> None:
         """Take in how far the work is by now."""
         self._work = work
         if self._live is None and self._clock() - self._line_at >= LINE_S:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from farspan.app import pricing
-from farspan.app.pricing import Asked
+from farspan.app.pricing import PlanQuery
 from farspan.cli.console import Console
 from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.problems import Refusal, command
@@ -45,19 +45,19 @@ def takes_offers(parser: argparse.ArgumentParser) -> None:
     asked.add_argument("--plan", metavar="PLAN.JSON", type=Path, help="export this plan; nothing is ranked")
 
 
-def asked_of(given: argparse.Namespace) -> Asked:
+def asked_of(given: argparse.Namespace) -> PlanQuery:
     """What the flags ask."""
     question = Question(
         model=given.model or "", tokens=given.tokens, batch=given.batch, seq_len=given.seq_len,
         precision=given.precision, attention=given.attention, recompute=given.recompute, wan_bits=given.wan_bits,
     )  # fmt: skip
-    return Asked(
+    return PlanQuery(
         question=question, cluster=given.cluster, objective=given.objective, allow=tuple(given.technique),
         tolerance=given.tolerance,
     )  # fmt: skip
 
 
-def answered(given: argparse.Namespace, asked: Asked, console: Console) -> bool:
+def answered(given: argparse.Namespace, asked: PlanQuery, console: Console) -> bool:
     """Answers a question of this page that needs no ranking; whether there was one."""
     if given.export:
         from farspan.planning.export import system
@@ -143,7 +143,7 @@ def _row(found: Fit, limit: Limit) -> tuple[str, ...]:
 # -- what to rent ------------------------------------------------------------------------------------------------------
 
 
-def _rent(given: argparse.Namespace, asked: Asked, console: Console) -> None:
+def _rent(given: argparse.Namespace, asked: PlanQuery, console: Console) -> None:
     from farspan.planning.rank import Ranking
 
     _need(given, "model")

@@ -12,7 +12,7 @@ from farspan.domain.model import parameters
 from farspan.domain.units import format_bytes, format_count, format_seconds, short_time
 from farspan.domain.words import joined
 from farspan.planning.compare import best_of, bounds, called, devices_line, spent, verdict
-from farspan.planning.diff import Difference
+from farspan.planning.diff import PlanDifference
 from farspan.planning.rank import Candidate, Ranking
 from farspan.planning.why import Why, assumed, choice, reason, why
 
@@ -236,7 +236,7 @@ def say_why(found: Why, console: Console) -> None:
             console.say(paragraph(f"- {sentence}", hang=2))
 
 
-def say_difference(found: Difference, console: Console) -> None:
+def say_difference(found: PlanDifference, console: Console) -> None:
     """Two plans side by side: what is configured differently, then what that gives."""
     colours = painter(json=console.json)
     heads = ("", f"A: {found.names[0]}", f"B: {found.names[1]}", "B / A")

@@ -12,7 +12,7 @@ from farspan.domain.problems import Refusal, command, nearest
 from farspan.planning.rank import Candidate, Ranking
 
 if TYPE_CHECKING:
-    from farspan.planning.diff import Side
+    from farspan.planning.diff import PlanSide
     from farspan.report.plan_picture import Picture
 
 
@@ -112,19 +112,19 @@ def _index(name: str, ranking: Ranking) -> int | None:
     return planned[0]
 
 
-def _side(name: str, ranking: Ranking) -> Side:
+def _side(name: str, ranking: Ranking) -> PlanSide:
     """A candidate, or the plan in a file, priced."""
     from farspan import models
     from farspan.domain.engine import engine
     from farspan.estimate.price import estimate
     from farspan.planning.compare import called
-    from farspan.planning.diff import Side
+    from farspan.planning.diff import PlanSide
 
     if _is_file(name):
         plan = read_plan(Path(name))
         check_cluster(plan, ranking.cluster, Path(name), "give --cluster the one that the plan was made for")
         priced = estimate(plan, models.graph(plan.model), ranking.cluster, engine(plan.engine))
-        return Side(name=f"{plan.technique} in {Path(name).name}", plan=plan, estimate=priced)
+        return PlanSide(name=f"{plan.technique} in {Path(name).name}", plan=plan, estimate=priced)
     index = _index(name, ranking)
     if index is None:
         raise Refusal(
@@ -133,7 +133,7 @@ def _side(name: str, ranking: Ranking) -> Side:
         )  # fmt: skip
     one = ranking.candidates[index]
     assert one.plan is not None and one.estimate is not None
-    return Side(name=called(one), plan=one.plan, estimate=one.estimate)
+    return PlanSide(name=called(one), plan=one.plan, estimate=one.estimate)
 
 
 def _is_file(name: str) -> bool:

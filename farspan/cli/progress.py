@@ -26,7 +26,7 @@ RECENT_STEPS = 50
 LINE_S = 10.0
 
 
-class Progress:
+class TrainingDisplay:
     """Shows events one at a time: `with Progress(plan, console, time.time) as progress: progress.show(event)`.
 
     `clock` gives seconds since the epoch, as `Event.at`. Only events of this start are shown, not those of starts
@@ -48,7 +48,7 @@ class Progress:
         if console.is_terminal:
             self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> TrainingDisplay:
         if self._live is not None:
             self._live.start()
         return self

@@ -8,11 +8,11 @@ from types import TracebackType
 import rich.console
 
 from farspan.app.plans import Planned
-from farspan.app.updates import Chosen, Compared, Ended, Note, Training, Tried
+from farspan.app.updates import Chosen, Ended, Note, Ranked, Training, Tried
 from farspan.cli.console import Console
 from farspan.cli.index_progress import IndexProgress
 from farspan.cli.planning import paragraph, say_ranking
-from farspan.cli.progress import Progress
+from farspan.cli.progress import TrainingDisplay
 from farspan.domain.results import Event
 from farspan.planning.outcome import trial_line, why
 
@@ -22,7 +22,7 @@ class Show:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._live: Progress | IndexProgress | None = None
+        self._live: TrainingDisplay | IndexProgress | None = None
 
     def __enter__(self) -> Show:
         return self
@@ -35,7 +35,7 @@ class Show:
         match update:
             case Note():
                 say(update.text)
-            case Compared():
+            case Ranked():
                 say_ranking(update.ranking, self._console)
                 say()
             case Tried():
@@ -45,12 +45,12 @@ class Show:
             case Planned():
                 self._planned(update)
             case Training():
-                self._live = Progress(update.plan, self._rich(), time.time)
+                self._live = TrainingDisplay(update.plan, self._rich(), time.time)
                 self._live.__enter__()
             case Ended():
                 self._end()
             case _ if isinstance(update, Event):
-                assert isinstance(self._live, Progress)
+                assert isinstance(self._live, TrainingDisplay)
                 self._live.show(update)
             case _:
                 self._index(update)
@@ -63,9 +63,9 @@ class Show:
             self._console.say(f"warning: {warning}")
 
     def _index(self, update: object) -> None:
-        from farspan.retrieval.work import Work
+        from farspan.retrieval.work import IndexWork
 
-        if not isinstance(update, Work):
+        if not isinstance(update, IndexWork):
             return
         if self._live is None:
             self._live = IndexProgress(self._rich(), time.monotonic)

@@ -29,20 +29,20 @@ from farspan.planning.cases import Case, seq_len_of, spec_of
 TRIAL_S = 12.0
 
 
-class Tried(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DeviceTrial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A trial of a model on a cluster's first device, or why there is none: then nothing corrects its predictions."""
 
     probe: ProbeResult | None = None
     why: str = ""
 
 
-class Paces:
+class TriedPaces:
     """The clusters of a matrix as trials found their first devices. A trial is made once and kept in `folder`, so that
     a matrix that goes on is priced as it was begun."""
 
     def __init__(self, folder: Path, matrix: Matrix, there: There) -> None:
         self._folder, self._matrix, self._there = folder, matrix, there
-        self._known: dict[Path, Tried] = {}
+        self._known: dict[Path, DeviceTrial] = {}
 
     def cluster(self, cell: Cell) -> Cluster:
         """The cell's cluster, with the pace and the memory of its model's trial where there is one."""
@@ -81,9 +81,9 @@ class Paces:
         hash_ = self._there[cell.cluster][1]
         return trial_file(self._folder, hash_, model, cell.precision, seq_len_of(cell, model), cell.attention)
 
-    def _tried(self, path: Path) -> Tried | None:
+    def _tried(self, path: Path) -> DeviceTrial | None:
         if path not in self._known and path.exists():
-            self._known[path] = load(path, Tried)
+            self._known[path] = load(path, DeviceTrial)
         return self._known.get(path)
 
 
@@ -92,7 +92,7 @@ def trial_file(folder: Path, cluster_hash: str, model: ModelSpec, *more: object)
     return folder / f"{content_hash(model, cluster_hash, *more)}.json"
 
 
-def _as_found(plain: Cluster, found: Tried | None, model: ModelSpec, train: TrainSpec) -> Cluster:
+def _as_found(plain: Cluster, found: DeviceTrial | None, model: ModelSpec, train: TrainSpec) -> Cluster:
     """The cluster as the trial found its first device; as it is where there is none."""
     if found is None or found.probe is None:
         return plain
@@ -103,19 +103,21 @@ def as_tried(folder: Path, plain: Cluster, cluster_hash: str, plan: Plan) -> Clu
     """The cluster as a plan of a bench was priced on it, whose trials lie in `folder`."""
     train = plan.train
     path = trial_file(folder, cluster_hash, plan.model, train.precision, train.seq_len, train.attention)
-    return _as_found(plain, load(path, Tried) if path.exists() else None, plan.model, train)
+    return _as_found(plain, load(path, DeviceTrial) if path.exists() else None, plan.model, train)
 
 
-def tried(one: Case, plain: Cluster) -> Tried:
+def tried(one: Case, plain: Cluster) -> DeviceTrial:
     """A few steps of a case's model on the first device, of as many of its sequences as fit there."""
     asked = msgspec.structs.replace(one.train, batch=one.cell.batch, steps=1)
     train, at = pace.fitting(one.model, asked, plain, engine("farspan")), first_device(plain)
     if isinstance(train, Problem):
-        return Tried(why=f"{train.what}: {train.fact}")
+        return DeviceTrial(why=f"{train.what}: {train.fact}")
     try:
         with Probe(plain.machines[0], threads=at.threads, device=0) as probe:
-            return Tried(probe=probe.measure(at, one.model, train, precisions=(train.precision,), seconds=PROBE_S))
+            return DeviceTrial(
+                probe=probe.measure(at, one.model, train, precisions=(train.precision,), seconds=PROBE_S)
+            )
     except Refusal as refusal:
-        return Tried(why=f"{refusal.problem.what}: {refusal.problem.fact}")
+        return DeviceTrial(why=f"{refusal.problem.what}: {refusal.problem.fact}")
     except (OSError, subprocess.SubprocessError) as error:
-        return Tried(why=str(error))
+        return DeviceTrial(why=str(error))

@@ -32,7 +32,7 @@ DROPPED, TRAIN, VAL = 0, 1, 2
 _SPLITS = {"train": TRAIN, "val": VAL}
 
 
-class Shard(msgspec.Struct, frozen=True, kw_only=True):
+class FinishedShard(msgspec.Struct, frozen=True, kw_only=True):
     """Marker of a finished shard of text: what it holds."""
 
     documents: int
@@ -40,11 +40,11 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
 
 
-def spool(source: Source, work: Path) -> list[Shard]:
+def spool(source: Source, work: Path) -> list[FinishedShard]:
     """Write the source's documents, cleaned, to WORK/00000.docs and so on; finished shards are kept as they are."""
-    shards: list[Shard] = []
+    shards: list[FinishedShard] = []
     while (marker := work / f"{len(shards):05}.shard").exists():
-        shards.append(load(marker, Shard))
+        shards.append(load(marker, FinishedShard))
     parts = (part for document in source.documents() for part in cut(document))
     rest = itertools.islice(parts, sum(shard.documents for shard in shards), None)
     while documents := _shardful(rest):
@@ -52,7 +52,7 @@ def spool(source: Source, work: Path) -> list[Shard]:
         write_documents(stem.with_suffix(".docs"), documents)
         digest = hashlib.sha256(b"".join(msgspec.json.encode(document) for document in documents)).hexdigest()
         text_bytes = sum(len(document.text.encode()) for document in documents)
-        shards.append(Shard(documents=len(documents), text_bytes=text_bytes, digest=digest))
+        shards.append(FinishedShard(documents=len(documents), text_bytes=text_bytes, digest=digest))
         save(shards[-1], stem.with_suffix(".shard"))
     return shards
 

@@ -127,7 +127,7 @@ def _copy_tokenizer(where: str, vocab: int | Literal["auto"], tokenizer_file: Pa
     words.save(tokenizer_file)
 
 
-def _spool(source: Source, data: DataConfig, work: Path, say: Say) -> list[pack.Shard]:
+def _spool(source: Source, data: DataConfig, work: Path, say: Say) -> list[pack.FinishedShard]:
     """Spool the source; refuses one without text, and a disk too small for the rest of the work."""
     say(f"reading {data.source}")
     shards = pack.spool(source, work)

@@ -38,7 +38,7 @@ class Nvidia(msgspec.Struct, frozen=True, kw_only=True):
     failure: str = ""
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
+class TorchGpu(msgspec.Struct, frozen=True, kw_only=True):
     """A GPU as PyTorch sees it."""
 
     name: str
@@ -54,7 +54,7 @@ class Wheel(msgspec.Struct, frozen=True, kw_only=True):
     hip: str | None = None
     #: `torch.cuda.get_arch_list()` of the build.
     archs: tuple[str, ...] = ()
-    seen: tuple[Seen, ...] = ()
+    seen: tuple[TorchGpu, ...] = ()
     #: Why it sees none, in its own words.
     error: str = ""
     #: CUDA_VISIBLE_DEVICES; None where it is not set.

@@ -22,7 +22,7 @@ UNKNOWN_BANDWIDTH = {"cuda": 320e9, "mps": 100e9, "cpu": 3.2e9}
 UNKNOWN_FP32 = {"cuda": 1 / 8, "mps": 1.0, "cpu": 1.0}
 
 
-class Work(NamedTuple):
+class OperatorWork(NamedTuple):
     """One pass over one operator on one device."""
 
     flops: float
@@ -34,7 +34,7 @@ class Work(NamedTuple):
     apart: float = 0.0
 
 
-class Rates:
+class DeviceSpeed:
     """What one device does in a second, at one dtype under one engine. `slowdown` multiplies every time."""
 
     def __init__(self, device: Device, dtype: DType, engine: Engine, slowdown: float = 1.0) -> None:
@@ -64,7 +64,7 @@ class Rates:
 
         return self._measured[min(range(len(self._measured)), key=distance)][1]
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: OperatorWork) -> float:
         arithmetic = work.flops / self.flops(work.m, work.k, work.n) if work.flops else 0.0
         memory_s = max(arithmetic, work.bytes / self._bandwidth) + work.apart / self._bandwidth
         return self.slowdown * (memory_s + self._operator_s)
@@ -77,7 +77,7 @@ class Rates:
 def work(
     graph: OpGraph, op: Operator, rows: int, seq_len: int, width: int, share: float, weight_share: float,
     keys: float | None, passes: float = 1.0, gradient_passes: float = 0.0,
-) -> tuple[Work, Work]:  # fmt: skip
+) -> tuple[OperatorWork, OperatorWork]:  # fmt: skip
     """The forward and the backward pass of one operator over `rows` sequences, of which a device does `share`. What is
     not fused goes through memory so many times, and a new gradient in fp32 until it is added to that of earlier
     microbatches (`Engine.passes`, `gradient_passes`). `keys`: `estimate.memory.scored_keys`."""
@@ -101,6 +101,6 @@ def work(
     moved = width * (activations + weights)
     summed = "".join(dim for dim in op.inputs[-1] if dim not in op.output) if op.kind == "matmul" else "d"
     m, k, n = rows * seq_len, graph.size(summed), max(1, round(graph.size(op.output[2:] or "d") * share))
-    forward = Work(forward_flops(graph, op, rows, seq_len, keys) * share, moved, m, k, n)
-    backward = Work(backward_flops(graph, op, rows, seq_len, keys) * share, 2 * moved, m, k, n, added)
+    forward = OperatorWork(forward_flops(graph, op, rows, seq_len, keys) * share, moved, m, k, n)
+    backward = OperatorWork(backward_flops(graph, op, rows, seq_len, keys) * share, 2 * moved, m, k, n, added)
     return forward, backward

@@ -27,7 +27,7 @@ UNKNOWN_BANDWIDTH = 1e9 / 8
 SEGMENT = 1448
 
 
-class Wire(msgspec.Struct, frozen=True):
+class NetworkPath(msgspec.Struct, frozen=True):
     """Between two ranks, one way: seconds before the first byte arrives, bytes a second afterwards."""
 
     delay_s: float
@@ -65,7 +65,7 @@ class Network:
         self._site_of = {name: site.name for name, site in sites.items()}
         self._own = {frozenset((link.a, link.b)) for link in cluster.links}
         self._links: dict[tuple[str, str], Link] = {}
-        self._wires: dict[tuple[str, str, bool, int], Wire] = {}
+        self._wires: dict[tuple[str, str, bool, int], NetworkPath] = {}
         self._rings: dict[tuple[tuple[str, ...], int, str], tuple[float, float]] = {}
 
     def _used(self) -> Iterator[tuple[Device, str]]:
@@ -120,20 +120,20 @@ class Network:
         hosts = self.hosts[a], self.hosts[b]
         return 0.0 if hosts[0] == hosts[1] else paced(self.link(*hosts)).rtt_s
 
-    def wire(self, a: int, b: int, *, collective: bool, streams: int | None = None) -> Wire:
+    def wire(self, a: int, b: int, *, collective: bool, streams: int | None = None) -> NetworkPath:
         """The wire from rank `a` to rank `b` for a collective's messages, or for sends over so many streams."""
         return self.between(self.hosts[a], self.hosts[b], collective, streams or self.engine.streams)
 
-    def between(self, a: str, b: str, collective: bool, streams: int) -> Wire:
+    def between(self, a: str, b: str, collective: bool, streams: int) -> NetworkPath:
         key = (a, b, collective, streams)
         if key not in self._wires:
             self._wires[key] = self._make(a, b, collective, streams)
         return self._wires[key]
 
-    def _make(self, a: str, b: str, collective: bool, streams: int) -> Wire:
+    def _make(self, a: str, b: str, collective: bool, streams: int) -> NetworkPath:
         engine, sites = self.engine, (self._site_of[a], self._site_of[b])
         if a == b:
-            return Wire(LOCAL_DELAY_S, self.local_rate[a], self.local_rate[a], (a, b), sites)
+            return NetworkPath(LOCAL_DELAY_S, self.local_rate[a], self.local_rate[a], (a, b), sites)
         link = paced(self.link(a, b))
         line = assumed_bandwidth(link, sites) if link.bandwidth is None else link.bandwidth
         if engine.host_rate is not None:
@@ -145,9 +145,9 @@ class Network:
         if link.loss and not link.in_flight:
             rate = min(rate, streams * SEGMENT / link.rtt_s * math.sqrt(1.5 / link.loss))
         timed = () if collective or streams > 1 else tuple(sorted(link.transfer_s.items()))
-        return Wire(link.rtt_s / 2, rate, line, (a, b), sites, timed)
+        return NetworkPath(link.rtt_s / 2, rate, line, (a, b), sites, timed)
 
-    def send_s(self, wire: Wire, size: float, concurrent: int = 1) -> float:
+    def send_s(self, wire: NetworkPath, size: float, concurrent: int = 1) -> float:
         """Seconds that one of so many concurrent messages of `size` bytes keeps a wire busy, without its delay."""
         if len(wire.timed) > 1:
             least = concurrent * size / wire.line

@@ -22,10 +22,11 @@ from farspan.estimate.loss import loss
 from farspan.estimate.memory import MEETING, OVERLAPPING
 from farspan.estimate.network import Network
 from farspan.estimate.replicas import token_efficiency
-from farspan.estimate.schedule import Hop, Simulated, effective_depths, simulate
+from farspan.estimate.schedule import Hop, Simulated, simulate
 from farspan.estimate.stage import Costs
 from farspan.estimate.stage_time import StageTime, stage_time
 from farspan.estimate.sums import carried_s, leaving
+from farspan.semantics.pass_order import depths_in_flight
 
 #: Share of a run that validation, checkpoints, start-up and noise take beside its steps. A planning margin.
 RESERVE = 0.1
@@ -40,7 +41,7 @@ TRIED = (0.75, 1.3)
 ASSUMED = 0.4
 
 
-class Step(NamedTuple):
+class ReplicaStep(NamedTuple):
     """One replica's step: seconds in all and as the slowest stage sees them, the simulation, bytes that leave sites."""
 
     seconds: float
@@ -91,7 +92,7 @@ def price(plan: Plan, costs: Costs, *, brief: bool = False) -> Estimate:
     )  # fmt: skip
 
 
-def step(replica: Replica, costs: Costs) -> Step:
+def step(replica: Replica, costs: Costs) -> ReplicaStep:
     """One step of one replica, simulated."""
     times = [timed_stage(replica, i, costs) for i in range(len(replica.stages))]
     down, up = edges(replica, costs)
@@ -112,7 +113,7 @@ def step(replica: Replica, costs: Costs) -> Step:
     compute, communication = max(busy, key=sum)
     network = communication + _fill(replica, costs, down, up) if len(times) > 1 else communication
     bubble = max(0.0, seconds - compute - communication)
-    return Step(seconds, compute, communication, bubble, network, simulated, sent)
+    return ReplicaStep(seconds, compute, communication, bubble, network, simulated, sent)
 
 
 def timed_stage(replica: Replica, index: int, costs: Costs, rows: Sequence[int] | None = None) -> StageTime:
@@ -184,7 +185,7 @@ def run(replica: Replica, costs: Costs, times: list[StageTime], starts: Sequence
     down, up = edges(replica, costs)
     return simulate(
         [time.passes.forward for time in times], [time.passes.backward for time in times], down, up,
-        replica.microbatches, effective_depths(replica), sends_awaited=costs.engine.sends_awaited,
+        replica.microbatches, depths_in_flight(replica), sends_awaited=costs.engine.sends_awaited,
         receives_ahead=costs.engine.receives_ahead, starts=starts,
     )  # fmt: skip
 
@@ -301,7 +302,7 @@ def _tie(replica: Replica, costs: Costs) -> Tie:
     return Tie(across=across, back=back, taken=carried)
 
 
-def _outer(plan: Plan, costs: Costs, slowest: Step) -> tuple[float, dict[str, float]]:
+def _outer(plan: Plan, costs: Costs, slowest: ReplicaStep) -> tuple[float, dict[str, float]]:
     """Seconds a step, and bytes by site, of the exchange between replicas."""
     if plan.sync is None or len(plan.replicas) < 2:
         return 0.0, {}

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from farspan.domain.plan import Replica
+from farspan.semantics.pass_order import pass_order
 
 
 class Hop(NamedTuple):
@@ -21,7 +21,7 @@ class Hop(NamedTuple):
     delay: float
 
 
-class Span(NamedTuple):
+class PassSpan(NamedTuple):
     """What a stage did from `start` to `end`: the `kind` is "forward", "backward", or "send"."""
 
     stage: int
@@ -37,28 +37,7 @@ class Simulated(NamedTuple):
     ends: list[float]
     computed: list[float]
     sending: list[float]
-    spans: list[Span]
-
-
-def order(microbatches: int, depth: int) -> list[tuple[str, int]]:
-    """The passes of a stage: `depth` forward passes ahead, then backward and forward in turn."""
-    ahead = min(depth, microbatches)
-    passes = [("forward", i) for i in range(ahead)]
-    for i in range(microbatches):
-        passes.append(("backward", i))
-        if ahead + i < microbatches:
-            passes.append(("forward", ahead + i))
-    return passes
-
-
-def effective_depths(replica: Replica) -> list[int]:
-    """Microbatches that each stage has begun and not finished at most: no stage can have more than the one before it
-    lets through, nor more than there are."""
-    depths, most = [], replica.microbatches
-    for depth in replica.in_flight:
-        most = min(most, depth)
-        depths.append(most)
-    return depths
+    spans: list[PassSpan]
 
 
 def simulate(
@@ -72,12 +51,12 @@ def simulate(
     waits for the receiver to be free and to answer: another delay.
     """
     stages = len(forward)
-    todo = [order(microbatches, depth) for depth in depths]
+    todo = [pass_order(microbatches, depth) for depth in depths]
     place, computed, sending = [0] * stages, [0.0] * stages, [0.0] * stages
     free = list(starts or [0.0] * stages)
     ready: dict[tuple[int, str, int], float] = {(0, "forward", i): -math.inf for i in range(microbatches)}
     wires = {(i, way): -math.inf for i in range(stages) for way in (1, -1)}
-    spans: list[Span] = []
+    spans: list[PassSpan] = []
     waiting = list(range(stages))
     while waiting:
         stage = waiting.pop()
@@ -89,7 +68,7 @@ def simulate(
             took = forward[stage] if kind == "forward" else backward[stage]
             start = max(there, free[stage])
             end = start + took
-            spans.append(Span(stage, kind, index, start, end))
+            spans.append(PassSpan(stage, kind, index, start, end))
             computed[stage] += took
             free[stage] = end
             if kind == "forward" and stage == stages - 1:
@@ -107,6 +86,6 @@ def simulate(
             if sends_awaited:
                 free[stage] = arrives
                 sending[stage] += arrives - end
-                spans.append(Span(stage, "send", index, end, arrives))
+                spans.append(PassSpan(stage, "send", index, end, arrives))
             waiting.append(peer)
     return Simulated(free, computed, sending, spans)

@@ -13,7 +13,7 @@ from farspan.domain.graph import Operator, OpGraph, replayed
 from farspan.domain.plan import Replica, Stage
 from farspan.domain.results import Memory
 from farspan.domain.train import TrainSpec
-from farspan.estimate.compute import BYTES, Rates, work
+from farspan.estimate.compute import BYTES, DeviceSpeed, work
 from farspan.estimate.memory import (
     activations_per_row,
     local_parameters,
@@ -23,8 +23,8 @@ from farspan.estimate.memory import (
     state_bytes,
 )
 from farspan.estimate.network import Network
-from farspan.estimate.schedule import effective_depths
 from farspan.estimate.units import TimedUnits
+from farspan.semantics.pass_order import depths_in_flight
 from farspan.semantics.sharding import PARTIAL, Collective, between, strategy, weight_share, work_share
 from farspan.semantics.sharding import RESIDUAL as RESIDUAL
 
@@ -59,7 +59,7 @@ class Costs:
         self._turns = [max(device.turn_s, self.engine.turn_s * (crowd - 1)) for device, crowd in self.signature]
         self.alike = [known.setdefault(figures, len(known)) for figures in self.figures]
         self.rates = {
-            kind: Rates(self.signature[rank][0], train.precision, self.engine, self.signature[rank][1])
+            kind: DeviceSpeed(self.signature[rank][0], train.precision, self.engine, self.signature[rank][1])
             for rank, kind in reversed(list(enumerate(self.alike)))
         }
         self._devices = {kind: self.signature[rank][0] for rank, kind in enumerate(self.alike)}
@@ -246,7 +246,7 @@ class Costs:
     def memory(self, replica: Replica, index: int, coordinate: int, outer: int = 0) -> Memory:
         """The peak of a device of one batch coordinate of a stage; `outer` bytes a parameter more between replicas."""
         piped = len(replica.stages) > 1
-        depth = effective_depths(replica)[index] if piped else 1
+        depth = depths_in_flight(replica)[index] if piped else 1
         rows = replica.micro_rows(index, coordinate)
         return self.memory_of(replica.stages[index], rows, depth, coordinate, piped=piped, outer=outer)
 

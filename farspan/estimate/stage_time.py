@@ -8,7 +8,7 @@ from typing import NamedTuple
 from farspan.domain.engine import Engine
 from farspan.domain.plan import Stage
 from farspan.estimate.stage import Costs, Pass
-from farspan.estimate.sums import Sync, sync
+from farspan.estimate.sums import SyncTimes, sync
 
 
 class StageTime(NamedTuple):
@@ -50,7 +50,7 @@ def _exposed(engine: Engine, seconds: float, cover: float, last: float) -> float
     return max(seconds * last, seconds - engine.overlap * cover) if seconds else 0.0
 
 
-def _contended(engine: Engine, stage: Stage, passes: Pass, sync: Sync, microbatches: int) -> tuple[float, float]:
+def _contended(engine: Engine, stage: Stage, passes: Pass, sync: SyncTimes, microbatches: int) -> tuple[float, float]:
     """The passes, longer where collectives of the batch axes run beside them: sums during the backward pass (the last
     microbatch's, unless they are scattered each time), gathers the forward pass too."""
     slower = engine.contention

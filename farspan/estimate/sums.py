@@ -16,7 +16,7 @@ from farspan.estimate.network import Network
 from farspan.estimate.stage import Costs
 
 
-class Sync(NamedTuple):
+class SyncTimes(NamedTuple):
     """Seconds a step over the batch axes: sums, gathers of weights, sums over other axes; the share of one message,
     and of what is sent last; the way that straight messages share; seconds that all this keeps processors from
     computing; bytes that leave each site."""
@@ -35,7 +35,7 @@ class Sync(NamedTuple):
         return max(self.trip + (seconds - self.trip) * self.last, seconds - cover) if seconds else 0.0
 
 
-def sync(costs: Costs, stage: Stage, microbatches: int) -> Sync:
+def sync(costs: Costs, stage: Stage, microbatches: int) -> SyncTimes:
     """All that a stage's batch axes exchange in a step; nothing overlaps yet."""
     mesh, network, engine = stage.mesh, costs.network, costs.engine
     ways = mesh.size("tensor")
@@ -75,7 +75,7 @@ def sync(costs: Costs, stage: Stage, microbatches: int) -> Sync:
     each, gone = 1 / max(1.0, messages), _sent(costs, stage, microbatches)
     busy = _busy(costs, stage, microbatches, messages) if engine.move_cost else 0.0
     trip = _trip(costs, stage)
-    return Sync(reduce, gather, rest, each, max(each, _tables(costs, stage)), trip, busy, gone)
+    return SyncTimes(reduce, gather, rest, each, max(each, _tables(costs, stage)), trip, busy, gone)
 
 
 def _trip(costs: Costs, stage: Stage) -> float:

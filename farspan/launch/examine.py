@@ -46,7 +46,7 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     wheel: Wheel | None = None
 
 
-class Way(msgspec.Struct, frozen=True, kw_only=True):
+class HostPath(msgspec.Struct, frozen=True, kw_only=True):
     """From one host to another. `failed` is name, route, port, timeout or None; rates are bytes a second."""
 
     a: str
@@ -68,7 +68,7 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
 class Examination(msgspec.Struct, frozen=True, kw_only=True):
     hosts: dict[str, HostFacts]
     unreachable: dict[str, Problem]
-    ways: tuple[Way, ...]
+    ways: tuple[HostPath, ...]
 
 
 @contextmanager
@@ -94,7 +94,7 @@ def examine(cluster: Cluster, *, streams: Sequence[int]) -> Examination:
     """Every host and every pair of hosts, rates with so many streams each."""
     with agents(cluster.hosts) as (reached, unreachable):
         facts = {name: facts_of(agent) for name, agent in reached.items()}
-        ways: list[Way] = []
+        ways: list[HostPath] = []
         for pairs in rounds(sorted(reached)):
             with ThreadPoolExecutor(max(1, len(pairs))) as pool:
                 for found in pool.map(lambda pair: between(reached[pair[0]], reached[pair[1]], streams), pairs):
@@ -124,7 +124,7 @@ def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
     return found
 
 
-def between(a: Agent, b: Agent, streams: Sequence[int]) -> tuple[Way, Way]:
+def between(a: Agent, b: Agent, streams: Sequence[int]) -> tuple[HostPath, HostPath]:
     """Both ways between two hosts: first whether, then how fast, never two measurements at a time."""
     with ThreadPoolExecutor(2) as pool:
         there, back = pool.map(lambda pair: reach(*pair), ((a, b), (b, a)))
@@ -142,11 +142,13 @@ def address(host: Host) -> str:
     return host.address or host.name
 
 
-def reach(a: Agent, b: Agent, pings: int = PINGS) -> Way:
+def reach(a: Agent, b: Agent, pings: int = PINGS) -> HostPath:
     """Whether `a` can connect to `b`, and its round trips: median, and half the spread of the middle half as jitter."""
     answer = a.ask("reach", **b.target, deadline=REACH_S, pings=pings, deadline_s=3 * REACH_S)
     interface = a.ask("route", address=b.address)["interface"]
-    way = Way(a=a.host.name, b=b.host.name, failed=answer["failed"], fact=answer.get("fact", ""), interface=interface)
+    way = HostPath(
+        a=a.host.name, b=b.host.name, failed=answer["failed"], fact=answer.get("fact", ""), interface=interface
+    )
     if way.failed:
         return way
     # The first ping pays for the connection's buffers and for threads that have to wake.
@@ -158,7 +160,7 @@ def reach(a: Agent, b: Agent, pings: int = PINGS) -> Way:
     )  # fmt: skip
 
 
-def one_way(a: Agent, b: Agent, way: Way) -> Way:
+def one_way(a: Agent, b: Agent, way: HostPath) -> HostPath:
     """The same way, with whether single datagrams arrive: that tells which direction is cut."""
     tag = f"{a.host.name}-{time.monotonic_ns()}"
     try:

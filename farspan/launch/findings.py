@@ -11,7 +11,7 @@ from farspan.domain.cluster import Cluster, Host
 from farspan.domain.gpus import judge
 from farspan.domain.problems import Problem
 from farspan.domain.units import format_bytes, format_seconds
-from farspan.launch.examine import Examination, HostFacts, Way, address
+from farspan.launch.examine import Examination, HostFacts, HostPath, address
 
 #: Clocks further apart than this make events of several hosts hard to read side by side.
 MAX_SKEW_S = 1.0
@@ -40,7 +40,7 @@ def findings(cluster: Cluster, found: Examination) -> tuple[Finding, ...]:
     return tuple(sorted(everything, key=lambda finding: finding.severity != "refused"))
 
 
-def _of_way(way: Way, cluster: Cluster, found: Examination) -> Iterator[Finding]:
+def _of_way(way: HostPath, cluster: Cluster, found: Examination) -> Iterator[Finding]:
     hosts = {host.name: host for host in cluster.hosts}
     if way.failed:
         yield _unreachable(way, found, hosts)
@@ -63,7 +63,7 @@ def _offset(seconds: float) -> str:
     return f"{format_seconds(abs(seconds))} {'ahead' if seconds > 0 else 'behind'}"
 
 
-def _unreachable(way: Way, found: Examination, hosts: dict[str, Host]) -> Finding:
+def _unreachable(way: HostPath, found: Examination, hosts: dict[str, Host]) -> Finding:
     """Who has to do what: names, routes and firewalls fail in different ways, and in one direction or in both."""
     back = next(other for other in found.ways if (other.a, other.b) == (way.b, way.a))
     target = address(hosts[way.b])

@@ -19,7 +19,7 @@ from farspan.domain.plan import PlannedDevice
 from farspan.domain.probe import LeftOut, UnitTimes
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.units import format_bytes
-from farspan.launch.examine import Way, agents, reach, stream
+from farspan.launch.examine import HostPath, agents, reach, stream
 from farspan.launch.hosts import Agent
 from farspan.launch.probe import Probe
 from farspan.launch.rendezvous import arrange
@@ -73,7 +73,7 @@ def measure(
             ]
             for host in cluster.hosts
         }
-        asked = _Asked(model, seq_len or model.context, dtypes, say, probes, {}, [])
+        asked = _Measuring(model, seq_len or model.context, dtypes, say, probes, {}, [])
         for host in cluster.hosts:
             for index, probe in enumerate(probes[host.name]):
                 # It has started: what it takes for that disturbs nobody's rates any more.
@@ -100,7 +100,7 @@ def shapes(model: ModelSpec, rows: int) -> list[tuple[int, int, int]]:
     return [(rows, k, n) for k, n in dict.fromkeys(products)]
 
 
-class _Asked(NamedTuple):
+class _Measuring(NamedTuple):
     """What is timed of a model, sequences so long in these dtypes or all that a device has; and what came of it."""
 
     model: ModelSpec
@@ -141,7 +141,7 @@ class _Asked(NamedTuple):
         return [index for index in range(len(host.devices)) if (host.name, index) not in self.failed]
 
 
-def _alone(host: Host, asked: _Asked) -> Host:
+def _alone(host: Host, asked: _Measuring) -> Host:
     """A host's devices one after another: those that share cores must not disturb each other."""
     done = list[Device]()
     bare = [msgspec.structs.replace(device, enter=None) for device in host.devices]
@@ -167,7 +167,7 @@ def _alone(host: Host, asked: _Asked) -> Host:
     return msgspec.structs.replace(host, devices=tuple(done))
 
 
-def _crowded(host: Host, asked: _Asked) -> Host:
+def _crowded(host: Host, asked: _Measuring) -> Host:
     """A host's devices with the times of units while all of them compute."""
     if len(there := asked.working(host)) < 2:
         return host
@@ -185,7 +185,7 @@ def _crowded(host: Host, asked: _Asked) -> Host:
     return msgspec.structs.replace(host, devices=tuple(devices))
 
 
-def _local_rate(host: Host, asked: _Asked) -> Host:
+def _local_rate(host: Host, asked: _Measuring) -> Host:
     """Bytes a second that each device of a host sends in an all-reduce over all of them: a ring of 2 (n - 1) steps with
     a part each."""
     if (n := len(there := asked.working(host))) < 2:
@@ -203,7 +203,7 @@ def _planned(host: Host, index: int) -> PlannedDevice:
     )  # fmt: skip
 
 
-def _allreduce(cluster: Cluster, asked: _Asked) -> dict[int, float]:
+def _allreduce(cluster: Cluster, asked: _Measuring) -> dict[int, float]:
     """Over all devices; nothing where one has failed, as what the others take is no figure of the cluster."""
     if asked.failed:
         return {}
@@ -212,7 +212,7 @@ def _allreduce(cluster: Cluster, asked: _Asked) -> dict[int, float]:
     return _together(every, ALLREDUCE_BYTES, asked)
 
 
-def _together(ranks: Sequence[tuple[Host, int]], sizes: Sequence[int], asked: _Asked) -> dict[int, float]:
+def _together(ranks: Sequence[tuple[Host, int]], sizes: Sequence[int], asked: _Measuring) -> dict[int, float]:
     """Seconds of all-reduces over these devices; of none where one of them fails, which the others then do, too."""
     meeting, problems = arrange(list({host.name: host for host, _ in ranks}.values())), dict[int, Problem]()
 
@@ -285,7 +285,7 @@ def _link(a: Agent, b: Agent, activation_bytes: int) -> Link:
     )  # fmt: skip
 
 
-def _working(way: Way) -> Way:
+def _working(way: HostPath) -> HostPath:
     if way.failed:
         raise Refusal(
             "host-unreachable", what=f"{way.a} cannot reach {way.b}", where=f"link {way.a} -> {way.b}",

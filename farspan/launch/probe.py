@@ -23,7 +23,7 @@ from farspan.domain.train import Precision, TrainSpec
 from farspan.domain.units import format_bytes
 from farspan.launch.agent import nvidia
 from farspan.launch.hosts import answer_of, by_client, command, interpreter
-from farspan.launch.rendezvous import Meeting
+from farspan.launch.rendezvous import Rendezvous
 from farspan.launch.workers import with_environment, worker_environment
 
 T = TypeVar("T")
@@ -101,7 +101,7 @@ class Probe:
         return self._ask(question, UnitTimes)
 
     def allreduce(
-        self, device: PlannedDevice, rank: int, world: int, meeting: Meeting, interface: str | None,
+        self, device: PlannedDevice, rank: int, world: int, meeting: Rendezvous, interface: str | None,
         sizes: Sequence[int],
     ) -> dict[int, float]:  # fmt: skip
         """Seconds of all-reduces with the other probes that are asked at the same time."""

@@ -40,7 +40,7 @@ JOIN_S = 60.0
 CARDS_S = 40.0
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerEnd(msgspec.Struct, frozen=True, kw_only=True):
     """How a worker ended: well, with a problem that it `said`, or with one that was seen from outside."""
 
     problem: Problem | None = None
@@ -116,7 +116,7 @@ def _names(node: dict[str, Any]) -> tuple[str | None, ...]:
     return labels.get("farspan-host"), node["NodeManagerHostname"], node["NodeManagerAddress"]
 
 
-def run(job: Job, secret: str) -> list[Ended | None]:
+def run(job: Job, secret: str) -> list[WorkerEnd | None]:
     """How each rank ended."""
     nodes = nodes_of(job)
     remote: Any = ray.remote(RankActor)
@@ -182,8 +182,8 @@ def takers(job: Job, spots: Sequence[Spot]) -> list[int]:
     return [found[rank] for rank in range(len(spots))]
 
 
-def watch(job: Job, actors: list[Any]) -> list[Ended | None]:
-    ended: list[Ended | None] = [None] * len(actors)
+def watch(job: Job, actors: list[Any]) -> list[WorkerEnd | None]:
+    ended: list[WorkerEnd | None] = [None] * len(actors)
     failed_at: float | None = None
     while None in ended:
         for rank, actor in enumerate(actors):
@@ -196,12 +196,12 @@ def watch(job: Job, actors: list[Any]) -> list[Ended | None]:
                 if ended[rank] is None:
                     actor.signal.remote(signal.SIGKILL)
                     # Ended by this driver: its end is not what the others failed of.
-                    ended[rank] = Ended()
+                    ended[rank] = WorkerEnd()
         time.sleep(POLL_S)
     return ended
 
 
-def _poll(job: Job, rank: int, actor: Any) -> Ended | None:
+def _poll(job: Job, rank: int, actor: Any) -> WorkerEnd | None:
     """None while the worker runs."""
     host = job.ranks[rank]
     try:
@@ -210,11 +210,11 @@ def _poll(job: Job, rank: int, actor: Any) -> Ended | None:
         cause = f"its Ray node does not answer: {' '.join(str(error).split())[:200]}"
     else:
         if not code:
-            return Ended() if code == 0 else None
+            return WorkerEnd() if code == 0 else None
         if words:
-            return Ended(problem=msgspec.json.decode(words, type=Problem), said=True)
+            return WorkerEnd(problem=msgspec.json.decode(words, type=Problem), said=True)
         cause = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return Ended(problem=Problem(
+    return WorkerEnd(problem=Problem(
         code="worker-lost", what=f"rank {rank} on {host} was lost", where=f"host {host}", fact=cause,
         remedy=command("resume", job.home),
     ))  # fmt: skip
@@ -270,9 +270,9 @@ def main() -> int:
         ray.init(address=job.address, log_to_driver=False, configure_logging=False)
         ended = dict(enumerate(run(job, secret)))
     except Refusal as refusal:
-        ended = {0: Ended(problem=refusal.problem)}
+        ended = {0: WorkerEnd(problem=refusal.problem)}
     except (ray.exceptions.RayError, ConnectionError, RuntimeError) as error:
-        ended = {0: Ended(problem=Problem(
+        ended = {0: WorkerEnd(problem=Problem(
             code="launcher-unusable", what="Ray cannot be used", where=job.address,
             fact=" ".join(str(error).split())[:400], remedy="ray status, with the same RAY_AUTH_TOKEN",
         ))}  # fmt: skip

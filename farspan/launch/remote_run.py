@@ -46,7 +46,7 @@ ARRIVING = ".arriving.tmp"
 MODEL_FILES = (".json", ".safetensors")
 
 
-class Away:
+class RemoteRun:
     """The folder of one run on the host of its rank 0, beside the one here."""
 
     def __init__(self, host: Host, plan: Plan, here: RunFolder, there: RunFolder) -> None:

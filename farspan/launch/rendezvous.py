@@ -13,11 +13,11 @@ import msgspec
 from farspan.domain.cluster import Host
 from farspan.domain.problems import Problem, Refusal
 from farspan.launch.agent import free_ports
-from farspan.launch.examine import Way, address, agents, reach
+from farspan.launch.examine import HostPath, address, agents, reach
 from farspan.launch.findings import PRIVATE
 
 
-class Meeting(msgspec.Struct, frozen=True, kw_only=True):
+class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     #: Of the workers' store, and one that is free beside it, for torchrun's.
     port: int
@@ -28,7 +28,7 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
     interfaces: dict[str, str] = {}
 
 
-def arrange(hosts: Sequence[Host]) -> Meeting:
+def arrange(hosts: Sequence[Host]) -> Rendezvous:
     """A free port where all hosts (the first is rank 0's) can meet. Raises Refusal (host-unreachable)."""
     if len(hosts) == 1 and hosts[0].enter == ():
         return _meeting("127.0.0.1", free_ports(2)["ports"])
@@ -44,14 +44,14 @@ def arrange(hosts: Sequence[Host]) -> Meeting:
     return _meeting(address(first.host), ports, interfaces)
 
 
-def _meeting(address: str, ports: Sequence[int], interfaces: dict[str, str] | None = None) -> Meeting:
+def _meeting(address: str, ports: Sequence[int], interfaces: dict[str, str] | None = None) -> Rendezvous:
     port, other = ports
-    return Meeting(
+    return Rendezvous(
         address=address, port=port, torchrun_port=other, secret=secrets.token_hex(32), interfaces=interfaces or {}
     )
 
 
-def interface(a: Host, b: Host, way: Way) -> str:
+def interface(a: Host, b: Host, way: HostPath) -> str:
     """The interface of `a` towards `b`, which must have answered. Raises Refusal (host-unreachable)."""
     if way.failed:
         raise _lost(a, b, f"{way.failed}: {way.fact}")

@@ -253,7 +253,7 @@ def _forget(plan: Plan, run: RunFolder, cluster: Cluster) -> None:
             ask(host, f"rm -rf {quoted(run_folder(host, plan, run).path)}")
 
 
-class Question(msgspec.Struct, frozen=True, kw_only=True):
+class TrialQuery(msgspec.Struct, frozen=True, kw_only=True):
     """What a process of its own is asked: `python -m farspan.launch.trial PARENT`, on its standard input as JSON."""
 
     plan: Plan
@@ -263,7 +263,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     within: Limits
 
 
-def apart(question: Question) -> Trial:
+def apart(question: TrialQuery) -> Trial:
     """The trial in a process of its own: what that dies of is in the Trial, too. Raises KeyboardInterrupt."""
     began = time.monotonic()
     with subprocess.Popen(
@@ -299,7 +299,7 @@ def follow(parent: int) -> None:
 
 
 def main() -> None:
-    asked = msgspec.json.decode(sys.stdin.buffer.read(), type=Question)
+    asked = msgspec.json.decode(sys.stdin.buffer.read(), type=TrialQuery)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     threading.Thread(target=follow, args=(int(sys.argv[1]),), daemon=True).start()
     made = trial(asked.plan, Path(asked.corpus), asked.cluster, asked.launcher, asked.within)

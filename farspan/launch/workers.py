@@ -25,8 +25,8 @@ from farspan.domain.units import format_bytes
 from farspan.launch import stop_on_stdin
 from farspan.launch.hosts import ask, by_client, command, interpreter, quoted
 from farspan.launch.lock import locked
-from farspan.launch.remote_run import Away
-from farspan.launch.rendezvous import Meeting
+from farspan.launch.remote_run import RemoteRun
+from farspan.launch.rendezvous import Rendezvous
 
 #: How often the event file and the processes are looked at.
 POLL_S = 0.1
@@ -91,7 +91,7 @@ def worker_environment(threads: int) -> dict[str, str]:
     }
 
 
-def place(host: Host, meeting: Meeting) -> dict[str, str]:
+def place(host: Host, meeting: Rendezvous) -> dict[str, str]:
     """Where a host's workers meet the others, and keep what is sent to them."""
     values = {"MASTER_ADDR": meeting.address, "MASTER_PORT": str(meeting.port)}
     if name := meeting.interfaces.get(host.name):
@@ -205,7 +205,7 @@ class Workers:
             )  # fmt: skip
         first, self._away = self.hosts[0], None
         if first.folder is not None and self.sends:
-            self._away = Away(first, plan, run, run_folder(first, plan, run))
+            self._away = RemoteRun(first, plan, run, run_folder(first, plan, run))
         elif first.folder is not None:
             raise Refusal(
                 "launcher-unusable", what=f"rank 0 would run on {first.name}, which does not see this run",

@@ -28,7 +28,7 @@ from farspan.domain.problems import Problem, Refusal
 from farspan.domain.trial import Trial
 from farspan.estimate.price import price
 from farspan.planning.published import alpa_tflops
-from farspan.planning.select import Asked
+from farspan.planning.select import SelectionTask
 from farspan.techniques import Task
 
 Step = Literal["1", "2", "3", "none"]
@@ -104,7 +104,7 @@ FIRST: dict[str, tuple[str, Literal[0, 1, 2]]] = {
 
 
 def choose(
-    cluster: Cluster, asked: Asked, measure: Callable[[Plan, float], Trial], delta: float,
+    cluster: Cluster, asked: SelectionTask, measure: Callable[[Plan, float], Trial], delta: float,
     say: Callable[[Candidate], None] = lambda one: None,
 ) -> Found:  # fmt: skip
     """Algorithm 1 on a cluster of two machines; `measure` runs a plan whose step is predicted.
@@ -134,7 +134,7 @@ def choose(
 
 
 def _candidate(
-    cluster: Cluster, asked: Asked, measure: Callable[[Plan, float], Trial], name: str, technique: str,
+    cluster: Cluster, asked: SelectionTask, measure: Callable[[Plan, float], Trial], name: str, technique: str,
     machine: Literal[0, 1, 2],
 ) -> Candidate:  # fmt: skip
     first = len(cluster.machines[0].devices)

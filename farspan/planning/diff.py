@@ -16,7 +16,7 @@ from farspan.estimate.traffic import between_sites, traffic
 from farspan.planning.why import costs_of
 
 
-class Side(msgspec.Struct, frozen=True, kw_only=True):
+class PlanSide(msgspec.Struct, frozen=True, kw_only=True):
     """A plan with its name for people and its estimate."""
 
     name: str
@@ -24,7 +24,7 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     estimate: Estimate
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class DiffRow(msgspec.Struct, frozen=True, kw_only=True):
     """One thing of both plans, as text; for a figure also what B has of A's."""
 
     what: str
@@ -33,21 +33,21 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     ratio: float | None = None
 
 
-class Difference(msgspec.Struct, frozen=True, kw_only=True):
+class PlanDifference(msgspec.Struct, frozen=True, kw_only=True):
     """Rows of the configuration that differ, names of those that do not, and every figure."""
 
     names: tuple[str, str]
-    configuration: tuple[Row, ...]
+    configuration: tuple[DiffRow, ...]
     same: tuple[str, ...]
-    figures: tuple[Row, ...]
+    figures: tuple[DiffRow, ...]
 
 
-def difference(a: Side, b: Side, cluster: Cluster) -> Difference:
+def difference(a: PlanSide, b: PlanSide, cluster: Cluster) -> PlanDifference:
     """What sets two plans of one cluster apart."""
     both = (configuration(a.plan, cluster), configuration(b.plan, cluster))
     names = list(dict.fromkeys((*both[0], *both[1])))
-    rows = [Row(what=name, a=both[0].get(name, "none"), b=both[1].get(name, "none")) for name in names]
-    return Difference(
+    rows = [DiffRow(what=name, a=both[0].get(name, "none"), b=both[1].get(name, "none")) for name in names]
+    return PlanDifference(
         names=(a.name, b.name), configuration=tuple(row for row in rows if row.a != row.b),
         same=tuple(row.what for row in rows if row.a == row.b), figures=figures(a, b, cluster),
     )  # fmt: skip
@@ -88,7 +88,7 @@ def _microbatches(replica: Replica) -> str:
     return f"{replica.microbatches}{depths}"
 
 
-def figures(a: Side, b: Side, cluster: Cluster) -> tuple[Row, ...]:
+def figures(a: PlanSide, b: PlanSide, cluster: Cluster) -> tuple[DiffRow, ...]:
     """Every figure of the estimates, and B's over A's."""
     shown: list[tuple[str, Callable[[Estimate], float | None], Callable[[float], str]]] = [
         ("step", lambda e: e.step_s, short_time),
@@ -113,10 +113,10 @@ def figures(a: Side, b: Side, cluster: Cluster) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def _figure(what: str, a: float | None, b: float | None, show: Callable[[float], str]) -> Row:
+def _figure(what: str, a: float | None, b: float | None, show: Callable[[float], str]) -> DiffRow:
     texts = ["?" if value is None else show(value) for value in (a, b)]
     ratio = b / a if a and b is not None else None
-    return Row(what=what, a=texts[0], b=texts[1], ratio=ratio)
+    return DiffRow(what=what, a=texts[0], b=texts[1], ratio=ratio)
 
 
 def _sent(plan: Plan, cluster: Cluster) -> float:

@@ -32,7 +32,7 @@ from farspan.planning.ladders import (
     Scaled,
     holds_too_little,
 )
-from farspan.planning.parts import Part, all_parts
+from farspan.planning.parts import ClusterPart, all_parts
 from farspan.planning.rank import Candidate, candidate, host_bytes
 from farspan.techniques import Task
 
@@ -182,7 +182,7 @@ class _Search:
             low, high = (low, middle) if self.ladder(middle, devices) is None else (middle, high)
         return high
 
-    def attempt(self, index: int, name: str, part: Part) -> Limit | None:
+    def attempt(self, index: int, name: str, part: ClusterPart) -> Limit | None:
         """A technique's plan for a rung on a part, if everything has the memory for it."""
         key = (index, name, part.places)
         if key not in self._tried:
@@ -190,7 +190,7 @@ class _Search:
             self._tried[key] = None if rung is None else self._plan(rung, index, name, part)
         return self._tried[key]
 
-    def _plan(self, rung: Rung, index: int, name: str, part: Part) -> Limit | None:
+    def _plan(self, rung: Rung, index: int, name: str, part: ClusterPart) -> Limit | None:
         if holds_too_little(rung, self.ground.engine, part):
             return None
         key = (index, part.places)
@@ -202,7 +202,7 @@ class _Search:
             return next((limit for one in at_once(task, made) if (limit := self._limit(task, one, rung))), None)
         return self._limit(task, made, rung)
 
-    def task(self, rung: Rung, part: Part) -> Task:
+    def task(self, rung: Rung, part: ClusterPart) -> Task:
         only = None if len(part.places) == len(rung.cluster.devices) else part.places
         return Task(rung.model, models.graph(rung.model), rung.cluster, rung.train, self.ground.engine, only=only)
 
@@ -214,7 +214,7 @@ class _Search:
 
     def lacking(self, rung: Rung, best: Limit) -> Room | None:
         """What the technique of the answer lacks on a harder rung."""
-        part = Part(name=best.where, places=best.places)
+        part = ClusterPart(name=best.where, places=best.places)
         if self.ladder.asked == "batch":
             task = self.task(rung, part)
             plans = at_once(task, candidate(task, part, best.technique))
@@ -234,7 +234,7 @@ class Miss(NamedTuple):
     host: Room | None
 
 
-def nearest_miss(ground: Ground, rung: Rung, name: str, part: Part) -> Miss | None:
+def nearest_miss(ground: Ground, rung: Rung, name: str, part: ClusterPart) -> Miss | None:
     """What one technique lacks on a rung that it does not fit: its plan if every device were just enough larger, in
     proportion. None where it has no plan however large they are."""
     search = _Search(ground, Scaled(rung))

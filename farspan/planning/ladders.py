@@ -14,7 +14,7 @@ from farspan.domain.cluster import Cluster, Device
 from farspan.domain.engine import Engine
 from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.train import TrainSpec
-from farspan.planning.parts import Part
+from farspan.planning.parts import ClusterPart
 from farspan.planning.size import shape_for
 
 Asked = Literal["model", "batch", "memory"]
@@ -142,7 +142,7 @@ class Scaled:
         return Rung(permille, self.rung.model, self.rung.train, larger)
 
 
-def holds_too_little(rung: Rung, engine: Engine, part: Part) -> bool:
+def holds_too_little(rung: Rung, engine: Engine, part: ClusterPart) -> bool:
     """Whether weights, gradients and optimizer state, divided as they may be, are more than the part's devices hold."""
     capacity = sum(engine.fill * rung.cluster.devices[place].memory for place in part.places)
     return parameters(rung.model) * state_bytes_each(engine, rung.train) > capacity

@@ -37,7 +37,7 @@ ROUNDS, STEP = 4, 0.02
 Paces = npt.NDArray[np.float64]
 
 
-class Seen(NamedTuple):
+class Observation(NamedTuple):
     """A plan, its measured seconds a step, and those that single ranks compute in it."""
 
     plan: Plan
@@ -45,7 +45,7 @@ class Seen(NamedTuple):
     compute_s: Mapping[int, float] = {}
 
 
-class Part(NamedTuple):
+class Paced(NamedTuple):
     """What keeps a pace: the devices of kind `b` in host `a`, the link between two sites or hosts, or a way `a` of
     dividing the work."""
 
@@ -76,7 +76,7 @@ def ways_of(plan: Plan) -> frozenset[str]:
     return frozenset(way for way, used in ways.items() if used)
 
 
-def learn(cluster: Cluster, seen: Sequence[Seen]) -> Learned:
+def learn(cluster: Cluster, seen: Sequence[Observation]) -> Learned:
     """The paces that explain what was seen; the cluster itself without anything seen."""
     parts = sorted(parts_of(cluster, seen))
     if not parts:
@@ -112,7 +112,7 @@ def learn(cluster: Cluster, seen: Sequence[Seen]) -> Learned:
     return learned(x)
 
 
-def _alone(one: Seen, cluster: Cluster) -> list[int]:
+def _alone(one: Observation, cluster: Cluster) -> list[int]:
     """The ranks whose passes hold nothing but arithmetic: what they compute says how fast they are."""
     if not one.compute_s:
         return []
@@ -120,29 +120,29 @@ def _alone(one: Seen, cluster: Cluster) -> list[int]:
     return [rank for rank in one.compute_s if rank in times and times[rank].compute_s and not times[rank].inside_s]
 
 
-def parts_of(cluster: Cluster, seen: Sequence[Seen]) -> frozenset[Part]:
+def parts_of(cluster: Cluster, seen: Sequence[Observation]) -> frozenset[Paced]:
     """All that any of the plans uses: kinds by host, links between its hosts, and ways."""
-    found: set[Part] = set()
+    found: set[Paced] = set()
     for one in seen:
         hosts = {at.host for at in one.plan.devices}
         by_name = {host.name: host for host in cluster.hosts if host.name in hosts}
-        found |= {Part("device", at.host, by_name[at.host].devices[at.index].kind) for at in one.plan.devices}
+        found |= {Paced("device", at.host, by_name[at.host].devices[at.index].kind) for at in one.plan.devices}
         ends = hosts | {cluster.site_of(name).name for name in hosts}
-        found |= {Part("link", link.a, link.b) for link in cluster.links if {link.a, link.b} <= ends}
-        found |= {Part("way", way) for way in ways_of(one.plan)}
+        found |= {Paced("link", link.a, link.b) for link in cluster.links if {link.a, link.b} <= ends}
+        found |= {Paced("way", way) for way in ways_of(one.plan)}
     return frozenset(found)
 
 
-def with_paces(cluster: Cluster, paces: Mapping[Part, float]) -> Cluster:
+def with_paces(cluster: Cluster, paces: Mapping[Paced, float]) -> Cluster:
     """The cluster whose parts take so many times as long as they did."""
 
     def paced(host: Host, index: int) -> Device:
         device = host.devices[index]
-        pace = paces.get(Part("device", host.name, device.kind), 1.0)
+        pace = paces.get(Paced("device", host.name, device.kind), 1.0)
         return msgspec.structs.replace(device, pace=device.pace * pace)
 
     links = tuple(
-        msgspec.structs.replace(link, pace=link.pace * paces.get(Part("link", link.a, link.b), 1.0))
+        msgspec.structs.replace(link, pace=link.pace * paces.get(Paced("link", link.a, link.b), 1.0))
         for link in cluster.links
     )
     return msgspec.structs.replace(cluster.with_devices(paced), links=links)

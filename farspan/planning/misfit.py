@@ -18,7 +18,7 @@ from farspan.planning.fit import Limit, Room, climb, nearest_miss
 from farspan.planning.ladders import QUICK, Ground, Models, Rung, holds_too_little
 from farspan.planning.parts import whole
 from farspan.planning.rank import Candidate, candidate
-from farspan.planning.select import Asked, held
+from farspan.planning.select import SelectionTask, held
 from farspan.techniques import Task
 
 #: Shorter sequences than this are not proposed.
@@ -69,7 +69,7 @@ def misfit(ground: Ground, model: ModelSpec) -> Misfit | None:
     )  # fmt: skip
 
 
-def largest_tried(cluster: Cluster, asked: Asked, tried: Sequence[tuple[Candidate, Trial]]) -> Limit | None:
+def largest_tried(cluster: Cluster, asked: SelectionTask, tried: Sequence[tuple[Candidate, Trial]]) -> Limit | None:
     """The largest model of the family that fits by what plans showed that ran out of memory though they were predicted
     to fit (`held`); None where none that is smaller does."""
     out = [one for one, trial in tried if trial.status == "oom"]

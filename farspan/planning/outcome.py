@@ -10,7 +10,7 @@ from farspan.domain.units import format_count, format_seconds, short_time
 from farspan.planning.compare import called, verdict
 from farspan.planning.misfit import largest_tried
 from farspan.planning.rank import Candidate, Ranking
-from farspan.planning.select import Asked, Selection
+from farspan.planning.select import Selection, SelectionTask
 
 
 def trial_line(one: Candidate, made: Trial) -> str:
@@ -51,7 +51,7 @@ def why(selection: Selection) -> str:
     return f"{head}. {text}"
 
 
-def nothing_runs(ranking: Ranking, tried: Sequence[tuple[Candidate, Trial]], asked: Asked) -> Refusal:
+def nothing_runs(ranking: Ranking, tried: Sequence[tuple[Candidate, Trial]], asked: SelectionTask) -> Refusal:
     """Why no plan can be chosen: what the trials died of, or what is short, and the largest model that fits."""
     failed = [(one, made) for one, made in tried if made.step_s is None]
     ran = [one for one in ranking.candidates if one.trial is not None and one.trial.step_s is not None]
@@ -81,7 +81,7 @@ def nothing_runs(ranking: Ranking, tried: Sequence[tuple[Candidate, Trial]], ask
 
 
 def _short(
-    what: str, where: str, fact: str, tried: Sequence[tuple[Candidate, Trial]], asked: Asked, ranking: Ranking
+    what: str, where: str, fact: str, tried: Sequence[tuple[Candidate, Trial]], asked: SelectionTask, ranking: Ranking
 ) -> Refusal:  # fmt: skip
     """Too little memory, by predictions or by what the trials needed; with the largest model that fits."""
     limit, by = largest_tried(ranking.cluster, asked, tried), "by what these needed, " if tried else ""

@@ -93,10 +93,11 @@ def calibrated(cluster: Cluster, model: ModelSpec, train: TrainSpec, engine: Eng
 
 def product_flops(cluster: Cluster, engine: Engine, precisions: tuple[DType, ...]) -> float:
     """FLOP/s of large matrix products of all devices together at the fastest of these dtypes."""
-    from farspan.estimate.compute import Rates
+    from farspan.estimate.compute import DeviceSpeed
 
     return sum(
-        max(Rates(device, dtype, engine).flops(4096, 4096, 4096) for dtype in precisions) for device in cluster.devices
+        max(DeviceSpeed(device, dtype, engine).flops(4096, 4096, 4096) for dtype in precisions)
+        for device in cluster.devices
     )
 
 

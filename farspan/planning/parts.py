@@ -13,7 +13,7 @@ from farspan.domain.cluster import Cluster, Device, Host, Site
 MOST_LEFT_OUT = 4
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterPart(msgspec.Struct, frozen=True, kw_only=True):
     """Some of a cluster's devices, by their places in it, and what to call them."""
 
     name: str
@@ -29,12 +29,12 @@ class _At(msgspec.Struct, frozen=True):
     site: Site
 
 
-def whole(cluster: Cluster) -> Part:
+def whole(cluster: Cluster) -> ClusterPart:
     """All devices."""
-    return Part(name="all devices", places=tuple(range(len(cluster.devices))))
+    return ClusterPart(name="all devices", places=tuple(range(len(cluster.devices))))
 
 
-def all_parts(cluster: Cluster) -> list[Part]:
+def all_parts(cluster: Cluster) -> list[ClusterPart]:
     """The whole; each site; all sites but one, or the faster half; each host; each kind; one device. Of parts that are
     alike the first."""
     spots = [(device, host, site) for site in cluster.sites for host in site.hosts for device in host.devices]
@@ -47,7 +47,7 @@ def all_parts(cluster: Cluster) -> list[Part]:
         if chosen and places not in seen and key not in alike:
             seen.add(places)
             alike.add(key)
-            found.append(Part(name=name, places=places))
+            found.append(ClusterPart(name=name, places=places))
     return found
 
 

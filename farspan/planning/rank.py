@@ -19,7 +19,7 @@ from farspan.domain.train import TrainSpec
 from farspan.domain.trial import Trial
 from farspan.domain.units import format_seconds
 from farspan.estimate.price import RESERVE, price
-from farspan.planning.parts import Part, all_parts, whole
+from farspan.planning.parts import ClusterPart, all_parts, whole
 from farspan.techniques import Task
 
 Objective = Literal["time", "cost", "loss_per_dollar", "fewest_devices"]
@@ -108,7 +108,7 @@ def ordered(
     return made, 0 if made and made[0].eligible and key(made[0]) < math.inf else None
 
 
-def candidate(task: Task, part: Part, name: str) -> Candidate:
+def candidate(task: Task, part: ClusterPart, name: str) -> Candidate:
     """One technique's answer, priced."""
     made = techniques.plan(name, task)
     if isinstance(made, Problem):

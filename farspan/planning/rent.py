@@ -24,7 +24,7 @@ from farspan.domain.train import TrainSpec
 from farspan.estimate.compute import BYTES
 from farspan.estimate.price import RESERVE
 from farspan.planning.pace import on_one_device
-from farspan.planning.parts import Part
+from farspan.planning.parts import ClusterPart
 from farspan.planning.rank import Candidate, candidate
 from farspan.techniques import Task
 
@@ -93,7 +93,7 @@ def rent(
     kinds: Sequence[str] = (), bandwidth: float = SITE_BANDWIDTH,
 ) -> Rent:  # fmt: skip
     """Price every offer. `kinds` and `counts` leave some out; raises Refusal for a kind without a price."""
-    asked = _Asked(model, models.graph(model), train_for, engine, budget, tuple(allow))
+    asked = _Renting(model, models.graph(model), train_for, engine, budget, tuple(allow))
     found = [
         asked.offer(kind, offered(device, count, bandwidth), price)
         for kind, (device, price) in _priced(kinds).items() for count in counts
@@ -156,7 +156,7 @@ def offered(device: Device, count: int, bandwidth: float = SITE_BANDWIDTH) -> Cl
     return Cluster(sites=(Site(name="cloud", hosts=hosts),), links=links)
 
 
-class _Asked(NamedTuple):
+class _Renting(NamedTuple):
     """One question, put to every offer."""
 
     model: ModelSpec
@@ -216,7 +216,7 @@ class _Asked(NamedTuple):
 
     def _best(self, task: Task, names: Sequence[str]) -> Candidate:
         devices = task.cluster.devices
-        part = Part(name=f"{len(devices)} x {devices[0].kind}", places=tuple(range(len(devices))))
+        part = ClusterPart(name=f"{len(devices)} x {devices[0].kind}", places=tuple(range(len(devices))))
         return min((candidate(task, part, name) for name in names), key=_order)
 
 

@@ -20,7 +20,7 @@ from farspan.planning.quantities import check
 Measure = Callable[[ModelSpec, TrainSpec], ProbeResult]
 
 
-class Resolved(msgspec.Struct, frozen=True, kw_only=True):
+class Settled(msgspec.Struct, frozen=True, kw_only=True):
     """Concrete specs. `origin` maps a dotted key to where its value came from: run.yaml, default, corpus, machine."""
 
     model: ModelSpec
@@ -32,7 +32,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
 
 def resolve(
     config: RunConfig, corpus: CorpusManifest, cluster: Cluster, *, matmul_flops: Callable[[], float], measure: Measure
-) -> Resolved:
+) -> Settled:
     """The model and the training that `config` asks for on this corpus and these devices.
 
     `matmul_flops` (FLOP/s of bare matrix products, all devices together) is called only for `size: auto`; `measure` is
@@ -44,7 +44,7 @@ def resolve(
     drafted = draft(config, chosen, len(cluster.devices))
     probe = measure(chosen.model, drafted)
     train, origin, warnings = choose_train(config, chosen, drafted, corpus, cluster, probe)
-    return Resolved(
+    return Settled(
         model=chosen.model, train=train, probe=probe, warnings=chosen.warnings + warnings,
         origin=chosen.origin | origin,
     )  # fmt: skip

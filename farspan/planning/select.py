@@ -24,7 +24,7 @@ from farspan.domain.trial import Trial
 from farspan.estimate.loss import loss
 from farspan.estimate.price import RESERVE
 from farspan.planning.compare import bounds
-from farspan.planning.learn import Seen, learn, parts_of
+from farspan.planning.learn import Observation, learn, parts_of
 from farspan.planning.rank import TOLERANCE, Candidate, Objective, Ranking, by, full_s, ordered, rank
 from farspan.semantics.identity import plan_key
 
@@ -52,7 +52,7 @@ class Measure(Protocol):
     def __call__(self, plan: Plan, step_s: float) -> Trial: ...
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class SelectionTask(msgspec.Struct, frozen=True, kw_only=True):
     """What is chosen for: as `rank` takes it."""
 
     model: ModelSpec
@@ -97,7 +97,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def select(
-    cluster: Cluster, asked: Asked, measure: Measure, *, budget_s: float | None = None, paying: bool = False,
+    cluster: Cluster, asked: SelectionTask, measure: Measure, *, budget_s: float | None = None, paying: bool = False,
     say: Callable[[Candidate, Trial], None] = lambda one, trial: None,
 ) -> Selection:  # fmt: skip
     """The best plan, by trials of which none begins after `budget_s` seconds of them (by default SHARE of the run,
@@ -140,7 +140,7 @@ def _share(ranking: Ranking) -> float:
 # -- what is still open ------------------------------------------------------------------------------------------------
 
 
-def _contenders(ranking: Ranking, asked: Asked) -> list[Candidate]:
+def _contenders(ranking: Ranking, asked: SelectionTask) -> list[Candidate]:
     """The untried plans that could be the best, the one whose best case is best first; none where that is clear."""
     eligible = [one for one in ranking.candidates if one.eligible]
     if not eligible:
@@ -179,10 +179,10 @@ def _gain(ranking: Ranking, contenders: Sequence[Candidate]) -> float:
 # -- what trials change ------------------------------------------------------------------------------------------------
 
 
-def _with_evidence(cluster: Cluster, asked: Asked, tried: Mapping[str, tuple[Candidate, Trial]]) -> Ranking:
+def _with_evidence(cluster: Cluster, asked: SelectionTask, tried: Mapping[str, tuple[Candidate, Trial]]) -> Ranking:
     """Every technique's plans for the cluster as the trials show it, and every plan that was tried."""
     seen = [
-        Seen(one.plan, trial.step_s, trial.compute_s) for one, trial in tried.values()
+        Observation(one.plan, trial.step_s, trial.compute_s) for one, trial in tried.values()
         if one.plan is not None and trial.step_s is not None
     ]  # fmt: skip
     learned = learn(cluster, seen)
@@ -195,7 +195,7 @@ def _with_evidence(cluster: Cluster, asked: Asked, tried: Mapping[str, tuple[Can
             found.append(one)
         elif plan_key(plan) not in tried:
             one = _taking(one, one.estimate.step_s * learned.way(plan), cluster)
-            known_all = seen and parts_of(cluster, [Seen(plan, 0.0)]) <= known
+            known_all = seen and parts_of(cluster, [Observation(plan, 0.0)]) <= known
             found.append(_within(one, LEARNED) if known_all else one)
     candidates, chosen = ordered(found, asked.objective, asked.tolerance)
     return msgspec.structs.replace(ranking, cluster=learned.cluster, candidates=candidates, chosen=chosen)
@@ -258,7 +258,7 @@ def _taking(one: Candidate, step_s: float, cluster: Cluster) -> Candidate:
     return msgspec.structs.replace(one, estimate=changed, time_s=one.queue_s + full_s(plan, changed))
 
 
-def _settled(ranking: Ranking, asked: Asked) -> Ranking:
+def _settled(ranking: Ranking, asked: SelectionTask) -> Ranking:
     """The ranking whose choice is the best trial, unless a plan that was not tried is predicted to be far better."""
     key = by(asked.objective, ranking.candidates, asked.tolerance)
     known = [one for one in ranking.candidates if one.eligible and one.trial is not None]

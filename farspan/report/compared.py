@@ -14,7 +14,7 @@ from farspan.estimate.stage import Costs
 from farspan.report import expected as predicting
 from farspan.report.drift import Drift, drifts
 from farspan.report.expected import Expected
-from farspan.report.history import Run
+from farspan.report.history import RunHistory
 from farspan.report.plan_picture import Mark, part_words
 from farspan.report.traces import Traces
 
@@ -38,7 +38,7 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
         return self.bounds[0] <= self.measured_s <= self.bounds[1]
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
     """One device. What its missing log would say is None or empty."""
 
     rank: int
@@ -51,7 +51,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     predicted: tuple[Mark, ...] = ()
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class StepPart(msgspec.Struct, frozen=True, kw_only=True):
     """A part of the step of the slowest device, in seconds; None is not predicted."""
 
     name: str
@@ -59,16 +59,16 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     measured_s: float
 
 
-class Compared(msgspec.Struct, frozen=True, kw_only=True):
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """All that is told of a run of several devices. `traced` is the step whose marks the rows hold, None without any;
     `slowest` the row whose step `parts` split."""
 
     steps: Steps
-    rows: tuple[Row, ...]
+    rows: tuple[DeviceRow, ...]
     traced: int | None
     traced_s: float
-    slowest: Row | None
-    parts: tuple[Part, ...]
+    slowest: DeviceRow | None
+    parts: tuple[StepPart, ...]
     drifts: tuple[Drift, ...]
     notes: tuple[str, ...]
     #: What planning again with the measured paces would give, told by whoever planned.
@@ -80,12 +80,12 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
         return max((mark.end for row in self.rows for mark in (*row.measured, *row.predicted)), default=0.0)
 
     @property
-    def drawn(self) -> list[Row]:
+    def drawn(self) -> list[DeviceRow]:
         """Rows with a measured step."""
         return [row for row in self.rows if row.measured]
 
 
-def compare(run: Run) -> Compared | None:
+def compare(run: RunHistory) -> Comparison | None:
     """None for a run of one device, and for one without a step or an estimate of its devices."""
     estimate = run.history.estimate
     used = sum(len(stage.mesh.ranks) for replica in run.plan.replicas for stage in replica.stages)
@@ -99,14 +99,14 @@ def compare(run: Run) -> Compared | None:
     slowest, parts = _split(run, rows, traces, shown, split, devices)
     found = drifts(run, traces, estimate, split.step_s, devices, costs) if costs is not None else ()
     low, high = estimate.interval
-    return Compared(
+    return Comparison(
         steps=_steps(run, split.step_s, (low * split.step_s, high * split.step_s)), rows=rows, traced=shown,
         traced_s=0.0 if shown is None else traces.of(traces.ranks[0], shown)[1].step_s, slowest=slowest, parts=parts,
         drifts=found, notes=_notes(run, rows, traces, devices, problem),
     )  # fmt: skip
 
 
-def _costs(run: Run) -> tuple[Costs | None, str]:
+def _costs(run: RunHistory) -> tuple[Costs | None, str]:
     """What the plan was priced with; or why that cannot be said, for a run of another version."""
     try:
         return predicting.costs_of_run(RunFolder(run.folder), run.plan), ""
@@ -114,7 +114,7 @@ def _costs(run: Run) -> tuple[Costs | None, str]:
         return None, f"No predicted rows: {refusal.problem.what} ({refusal.problem.where})."
 
 
-def _steps(run: Run, predicted_s: float, bounds: tuple[float, float]) -> Steps:
+def _steps(run: RunHistory, predicted_s: float, bounds: tuple[float, float]) -> Steps:
     """As `measure` takes it, with the middle half of the steps."""
     seconds = [timed.step.step_s for timed in run.history.steps if timed.warm]
     seconds = seconds or [timed.step.step_s for timed in run.history.steps]
@@ -125,8 +125,8 @@ def _steps(run: Run, predicted_s: float, bounds: tuple[float, float]) -> Steps:
 
 
 def _rows(
-    run: Run, costs: Costs | None, devices: dict[int, Expected], traces: Traces, shown: int | None
-) -> tuple[Row, ...]:
+    run: RunHistory, costs: Costs | None, devices: dict[int, Expected], traces: Traces, shown: int | None
+) -> tuple[DeviceRow, ...]:
     """The devices that the plan uses, by rank."""
     estimate, rows = run.history.estimate, []
     assert estimate is not None
@@ -138,7 +138,7 @@ def _rows(
         if one is not None and len(stages[one.stage].rows) > 1:
             words += f"; {one.rows} rows"
         kind = costs.network.devices[rank].kind if costs is not None else device.backend
-        rows.append(Row(
+        rows.append(DeviceRow(
             rank=rank, name=f"rank {rank}, {kind} in {device.host}", words=words,
             stage=places[rank], memory=history.memory_bytes if history and history.memory_bytes else None,
             memory_predicted=memory.total,
@@ -149,9 +149,9 @@ def _rows(
 
 
 def _split(
-    run: Run, rows: tuple[Row, ...], traces: Traces, shown: int | None, split: predicting.Split,
+    run: RunHistory, rows: tuple[DeviceRow, ...], traces: Traces, shown: int | None, split: predicting.StepSplit,
     devices: dict[int, Expected],
-) -> tuple[Row | None, tuple[Part, ...]]:  # fmt: skip
+) -> tuple[DeviceRow | None, tuple[StepPart, ...]]:  # fmt: skip
     """The device that computed longest in the traced step, and what its step was made of. None where one was not seen,
     or its spans may end before its work does."""
     if shown is None or any(not row.measured or run.plan.devices[row.rank].backend not in IN_STEP for row in rows):
@@ -163,12 +163,12 @@ def _split(
         "compute": split.compute_s + inside, "communication": max(0.0, split.communication_s - inside),
         "waiting": split.bubble_s,
     }  # fmt: skip
-    parts = [Part(name=name, predicted_s=predicted[part], measured_s=found[part]) for part, name in PARTS.items()]
-    return slowest, (*parts, Part(name="not recorded", predicted_s=None, measured_s=found["rest"]))
+    parts = [StepPart(name=name, predicted_s=predicted[part], measured_s=found[part]) for part, name in PARTS.items()]
+    return slowest, (*parts, StepPart(name="not recorded", predicted_s=None, measured_s=found["rest"]))
 
 
 def _notes(
-    run: Run, rows: tuple[Row, ...], traces: Traces, devices: dict[int, Expected], problem: str
+    run: RunHistory, rows: tuple[DeviceRow, ...], traces: Traces, devices: dict[int, Expected], problem: str
 ) -> tuple[str, ...]:
     """What a reader has to know of the rows."""
     notes = [problem] if problem else []

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from farspan.domain.units import format_bytes, short_time
-from farspan.report.compared import Compared, Row
+from farspan.report.compared import Comparison, DeviceRow
 from farspan.report.plan_terminal import MOST, Line, filled, legend, wrapped
 
 #: Parts that are predicted to take less than this share of a step have no ratio.
 COMPARED = 0.01
 
 
-def sentences(found: Compared) -> list[str]:
+def sentences(found: Comparison) -> list[str]:
     """How long a step took, then what drifts and what planning again would give."""
     steps = found.steps
     low, high = map(short_time, steps.bounds)
@@ -28,7 +28,7 @@ def sentences(found: Compared) -> list[str]:
     return [*told, found.again] if found.again else told
 
 
-def part_rows(found: Compared) -> list[tuple[str, str, str, str]]:
+def part_rows(found: Comparison) -> list[tuple[str, str, str, str]]:
     """Rows (part, predicted, measured, measured / predicted) of the step of the slowest device."""
     rows = []
     for part in found.parts:
@@ -43,7 +43,7 @@ def _time(seconds: float) -> str:
     return short_time(seconds) if seconds >= 1e-6 else "0 ms"
 
 
-def memory_rows(found: Compared) -> list[tuple[str, str, str, str]]:
+def memory_rows(found: Comparison) -> list[tuple[str, str, str, str]]:
     """Rows (device, predicted, measured, measured / predicted) of peak memory."""
     return [
         (
@@ -56,13 +56,13 @@ def memory_rows(found: Compared) -> list[tuple[str, str, str, str]]:
     ]
 
 
-def traced_line(found: Compared) -> str:
+def traced_line(found: Comparison) -> str:
     """Which step the rows show, and whether it was like the others."""
     usual, this = map(short_time, (found.steps.measured_s, found.traced_s))
     return f"step {found.traced:,}, the last that was traced on all of them, took {this}; the median step {usual}"
 
 
-def timeline(found: Compared, width: int) -> Iterator[Line]:
+def timeline(found: Comparison, width: int) -> Iterator[Line]:
     """Two lines a device, measured above predicted, on one scale; then what one has to know of them."""
     if found.drawn:
         yield from _drawn(found, width)
@@ -70,7 +70,7 @@ def timeline(found: Compared, width: int) -> Iterator[Line]:
         yield from wrapped(note, width)
 
 
-def _drawn(found: Compared, width: int) -> Iterator[Line]:
+def _drawn(found: Comparison, width: int) -> Iterator[Line]:
     yield [(f"Step {found.traced:,} of each device, measured above predicted", "strong")]
     name = max(len("predicted"), *(len(_label(row)) for row in found.drawn))
     cells = width - name - 2
@@ -85,7 +85,7 @@ def _drawn(found: Compared, width: int) -> Iterator[Line]:
     yield from wrapped(legend(marks, "nothing recorded, or predicted to wait"), width)
 
 
-def _label(row: Row) -> str:
+def _label(row: DeviceRow) -> str:
     """`rank 3, stage 2`."""
     part = row.words.split(":")[0] if "stage" in row.words else ""
     return f"rank {row.rank}" + (f", {part}" if part else "")

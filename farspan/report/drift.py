@@ -23,7 +23,7 @@ from farspan.estimate.schedule import Hop
 from farspan.estimate.stage import Costs
 from farspan.estimate.stage_time import stage_time
 from farspan.report.expected import Expected
-from farspan.report.history import Run
+from farspan.report.history import RunHistory
 from farspan.report.traces import Traces
 
 #: Nothing is told of runs with fewer steps.
@@ -66,7 +66,7 @@ class Drift(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def drifts(
-    run: Run, traces: Traces, estimate: Estimate, step_s: float, devices: dict[int, Expected], costs: Costs
+    run: RunHistory, traces: Traces, estimate: Estimate, step_s: float, devices: dict[int, Expected], costs: Costs
 ) -> tuple[Drift, ...]:
     """All that is beyond the interval, devices first; `step_s` is the predicted step."""
     if len(run.history.steps) < LEAST_STEPS or not (steps := _typical(run, traces)):
@@ -81,7 +81,7 @@ def drifts(
     return (*_alike(slow, costs), *filter(beyond, _links(run, traces, steps, timed, costs)))
 
 
-def _typical(run: Run, traces: Traces) -> dict[int, float]:
+def _typical(run: RunHistory, traces: Traces) -> dict[int, float]:
     """The traced steps that say something about the others, and what their seconds are multiplied by."""
     warm = [timed.step.step_s for timed in run.history.steps if timed.warm]
     if not warm:  # As of starts that all ended while they warmed up.
@@ -120,7 +120,9 @@ def _alike(found: Iterable[Drift], costs: Costs) -> Iterator[Drift]:
         )  # fmt: skip
 
 
-def _links(run: Run, traces: Traces, steps: dict[int, float], timed: Sequence[int], costs: Costs) -> Iterator[Drift]:
+def _links(
+    run: RunHistory, traces: Traces, steps: dict[int, float], timed: Sequence[int], costs: Costs
+) -> Iterator[Drift]:
     """What crosses between hosts, of replicas whose every device was timed."""
     for replica in run.plan.replicas:
         if not all(rank in timed for stage in replica.stages for rank in stage.mesh.ranks):

@@ -31,7 +31,7 @@ class Expected(NamedTuple):
     inside_s: float
 
 
-class Split(NamedTuple):
+class StepSplit(NamedTuple):
     """A step as its slowest device sees it; steps of replicas without their meetings."""
 
     step_s: float
@@ -49,12 +49,12 @@ def costs_of_run(folder: RunFolder, plan: Plan) -> Costs | None:
     return Costs(models.graph(plan.model), plan.train, network)
 
 
-def split(plan: Plan, estimate: Estimate, costs: Costs | None) -> Split:
+def split(plan: Plan, estimate: Estimate, costs: Costs | None) -> StepSplit:
     """The predicted split, as workers measure their steps: what replicas exchange when they meet is not in them."""
     if plan.sync is None or costs is None:
-        return Split(estimate.step_s, estimate.compute_s, estimate.communication_s, estimate.bubble_s)
+        return StepSplit(estimate.step_s, estimate.compute_s, estimate.communication_s, estimate.bubble_s)
     slowest = max((step(replica, costs) for replica in plan.replicas), key=lambda found: found.seconds)
-    return Split(slowest.seconds, slowest.compute, slowest.communication, slowest.bubble)
+    return StepSplit(slowest.seconds, slowest.compute, slowest.communication, slowest.bubble)
 
 
 def expected(plan: Plan, costs: Costs) -> dict[int, Expected]:

@@ -8,13 +8,13 @@ from itertools import accumulate
 
 from farspan.report import losses
 from farspan.report.charts import Axis, Chart, Series
-from farspan.report.history import Run
+from farspan.report.history import RunHistory
 
 #: How far smoothing reaches to each side, as a share of the points.
 _SMOOTHING = 1 / 100
 
 
-def figures(run: Run) -> list[Chart]:
+def figures(run: RunHistory) -> list[Chart]:
     """The six charts of a run; none before its first step, and none of gradients while no norm was finite."""
     history = run.history
     if not history.steps:
@@ -47,14 +47,14 @@ def figures(run: Run) -> list[Chart]:
     return charts
 
 
-def _validation_name(run: Run) -> str:
+def _validation_name(run: RunHistory) -> str:
     """With the tokens that every validation read, where these are not all."""
     end = losses.last(run)
     _, tokens, of = (0.0, 0, None) if end is None else losses.compared(end)
     return "validation loss" if of is None or tokens == of else f"validation loss {losses.read_on(tokens, of)}"
 
 
-def _axes(run: Run) -> tuple[Axis, Axis]:
+def _axes(run: RunHistory) -> tuple[Axis, Axis]:
     """Tokens, and time in the largest unit of which the run has at least three; where it was resumed is marked."""
     steps, run_s = run.history.steps, run.history.run_s
     units = ((86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))

@@ -78,7 +78,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
         return self.starts[0][0].estimate if self.starts else None
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True):
+class RunHistory(msgspec.Struct, frozen=True, kw_only=True):
     """All that reports are made from. `config` is run.yaml as written, `warnings` are all of the run, each once;
     `history` is rank 0's, `others` holds those of the other ranks whose logs lie here."""
 
@@ -96,7 +96,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         return {0: self.history, **self.others}
 
 
-def open_run(path: Path) -> Run:
+def open_run(path: Path) -> RunHistory:
     """Read a run directory; refuses a folder that is none, and a run that no worker has started."""
     folder = RunFolder.existing(path)
     if not folder.events.exists():
@@ -106,7 +106,7 @@ def open_run(path: Path) -> Run:
         )  # fmt: skip
     history, plan = trace(read_events(folder.events)), folder.load_plan()
     warned = (warning.message for warning in history.warnings)
-    return Run(
+    return RunHistory(
         folder=path, plan=plan, corpus=load(folder.corpus, CorpusManifest),
         config=read_bytes(folder.config).decode(),
         warnings=tuple(dict.fromkeys((*load(folder.record, RunRecord).warnings, *warned))), history=history,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from farspan.domain.results import Measurement, Validated
-from farspan.report.history import Run
+from farspan.report.history import RunHistory
 
 #: What helps a model that has learned too little, one that knows its training text by heart, and one that was better.
 LEARN_MORE = "more time or steps, a smaller size, or a higher train.optimizer.lr"
@@ -33,7 +33,7 @@ def headline(measured: Measurement) -> str:
     return " ".join(filter(None, (number, read_on(measured.val_tokens, measured.val_of))))
 
 
-def entropies(run: Run, event: Validated | None) -> dict[str, float]:
+def entropies(run: RunHistory, event: Validated | None) -> dict[str, float]:
     """Of the tokens that a validation read; of all of the split where an earlier version did not tell."""
     if event is None or event.unigram_nats is None or event.bigram_nats is None:
         return {"unigram": run.corpus.unigram_nats, "bigram": run.corpus.bigram_nats}
@@ -47,12 +47,12 @@ def compared(event: Validated) -> tuple[float, int, int | None]:
     return event.sample_loss, event.sample_tokens, event.of
 
 
-def last(run: Run) -> Validated | None:
+def last(run: RunHistory) -> Validated | None:
     """The validation that a run is known by."""
     return run.history.validations[-1] if run.history.validations else None
 
 
-def notes(run: Run, measured: Measurement) -> list[str]:
+def notes(run: RunHistory, measured: Measurement) -> list[str]:
     """Which weights were kept, where they are not the last ones, and that a model has learned too little."""
     found, validations, end = [], run.history.validations, last(run)
     best = next((event for event in reversed(validations) if event.best), None)

@@ -8,13 +8,13 @@ from statistics import fmean, median
 from farspan.domain.model import train_flops_per_token
 from farspan.domain.results import Measurement
 from farspan.report import losses
-from farspan.report.history import Run
+from farspan.report.history import RunHistory
 
 #: The training loss reported is the mean of so many last steps: one step's loss is mostly noise.
 LAST_STEPS = 20
 
 
-def measure(run: Run) -> Measurement | None:
+def measure(run: RunHistory) -> Measurement | None:
     """What `run` took so far, or None before its first step.
 
     Times and rates are medians over the steps that count, each start's warm-up left out. TFLOP/s a device and MFU

@@ -13,9 +13,9 @@ from farspan.domain.run import RunFolder
 from farspan.domain.units import format_bytes, format_count, format_seconds, short_time
 from farspan.report import charts, compared_text, losses, plan_terminal, text
 from farspan.report.charts import TINTS
-from farspan.report.compared import Compared
+from farspan.report.compared import Comparison
 from farspan.report.figures import figures
-from farspan.report.history import Run
+from farspan.report.history import RunHistory
 from farspan.report.measure import measure
 
 if TYPE_CHECKING:
@@ -26,14 +26,14 @@ _TEMPLATES = Path(__file__).parent / "template"
 NUMBERED = 0.045
 
 
-def write_page(run: Run, found: Compared | None = None) -> Path:
+def write_page(run: RunHistory, found: Comparison | None = None) -> Path:
     """Write the page as `report.html` into the run directory, and return its path."""
     path = RunFolder(run.folder).report
     write_atomically(path, page(run, found).encode())
     return path
 
 
-def page(run: Run, found: Compared | None = None) -> str:
+def page(run: RunHistory, found: Comparison | None = None) -> str:
     """The whole page as HTML, with what is `found` of a run of several devices. The same events give the same bytes."""
     measured = measure(run)
     return environment().get_template("page.html").render(
@@ -75,7 +75,7 @@ def chart_style(*more: str) -> str:
     return re.sub(r"var\(--([\w-]+)\)", lambda match: colours[match[1]], style)
 
 
-def timeline(run: Run) -> list[tuple[str, str, str]]:
+def timeline(run: RunHistory) -> list[tuple[str, str, str]]:
     """(when, what, more) of starts, saves and ends, oldest first."""
     rows = []
     for started, before_s in run.history.starts:
@@ -91,7 +91,7 @@ def timeline(run: Run) -> list[tuple[str, str, str]]:
     return [(f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S}", what, more) for at, what, more in rows]
 
 
-def _environments(run: Run) -> list[tuple[str, list[str]]]:
+def _environments(run: RunHistory) -> list[tuple[str, list[str]]]:
     """Rows (name, value in each unlike environment that the run had)."""
     unlike = list(dict.fromkeys(started.environment for started, _ in run.history.starts))
     show = {"memory_bytes": format_bytes}

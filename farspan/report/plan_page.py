@@ -40,7 +40,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     why: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
-class Place(msgspec.Struct, frozen=True):
+class DrawnBox(msgspec.Struct, frozen=True):
     """A host's heading or a box at its place: shares of the width, pixels of the height."""
 
     kind: str
@@ -51,7 +51,7 @@ class Place(msgspec.Struct, frozen=True):
     box: Box | None = None
 
 
-class Way(msgspec.Struct, frozen=True):
+class DrawnFlow(msgspec.Struct, frozen=True):
     """A flow at its place: in the gap below a site, or a bracket at the side from `y` to `end`."""
 
     flow: Flow
@@ -65,8 +65,8 @@ class Drawing(msgspec.Struct, frozen=True):
 
     height: float
     bands: tuple[tuple[float, float], ...]
-    places: tuple[Place, ...]
-    ways: tuple[Way, ...]
+    places: tuple[DrawnBox, ...]
+    ways: tuple[DrawnFlow, ...]
 
 
 def write_plan_page(shown: Picture | None, told: Told, path: Path) -> None:
@@ -101,7 +101,7 @@ def told_plan(shown: Picture | None) -> str:
 def layout(shown: Picture) -> Drawing:
     """Sites from top to bottom; flows between neighbours in the gaps, the heaviest of the others at the side."""
     bands: list[tuple[float, float]] = []
-    places: list[Place] = []
+    places: list[DrawnBox] = []
     y = 0.0
     for site in shown.sites:
         top = y
@@ -110,28 +110,28 @@ def layout(shown: Picture) -> Drawing:
         y += GAP
     middle = {site.name: top + size / 2 for site, (top, size) in zip(shown.sites, bands, strict=True)}
     order = [site.name for site in shown.sites]
-    ways: list[Way] = []
+    ways: list[DrawnFlow] = []
     sides = 0
     for flow in shown.flows:
         if not flow.between_sites:
             continue
         first, last = sorted((order.index(flow.a), order.index(flow.b)))
         if last == first + 1:
-            ways.append(Way(flow, bands[first][0] + bands[first][1], bands[last][0], -1))
+            ways.append(DrawnFlow(flow, bands[first][0] + bands[first][1], bands[last][0], -1))
         elif sides < SIDE:
-            ways.append(Way(flow, middle[order[first]], middle[order[last]], sides))
+            ways.append(DrawnFlow(flow, middle[order[first]], middle[order[last]], sides))
             sides += 1
     return Drawing(y - GAP, tuple(bands), tuple(places), tuple(ways))
 
 
-def _site(site: SiteView, y: float, places: list[Place]) -> float:
+def _site(site: SiteView, y: float, places: list[DrawnBox]) -> float:
     """Adds a site's hosts and boxes; returns where it ends."""
     for host in site.hosts:
         name = site.name if len(site.hosts) == 1 and host.name == site.name else f"{site.name} / {host.name}"
-        places.append(Place("host", 1.8, y + 18, 0.0, name))
+        places.append(DrawnBox("host", 1.8, y + 18, 0.0, name))
         y += HEAD
         for index, box in enumerate(host.boxes):
             column, row = index % ACROSS, index // ACROSS
-            places.append(Place("box", 1.8 + 48.6 * column, y + ROW * row, 47.6, box.name, box))
+            places.append(DrawnBox("box", 1.8 + 48.6 * column, y + ROW * row, 47.6, box.name, box))
         y += ROW * -(-len(host.boxes) // ACROSS)
     return y + 4

@@ -11,8 +11,8 @@ from farspan.domain.plan import Plan, Replica
 from farspan.domain.results import Estimate, Memory
 from farspan.domain.units import format_bytes, format_rate, short_time
 from farspan.domain.words import stage_words, units_words
-from farspan.estimate.price import Step, step, timed_stage
-from farspan.estimate.schedule import Span
+from farspan.estimate.price import ReplicaStep, step, timed_stage
+from farspan.estimate.schedule import PassSpan
 from farspan.estimate.stage import Costs
 from farspan.estimate.stage_time import StageTime
 from farspan.estimate.traffic import Exchange, traffic
@@ -223,7 +223,7 @@ def lanes(plan: Plan, costs: Costs) -> Iterator[Lane]:
             number += 1
 
 
-def _told(found: Step, times: list[StageTime], costs: Costs) -> float:
+def _told(found: ReplicaStep, times: list[StageTime], costs: Costs) -> float:
     """When every stage knows the norm of all gradients and may update: after the last sum, by the step's length."""
     simulated = found.simulated
     begins = [min(span.start for span in simulated.spans if span.stage == i) for i in range(len(times))]
@@ -233,7 +233,7 @@ def _told(found: Step, times: list[StageTime], costs: Costs) -> float:
     return max(latest, found.seconds - max(time.update - begin for time, begin in zip(times, begins, strict=True)))
 
 
-def _marks(span: Span, time: StageTime) -> Iterator[Mark]:
+def _marks(span: PassSpan, time: StageTime) -> Iterator[Mark]:
     """A pass, and behind it what of it is communication: where inside the pass that falls is not drawn."""
     waits = {"forward": time.passes.forward_wait, "backward": time.passes.backward_wait}.get(span.kind, 0.0)
     yield Mark(kind=span.kind, number=span.microbatch + 1, start=span.start, end=span.end - waits)

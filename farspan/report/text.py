@@ -12,9 +12,9 @@ from farspan.domain.results import Estimate, Measurement
 from farspan.domain.units import format_bytes, format_count, format_seconds, format_usd, short_time
 from farspan.estimate.price import RESERVE
 from farspan.report import losses
-from farspan.report.compared import Compared
+from farspan.report.compared import Comparison
 from farspan.report.compared_text import memory_rows, part_rows, sentences
-from farspan.report.history import COMPLETE, Run
+from farspan.report.history import COMPLETE, RunHistory
 from farspan.report.measure import measure
 
 #: How each end is told to a person, by `Finished.reason`; "unfinished" is a run without an end.
@@ -54,7 +54,7 @@ def plan_line(plan: Plan, estimate: Estimate, corpus: CorpusManifest) -> str:
     )
 
 
-def summary(run: Run, found: Compared | None = None) -> str:
+def summary(run: RunHistory, found: Comparison | None = None) -> str:
     """The few lines after training: how it ended, what the model reached, what it took; of several devices also how
     that compares with what was predicted."""
     history = run.history
@@ -84,14 +84,14 @@ def summary(run: Run, found: Compared | None = None) -> str:
     return "\n".join(lines)
 
 
-def _resumed(run: Run) -> str:
+def _resumed(run: RunHistory) -> str:
     times = len(run.history.starts) - 1
     if times < 1:
         return ""
     return f" · resumed {counted(times, 'time')}, {counted(run.history.lost_steps, 'step')} done twice or lost"
 
 
-def report(run: Run, found: Compared | None = None) -> str:
+def report(run: RunHistory, found: Comparison | None = None) -> str:
     """`farspan report` as plain text: the summary, then predicted against measured, of several devices also by part
     and by device, then loss against entropies."""
     measured = measure(run)
@@ -111,7 +111,7 @@ def report(run: Run, found: Compared | None = None) -> str:
     return "\n".join(lines)
 
 
-def comparison(run: Run, measured: Measurement | None) -> list[tuple[str, str, str, str]]:
+def comparison(run: RunHistory, measured: Measurement | None) -> list[tuple[str, str, str, str]]:
     """Rows (what, predicted, measured, measured / predicted), or none where either side is missing.
 
     The predicted time and money of a run that ended early are those of the steps that it did; under a deadline fewer
@@ -142,7 +142,7 @@ def _row(what: str, predicted: float, measured: float, show: Callable[[float], s
     return what, show(predicted), show(measured), ratio
 
 
-def references(run: Run, measured: Measurement | None) -> list[tuple[str, str, str, str]]:
+def references(run: RunHistory, measured: Measurement | None) -> list[tuple[str, str, str, str]]:
     """Rows (reference, its entropy, validation loss, loss minus entropy), in nats a token."""
     if measured is None or measured.val_loss is None:
         return []

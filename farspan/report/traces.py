@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from farspan.domain.results import COMPUTE, Span, Step, Traced
-from farspan.report.history import Run
+from farspan.report.history import RunHistory
 from farspan.report.plan_picture import Mark
 
 #: What a span of a kind is counted as: the three parts of an Estimate's step.
@@ -18,7 +18,7 @@ Way = Literal["down", "up"]
 class Traces:
     """The spans of a run. `steps` are those that every rank has which has any, oldest first."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunHistory) -> None:
         self._spans = {
             rank: {traced.step: traced for traced in history.traced} for rank, history in run.histories.items()
         }

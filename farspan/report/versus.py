@@ -19,7 +19,7 @@ from farspan.domain.run import RunFolder
 from farspan.domain.units import format_bytes, format_seconds, format_usd, short_time
 from farspan.domain.words import listed, stage_words
 from farspan.report import losses
-from farspan.report.history import Run
+from farspan.report.history import RunHistory
 from farspan.report.measure import measure
 
 #: Of the environment what is told apart from the machine that it ran on.
@@ -44,7 +44,7 @@ class Versus(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...]
 
 
-def versus(runs: Sequence[Run]) -> Versus:
+def versus(runs: Sequence[RunHistory]) -> Versus:
     """Two runs or more, against each other."""
     configured = [configuration(run) for run in runs]
     names = list(dict.fromkeys(name for one in configured for name in one))
@@ -56,13 +56,13 @@ def versus(runs: Sequence[Run]) -> Versus:
     )
 
 
-def _names(runs: Sequence[Run]) -> tuple[str, ...]:
+def _names(runs: Sequence[RunHistory]) -> tuple[str, ...]:
     """Folder names; with their paths where two are alike."""
     short = [run.folder.resolve().name for run in runs]
     return tuple(short if len(set(short)) == len(short) else map(str, (run.folder for run in runs)))
 
 
-def configuration(run: Run) -> dict[str, str]:
+def configuration(run: RunHistory) -> dict[str, str]:
     """Every setting of a run by a dotted name."""
     plan, found = run.plan, {"technique": run.plan.technique}
     for part, value in (("model", plan.model), ("train", plan.train)):
@@ -95,18 +95,18 @@ def _environment(here: Environment) -> dict[str, str]:
     return {f"environment.{name}": str(getattr(here, name)) for name in ENVIRONMENT}
 
 
-def tokenizer(run: Run) -> str:
+def tokenizer(run: RunHistory) -> str:
     """What a run's tokenizer is known by."""
     return content_hash(read_bytes(RunFolder(run.folder).tokenizer).decode())
 
 
-def text(run: Run) -> tuple[object, ...]:
+def text(run: RunHistory) -> tuple[object, ...]:
     """What the validation text of a run is known by: where it came from, and how much of it there is."""
     val = run.corpus.val
     return run.corpus.source, val.text_bytes, val.documents
 
 
-def read_whole(run: Run, event: Validated) -> bool:
+def read_whole(run: RunHistory, event: Validated) -> bool:
     """Whether a run's last validation read all of the split."""
     return run.plan.train.validate_tokens == 0 if event.of is None else event.whole
 
@@ -121,7 +121,7 @@ def read_same(events: Sequence[Validated]) -> bool:
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
-def _results(runs: Sequence[Run]) -> tuple[tuple[Line, ...], tuple[str, ...]]:
+def _results(runs: Sequence[RunHistory]) -> tuple[tuple[Line, ...], tuple[str, ...]]:
     measured = [measure(run) for run in runs]
     orders, notes = _orders(runs, measured)
     lines = [
@@ -154,7 +154,7 @@ class _Orders(NamedTuple):
     memory: bool
 
 
-def _orders(runs: Sequence[Run], measured: Sequence[Measurement | None]) -> tuple[_Orders, list[str]]:
+def _orders(runs: Sequence[RunHistory], measured: Sequence[Measurement | None]) -> tuple[_Orders, list[str]]:
     """And what has to be known of it."""
     notes = []
     # The same corpus, whatever it was called where it was prepared.
@@ -182,7 +182,7 @@ def _orders(runs: Sequence[Run], measured: Sequence[Measurement | None]) -> tupl
     return _Orders(nats, bits, same_work, one_model and every_rank), notes
 
 
-def _step_lines(runs: Sequence[Run]) -> list[Line]:
+def _step_lines(runs: Sequence[RunHistory]) -> list[Line]:
     """The median step with its middle half, and what it is of the predicted one. A step is called best only where its
     middle half is below all others'."""
     spans = []

@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 from farspan.corpus.tokenizer import Tokenizer
 from farspan.domain.codec import to_json
 from farspan.retrieval.stores import Vectors
-from farspan.retrieval.work import Work
+from farspan.retrieval.work import IndexWork
 from farspan.runtime.model.decoder import Decoder
 
 #: Texts a batch: enough to fill the cores with chunks of 128 tokens, and activations stay near them.
@@ -42,7 +42,7 @@ _PAIRS = 512
 _SHARPNESS = 20.0
 
 
-class Fit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the maps are fitted: size of a vector (at most as many as features), passes over the pairs, seed.
 
     Chosen by `benchmarks/retrieval.py --choose` on tuning titles alone (benchmarks/results/retrieval_maps.json).
@@ -60,15 +60,15 @@ class Embedder:
     """
 
     def __init__(
-        self, model: Decoder, tokenizer: Tokenizer, fitted: dict[str, Tensor], work: Work | None = None
+        self, model: Decoder, tokenizer: Tokenizer, fitted: dict[str, Tensor], work: IndexWork | None = None
     ) -> None:
         self._model, self._tokenizer, self._fitted = model, tokenizer, fitted
-        self._work = work or Work()
+        self._work = work or IndexWork()
 
     @classmethod
     def fit(
         cls, model: Decoder, tokenizer: Tokenizer, texts: Sequence[str], titles: Sequence[str], owners: Sequence[int],
-        fit: Fit, work: Work | None = None,
+        fit: FitSettings, work: IndexWork | None = None,
     ) -> tuple[Embedder, Vectors]:  # fmt: skip
         """Fit to the passages of a corpus, and to titles of which number i belongs to passage `owners[i]`.
 
@@ -158,7 +158,8 @@ def inverse_frequency(ids: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
 
 
 def fit_maps(
-    passages_NF: Tensor, titles_PF: Tensor, owners: Sequence[int], width: int, fit: Fit, work: Work | None = None
+    passages_NF: Tensor, titles_PF: Tensor, owners: Sequence[int], width: int, fit: FitSettings,
+    work: IndexWork | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Means (F) and maps (F, E) of passages and queries, from features in streams of `width`."""
     passage_mean_F = passages_NF.mean(0)
@@ -187,13 +188,13 @@ def _whitening(centred_NF: Tensor, width: int) -> Tensor:
     return torch.block_diag(*blocks)
 
 
-def steps_to_fit(pairs: int, fit: Fit) -> int:
+def steps_to_fit(pairs: int, fit: FitSettings) -> int:
     """Steps in which the maps are fitted to so many pairs; none where no pair has another to be told from."""
     return fit.epochs * -(-pairs // _PAIRS) if pairs > 1 else 0
 
 
 def _contrast(
-    passages_PF: Tensor, titles_PF: Tensor, fit: Fit, work: Work | None = None
+    passages_PF: Tensor, titles_PF: Tensor, fit: FitSettings, work: IndexWork | None = None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Maps (F, E) of passages and of titles under which the two of a pair are more alike than those of other pairs.
 
@@ -204,7 +205,7 @@ def _contrast(
     start_FE = torch.linalg.qr(torch.randn(features, min(fit.size, features), generator=generator))[0]
     maps = [start_FE.clone().requires_grad_() for _ in range(2)]
     adam = torch.optim.Adam(maps)
-    steps, work = steps_to_fit(pairs, fit), work or Work()
+    steps, work = steps_to_fit(pairs, fit), work or IndexWork()
     work.start("fitting")
     for step in range(steps):
         adam.param_groups[0]["lr"] = adam.defaults["lr"] * (1 - step / steps)

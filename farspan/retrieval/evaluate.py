@@ -37,7 +37,7 @@ class Quality(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ndcg_at_10: float
 
 
-class Difference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ScoreDifference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Mean of `a - b` over the same queries, and its 95 % interval from a paired bootstrap."""
 
     a: str
@@ -51,7 +51,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Qualities by system, differences, and over what they were measured."""
 
     systems: dict[str, Quality]
-    differences: tuple[Difference, ...]
+    differences: tuple[ScoreDifference, ...]
     #: Queries reported: titles of validation documents, and of training documents where those were too few.
     val_queries: int
     train_queries: int
@@ -116,7 +116,7 @@ def body_of(document: Document) -> str:
     return document.text[head_length(document) :]
 
 
-class Side(msgspec.Struct, frozen=True):
+class ModelVectors(msgspec.Struct, frozen=True):
     """One model's vectors: of the body chunks (C, E), of the reported queries and of the tuning queries (Q, E)."""
 
     chunks: Vectors
@@ -125,7 +125,7 @@ class Side(msgspec.Struct, frozen=True):
 
 
 def evaluate(
-    bodies: Sequence[str], owners: npt.ArrayLike, queries: Queries, sides: Mapping[str, Side], seed: int,
+    bodies: Sequence[str], owners: npt.ArrayLike, queries: Queries, sides: Mapping[str, ModelVectors], seed: int,
     compared: Sequence[tuple[str, str]] = (("model", "untrained"), ("fused", "bm25")),
 ) -> Evaluation:  # fmt: skip
     """Measure BM25, every side, and BM25 fused with the side "model"; and one system of each pair against the other.
@@ -154,7 +154,7 @@ def evaluate(
     )  # fmt: skip
 
 
-def _fusion_weight(tuning: Sequence[Query], lexical: Lexical, owners: npt.ArrayLike, side: Side) -> float:
+def _fusion_weight(tuning: Sequence[Query], lexical: Lexical, owners: npt.ArrayLike, side: ModelVectors) -> float:
     """The weight with the best nDCG@10 on the tuning queries; the smallest of those that tie."""
     gains = np.zeros(len(WEIGHTS))
     for query, query_E in zip(tuning, side.tuning, strict=True):
@@ -169,10 +169,10 @@ def measure(found: Sequence[Ints]) -> dict[str, Floats]:
     return {name: np.array([metric(ranked) for ranked in found]) for name, metric in METRICS.items()}
 
 
-def _compare(measured: Mapping[str, dict[str, Floats]], a: str, b: str, metric: str, seed: int) -> Difference:
+def _compare(measured: Mapping[str, dict[str, Floats]], a: str, b: str, metric: str, seed: int) -> ScoreDifference:
     differences_Q = measured[a][metric] - measured[b][metric]
     interval = bootstrap(differences_Q, seed=seed)
-    return Difference(a=a, b=b, metric=metric, mean=float(differences_Q.mean()), interval=interval)
+    return ScoreDifference(a=a, b=b, metric=metric, mean=float(differences_Q.mean()), interval=interval)
 
 
 def table(evaluation: Evaluation) -> str:

@@ -27,11 +27,11 @@ from farspan.domain.problems import Refusal
 from farspan.launch.lock import locked
 from farspan.retrieval import stores
 from farspan.retrieval.chunk import Chunk, chunk_documents
-from farspan.retrieval.embed import Embedder, Fit, steps_to_fit
-from farspan.retrieval.evaluate import Evaluation, Queries, Side, body_of, choose_queries, evaluate
+from farspan.retrieval.embed import Embedder, FitSettings, steps_to_fit
+from farspan.retrieval.evaluate import Evaluation, ModelVectors, Queries, body_of, choose_queries, evaluate
 from farspan.retrieval.lexical import Lexical
 from farspan.retrieval.rank import query_form
-from farspan.retrieval.work import Work
+from farspan.retrieval.work import IndexWork
 from farspan.runtime.model.decoder import Decoder, initialise
 
 _MANIFEST, _CHUNKS, _FITTED, _STORE, _LEXICAL = "index.json", "chunks.jsonl", "fitted.safetensors", "store", "bm25"
@@ -52,7 +52,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     #: At most so many tokens a chunk, and no more than the model reads after the end of text that comes first.
     chunk_tokens: int = 128
-    fit: Fit = Fit()
+    fit: FitSettings = FitSettings()
     store: str = "auto"
     seed: int = 0
     #: Whether it is measured how well the index searches.
@@ -61,7 +61,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     version: int = 3
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class IndexManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`evaluation` is None where it was left out, and where no document has a body of a few words to be found by."""
 
     origin: Origin
@@ -76,8 +76,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 def build(
     path: Path, model: Decoder, tokenizer: Tokenizer, documents: Sequence[Document], *,
-    train: int, origin: Origin, recipe: Recipe, say: Callable[[str], None], work: Work | None = None,
-) -> Manifest:  # fmt: skip
+    train: int, origin: Origin, recipe: Recipe, say: Callable[[str], None], work: IndexWork | None = None,
+) -> IndexManifest:  # fmt: skip
     """Make the index at `path`, the first `train` documents being the training split; `say` gets lines for people.
 
     Does nothing where an index of the same origin and recipe is there, evaluated or not to be. `work` is told how far
@@ -86,7 +86,7 @@ def build(
     second at work on this index (run-busy).
     """
     recipe = msgspec.structs.replace(recipe, store=stores.resolve(recipe.store))
-    building, work = path.with_name(f"{path.name}.building"), work or Work()
+    building, work = path.with_name(f"{path.name}.building"), work or IndexWork()
     if (manifest := _current(path, origin, recipe)) and not building.exists():
         say(f"index {path} is up to date")
         return manifest
@@ -106,11 +106,11 @@ def build(
     return manifest
 
 
-def _current(path: Path, origin: Origin, recipe: Recipe) -> Manifest | None:
+def _current(path: Path, origin: Origin, recipe: Recipe) -> IndexManifest | None:
     """The manifest at `path` if its index is the one to be made: an evaluated one also where that is not asked for."""
     if not (path / _MANIFEST).exists():
         return None
-    manifest = load(path / _MANIFEST, Manifest)
+    manifest = load(path / _MANIFEST, IndexManifest)
     enough = (recipe, msgspec.structs.replace(recipe, evaluate=True))
     return manifest if manifest.origin == origin and manifest.recipe in enough else None
 
@@ -135,8 +135,8 @@ def _sweep(folder: Path, kept: set[str]) -> None:
 
 def _write(
     building: Path, model: Decoder, tokenizer: Tokenizer, documents: Sequence[Document],
-    train: int, origin: Origin, recipe: Recipe, say: Callable[[str], None], work: Work,
-) -> Manifest:  # fmt: skip
+    train: int, origin: Origin, recipe: Recipe, say: Callable[[str], None], work: IndexWork,
+) -> IndexManifest:  # fmt: skip
     size = max(min(recipe.chunk_tokens, model.spec.context - 1), 8)
     # Bodies come first. Heads hold titles: what is fitted to chunks must not know them, or the evaluation would.
     chunks = sorted(chunk_documents(documents, tokenizer, size), key=lambda chunk: chunk.head)
@@ -173,7 +173,7 @@ def _write(
     Lexical.build(f"{document.title}\n{document.text}" for document in documents).save(files / _LEXICAL)
     (files / _CHUNKS).write_bytes(msgspec.json.Encoder().encode_lines(chunks))
     embedder.save(files / _FITTED)
-    return Manifest(
+    return IndexManifest(
         origin=origin, recipe=recipe, documents=len(documents), chunks=len(chunks), dim=vectors_ND.shape[1],
         evaluation=evaluation, files=files.name,
     )  # fmt: skip
@@ -204,12 +204,12 @@ def untrained(model: Decoder, seed: int) -> Decoder:
     return blank
 
 
-def _side(embedder: Embedder, bodies_ND: stores.Vectors, queries: Queries) -> Side:
+def _side(embedder: Embedder, bodies_ND: stores.Vectors, queries: Queries) -> ModelVectors:
     reported, tuning = ([query.text for query in some] for some in (queries.reported, queries.tuning))
-    return Side(bodies_ND, embedder.queries(reported), embedder.queries(tuning))
+    return ModelVectors(bodies_ND, embedder.queries(reported), embedder.queries(tuning))
 
 
-def _fill(store: stores.Store, chunks: Sequence[Chunk], vectors_ND: stores.Vectors, work: Work) -> None:
+def _fill(store: stores.Store, chunks: Sequence[Chunk], vectors_ND: stores.Vectors, work: IndexWork) -> None:
     work.start("storing")
     for start in range(0, len(chunks), _ADD_AT_ONCE):
         some = chunks[start : start + _ADD_AT_ONCE]
@@ -224,7 +224,7 @@ def _fill(store: stores.Store, chunks: Sequence[Chunk], vectors_ND: stores.Vecto
 class Index:
     """An index that is open. Close it after use."""
 
-    manifest: Manifest
+    manifest: IndexManifest
     #: Chunks of each document that has any, from its beginning on.
     chunks: dict[int, list[Chunk]]
     #: Documents by their titles in small letters.
@@ -253,7 +253,7 @@ class Index:
         return cls.open(path, model, tokenizer, origin=origin, command=command)
 
     @classmethod
-    def _load(cls, files: Path, manifest: Manifest, model: Decoder, tokenizer: Tokenizer) -> Index:
+    def _load(cls, files: Path, manifest: IndexManifest, model: Decoder, tokenizer: Tokenizer) -> Index:
         chunks: dict[int, list[Chunk]] = {}
         lines = msgspec.json.Decoder(Chunk).decode_lines((files / _CHUNKS).read_bytes())
         for chunk in sorted(lines, key=lambda chunk: chunk.start):
@@ -270,10 +270,10 @@ class Index:
         self.store.close()
 
 
-def read_manifest(path: Path, command: str) -> Manifest:
+def read_manifest(path: Path, command: str) -> IndexManifest:
     """The manifest of the index at `path`; refuses where there is none. `command` would make it."""
     if not (path / _MANIFEST).exists():
         raise Refusal(
             "no-index", what="there is no index to search", where=path, fact=f"{_MANIFEST} is missing", remedy=command
         )  # fmt: skip
-    return load(path / _MANIFEST, Manifest)
+    return load(path / _MANIFEST, IndexManifest)

@@ -9,7 +9,7 @@ from itertools import islice
 import msgspec
 import numpy as np
 
-from farspan.retrieval.index import Index, Manifest, Recipe
+from farspan.retrieval.index import Index, IndexManifest, Recipe
 from farspan.retrieval.lexical import words
 from farspan.retrieval.rank import DEPTH, Scores, System, by_document, fuse, query_form
 
@@ -49,7 +49,7 @@ def search(index: Index, query: str, k: int = 10, system: System | None = None) 
     return Answer(query=query, system=chosen, why=why, results=tuple(_result(index, query, n, scores_N) for n in best))
 
 
-def _better(manifest: Manifest, known: bool) -> tuple[System, str]:
+def _better(manifest: IndexManifest, known: bool) -> tuple[System, str]:
     """The system to ask, and why; `known` says whether any word of the query is in the index."""
     if not known:
         return "model", "no word of the query is in the index"

@@ -43,14 +43,14 @@ class Features:
             self._file.flush()
 
 
-class Work:
+class IndexWork:
     """Amounts to do and done by kind: characters to embed, steps to fit, chunks to store.
 
     `clock` gives seconds, and `changed` is called after each part. Features are kept in `folder`, or not at all.
     """
 
     def __init__(
-        self, clock: Callable[[], float] = lambda: 0.0, changed: Callable[[Work], None] = lambda work: None
+        self, clock: Callable[[], float] = lambda: 0.0, changed: Callable[[IndexWork], None] = lambda work: None
     ) -> None:
         self._clock, self._changed = clock, changed
         self.folder: Path | None = None

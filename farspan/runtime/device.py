@@ -19,7 +19,7 @@ import torch
 from farspan._version import __version__
 from farspan.domain.caps import caps
 from farspan.domain.cluster import GIVEN, READY, Cluster, Device, DType, Host, Site
-from farspan.domain.gpus import Seen, Wheel, is_kind, runs
+from farspan.domain.gpus import TorchGpu, Wheel, is_kind, runs
 from farspan.domain.plan import PlannedDevice
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Environment
@@ -78,13 +78,13 @@ def usable_gpus() -> tuple[int, ...]:
 def installed() -> Wheel:
     """What this PyTorch was built for, and the GPUs that it sees."""
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    error, seen = "", list[Seen]()
+    error, seen = "", list[TorchGpu]()
     with warnings.catch_warnings(record=True) as caught:  # A driver that is too old is said as a warning.
         warnings.simplefilter("always")
         there = torch.cuda.is_available()
     try:
         for index in range(torch.cuda.device_count() if there else 0):
-            seen.append(Seen(
+            seen.append(TorchGpu(
                 name=torch.cuda.get_device_name(index), capability=torch.cuda.get_device_capability(index)
             ))  # fmt: skip
     except RuntimeError as failed:

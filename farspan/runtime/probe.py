@@ -26,7 +26,8 @@ from farspan.runtime.device import detect, installed, memory_is_full, open_devic
 from farspan.runtime.model.decoder import Decoder, drawn
 from farspan.runtime.probing.rates import allreduce_seconds, device_rates
 from farspan.runtime.probing.units import unit_times
-from farspan.runtime.state.train_state import TrainState, learning_rate
+from farspan.runtime.state.train_state import TrainState
+from farspan.semantics.lr_schedule import learning_rate
 
 #: Steps before the timed ones: allocators and kernels settle.
 WARMUP_STEPS = 2
@@ -34,25 +35,25 @@ WARMUP_STEPS = 2
 SLOW = 4
 
 
-class Describe(msgspec.Struct, frozen=True, tag="describe"):
+class DescribeQuery(msgspec.Struct, frozen=True, tag="describe"):
     """What devices are here? Answered by a Cluster."""
 
     backend: str
     workers: int | None
 
 
-class Installed(msgspec.Struct, frozen=True, tag="installed"):
+class InstalledQuery(msgspec.Struct, frozen=True, tag="installed"):
     """What is this PyTorch built for, and which GPUs does it see? Answered by a Wheel."""
 
 
-class MatmulRate(msgspec.Struct, frozen=True, tag="matmul"):
+class MatmulQuery(msgspec.Struct, frozen=True, tag="matmul"):
     """FLOP/s of a matrix product at a small model's shape, by dtype. Answered by a dict."""
 
     device: PlannedDevice
     precisions: tuple[Precision, ...]
 
 
-class Measure(msgspec.Struct, frozen=True, tag="measure"):
+class MeasureQuery(msgspec.Struct, frozen=True, tag="measure"):
     """Time real steps of `train.batch` sequences, `seconds` in each precision. Answered by ProbeResult."""
 
     device: PlannedDevice
@@ -62,7 +63,7 @@ class Measure(msgspec.Struct, frozen=True, tag="measure"):
     seconds: float
 
 
-class Rates(msgspec.Struct, frozen=True, tag="rates"):
+class RatesQuery(msgspec.Struct, frozen=True, tag="rates"):
     """What can the device do? `shapes` are (m, k, n). Answered by DeviceRates."""
 
     device: PlannedDevice
@@ -72,7 +73,7 @@ class Rates(msgspec.Struct, frozen=True, tag="rates"):
     memory: int
 
 
-class Units(msgspec.Struct, frozen=True, tag="units"):
+class UnitsQuery(msgspec.Struct, frozen=True, tag="units"):
     """How long do a model's units take over so many sequences of `seq_len` tokens? Answered by UnitTimes."""
 
     device: PlannedDevice
@@ -84,7 +85,7 @@ class Units(msgspec.Struct, frozen=True, tag="units"):
     memory: int
 
 
-class AllReduce(msgspec.Struct, frozen=True, tag="allreduce"):
+class AllReduceQuery(msgspec.Struct, frozen=True, tag="allreduce"):
     """Time all-reduces with the other probes of a group that meet at the same place. Answered by seconds by bytes."""
 
     device: PlannedDevice
@@ -97,10 +98,10 @@ class AllReduce(msgspec.Struct, frozen=True, tag="allreduce"):
     sizes: tuple[int, ...]
 
 
-Request = Describe | Installed | MatmulRate | Measure | Rates | Units | AllReduce
+Request = DescribeQuery | InstalledQuery | MatmulQuery | MeasureQuery | RatesQuery | UnitsQuery | AllReduceQuery
 
 
-def matmul_rate(request: MatmulRate) -> dict[str, float]:
+def matmul_rate(request: MatmulQuery) -> dict[str, float]:
     device = open_device(request.device)
     rates = {}
     for precision in request.precisions:
@@ -119,7 +120,7 @@ def _timed(work: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - began
 
 
-def measure(request: Measure) -> ProbeResult:
+def measure(request: MeasureQuery) -> ProbeResult:
     """Real steps of the real model on random tokens: forward, backward, update."""
     device = open_device(request.device)
     speeds: dict[Precision, Speed] = {}
@@ -138,7 +139,7 @@ def quick(times: Sequence[float]) -> float:
     return min(times) if len(times) < 4 else statistics.quantiles(times, n=4)[0]
 
 
-def _step_times(request: Measure, precision: Precision, device: torch.device) -> list[float]:
+def _step_times(request: MeasureQuery, precision: Precision, device: torch.device) -> list[float]:
     train = request.train
     with torch.device("meta"):  # As a worker does: a second copy of its values would be counted as its memory.
         model = Decoder(request.model, attention=train.attention, recompute=train.recompute)
@@ -164,21 +165,21 @@ def _step_times(request: Measure, precision: Precision, device: torch.device) ->
 
 
 def answer(request: Request) -> object:
-    if isinstance(request, Describe):
+    if isinstance(request, DescribeQuery):
         return detect(request.backend, request.workers)
-    if isinstance(request, Installed):
+    if isinstance(request, InstalledQuery):
         return installed()
-    if isinstance(request, Rates):
+    if isinstance(request, RatesQuery):
         return device_rates(request.device, request.shapes, request.dtypes, request.memory)
-    if isinstance(request, Units):
+    if isinstance(request, UnitsQuery):
         device = open_device(request.device)
         return unit_times(device, request.model, request.seq_len, request.rows, request.dtypes, request.memory)
-    if isinstance(request, AllReduce):
+    if isinstance(request, AllReduceQuery):
         os.environ |= {"MASTER_ADDR": request.address, "MASTER_PORT": str(request.port)}
         if request.interface:
             os.environ |= {"GLOO_SOCKET_IFNAME": request.interface, "NCCL_SOCKET_IFNAME": request.interface}
         return allreduce_seconds(request.rank, request.world, request.device, request.sizes, request.secret.encode())
-    return matmul_rate(request) if isinstance(request, MatmulRate) else measure(request)
+    return matmul_rate(request) if isinstance(request, MatmulQuery) else measure(request)
 
 
 def main() -> None:

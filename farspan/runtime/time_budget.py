@@ -34,7 +34,7 @@ SAMPLED_TOKENS = 8_000
 CHUNK = 0.4
 
 
-class Paces(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RunPaces(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a run has learned of its own speed, in seconds; None is not measured yet."""
 
     #: When its first step had ended, which also compiles.
@@ -45,7 +45,7 @@ class Paces(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     save_s: float | None = None
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True):
+class RunWork(msgspec.Struct, frozen=True, kw_only=True):
     """What a run has to do beside its steps."""
 
     step_tokens: int
@@ -60,9 +60,11 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 class TimeBudget:
     """Looks at the clock after each step; all times are seconds since the run began, over all its starts."""
 
-    def __init__(self, deadline_s: float, planned: int, work: Work | None = None, paces: Paces | None = None) -> None:
+    def __init__(
+        self, deadline_s: float, planned: int, work: RunWork | None = None, paces: RunPaces | None = None
+    ) -> None:
         self.deadline_s, self.planned = deadline_s, planned
-        self.work, self.paces = work or Work(step_tokens=1), paces or Paces()
+        self.work, self.paces = work or RunWork(step_tokens=1), paces or RunPaces()
         #: The step that ended last in this start, and since when the next one goes on.
         self._since: tuple[int, float] | None = None
 

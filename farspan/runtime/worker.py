@@ -35,11 +35,11 @@ from farspan.domain.results import Estimate, Event, Finished, Sampled, Started
 from farspan.domain.run import ON_STDIN, SECRET, RunFolder, RunRecord
 from farspan.domain.units import format_bytes
 from farspan.runtime.checkpoint import checkpoint
-from farspan.runtime.checkpoint.checkpointer import Saves
+from farspan.runtime.checkpoint.checkpointer import Checkpointer
 from farspan.runtime.comm.collective import SILENCE_S, START_S, Group, How, meet, renounce
 from farspan.runtime.comm.notices import Notices, run_secret
 from farspan.runtime.comm.ship import share
-from farspan.runtime.comm.topology import Place
+from farspan.runtime.comm.topology import Topology
 from farspan.runtime.device import environment, hold, memory_is_full, open_device
 from farspan.runtime.model import huggingface
 from farspan.runtime.model.decoder import Decoder, drawn
@@ -68,7 +68,7 @@ def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
     train, val = (
         Windows(TokenFile.open(folder, split, manifest).tokens, plan.train.seq_len) for split in ("train", "val")
     )
-    executor = Executor(Place(plan, group.rank), group.device)
+    executor = Executor(Topology(plan, group.rank), group.device)
     check_tokens(group, train, val)
     worker = Worker(
         plan=plan, run=run, group=group, executor=executor, manifest=manifest, train=train, val=val, emit=emit,
@@ -78,7 +78,7 @@ def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
         executor.load(drawn(plan.model, plan.train.seed))
     else:
         weights = huggingface.read(Path(record.initial).expanduser())[1] if group.rank == 0 else None
-        Saves(executor, run.checkpoints, plan.train.keep).adopt(weights)
+        Checkpointer(executor, run.checkpoints, plan.train.keep).adopt(weights)
     if plan.train.compile:
         compile_blocks(executor.model, group.device)
     return worker
@@ -142,7 +142,7 @@ def train(plan: Plan, run: RunFolder, rank: int, world: int, notices: Notices | 
             trainer = start(plan, run, group, log.write, abandoned, began)
             reason = trainer.run()
             if reason != "interrupted":
-                weights = trainer.saves.weights()
+                weights = trainer.checkpointer.weights()
                 if rank == 0:
                     sample(trainer, weights)
         except BaseException as error:
@@ -194,8 +194,8 @@ def launcher_gone() -> Gone:
 
 
 def started(trainer: Trainer, world: int) -> Started:
-    plan, run = trainer.w.plan, trainer.w.run
-    here = environment(trainer.w.group.device)
+    plan, run = trainer.worker.plan, trainer.worker.run
+    here = environment(trainer.worker.group.device)
     return Started(
         at=time.time(), step=trainer.step, plan=plan.hash, world=world, environment=here,
         estimate=load(run.estimate, Estimate) if run.estimate.exists() else None,
@@ -206,7 +206,7 @@ def started(trainer: Trainer, world: int) -> Started:
 def sample(trainer: Trainer, weights: dict[str, torch.Tensor]) -> None:
     """Let the trained model go on after the first words of two validation documents, for the report; as far as the time
     budget goes."""
-    worker = trainer.w
+    worker = trainer.worker
     if trainer.pacing.late:
         return
     model = Decoder(worker.plan.model)

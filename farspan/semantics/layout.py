@@ -15,7 +15,7 @@ Tag = TypeVar("Tag")
 Ranks = tuple[int, ...]
 
 
-class Part(NamedTuple):
+class HeldRange(NamedTuple):
     """A rank holds, or wants, elements [start, stop); none where stop <= start."""
 
     rank: int
@@ -33,7 +33,7 @@ class Send(NamedTuple):
 
 
 def transfer(
-    held: Sequence[Part], wanted: Sequence[Part], place: Callable[[int], Hashable]
+    held: Sequence[HeldRange], wanted: Sequence[HeldRange], place: Callable[[int], Hashable]
 ) -> tuple[tuple[Send, ...], tuple[Send, ...]]:
     """The sends, in two rounds, after which every rank has the parts that it wants; `place(rank)` is a rank's site.
 
@@ -65,7 +65,7 @@ def transfer(
     return _merged(first), _merged(spread)
 
 
-def _pieces(held: Sequence[Part], wanted: Sequence[Part]) -> Iterator[tuple[int, int, Ranks, Ranks]]:
+def _pieces(held: Sequence[HeldRange], wanted: Sequence[HeldRange]) -> Iterator[tuple[int, int, Ranks, Ranks]]:
     """(start, stop, holders, wanters) of every wanted stretch between two neighbouring bounds of parts, ascending."""
     changes: defaultdict[int, list[tuple[Counter[int], int, int]]] = defaultdict(list)
     holders, wanters = Counter[int](), Counter[int]()

@@ -17,7 +17,7 @@ import pytest
 from farspan import __version__ as farspan_version
 from farspan.cli.benching import Results, may_pass
 from farspan.cli.commands.bench import path_of
-from farspan.cli.trying import Tried, as_tried
+from farspan.cli.trying import DeviceTrial, as_tried
 from farspan.domain.bench import Matrix, Row, cells
 from farspan.domain.clusterfile import load_cluster
 from farspan.domain.codec import convert, load, load_yaml, save
@@ -88,7 +88,7 @@ def test_every_cell_has_a_row_and_none_is_measured_twice(farspan, folder):
 
     # The model was tried once, on one device of as many sequences as a cell's: what a cell of that device is foretold.
     (path,) = (folder / "bench/small/trials").iterdir()
-    tried = load(path, Tried).probe
+    tried = load(path, DeviceTrial).probe
     assert (tried.rows, tried.seq_len) == (4, 32) and done.stdout.count("trying tiny on one cpu-avx2 of here") == 1
     assert rows["data", "1"].predicted_s == pytest.approx(tried.speeds["fp32"].step_s)
 
@@ -113,7 +113,7 @@ def test_a_device_that_cannot_be_tried_is_predicted(farspan, folder):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("cannot be tried there") == 1
     (path,) = (folder / "bench/small/trials").iterdir()
-    assert load(path, Tried).probe is None
+    assert load(path, DeviceTrial).probe is None
     rows = [row for row in rows_of(folder) if row.cell.technique == "data"]
     assert len(rows) == 2 and all(row.status == "failed" and row.predicted_s > 0 for row in rows)
     assert "cannot be tried there" in farspan("bench", "matrix.yaml", "--retry", cwd=folder).stdout

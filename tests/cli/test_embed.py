@@ -16,7 +16,7 @@ from rich.console import Console
 
 from farspan.cli.index_progress import IndexProgress
 from farspan.domain.problems import EXIT_CODES
-from farspan.retrieval.work import Work
+from farspan.retrieval.work import IndexWork
 from tests.cli.conftest import Farspan
 
 
@@ -72,7 +72,7 @@ def shown(console: Console, seconds: int) -> None:
     """An embedding of 100 characters a second, for so long, out of 10,000 characters."""
     now = [0.0]
     with IndexProgress(console, lambda: now[0]) as progress:
-        work = Work(lambda: now[0], progress.show)
+        work = IndexWork(lambda: now[0], progress.show)
         work.expect("embedding", 10_000)
         work.start("embedding")
         for _ in range(seconds):

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from farspan.cli.progress import LINE_S, RECENT_STEPS, Progress
+from farspan.cli.progress import LINE_S, RECENT_STEPS, TrainingDisplay
 from farspan.domain.model import train_flops_per_token
 from farspan.domain.results import Finished, Saved, Step, Validated, Warned
 from tests.report.fake_run import MODEL, START, make_plan, one_step, started, train_events
@@ -37,7 +37,7 @@ def test_plain_lines_come_by_time_and_at_every_validation_save_warning_and_end()
     plan, clock, console = make_plan(400), Clock(), piped()
     events = train_events(plan, first=0, last=400, at=START, reason="done")
     events.insert(50, Warned(at=START + 5, message="[bold]half of the corpus[/bold] " + "is one document " * 9))
-    with Progress(plan, console, clock) as progress:
+    with TrainingDisplay(plan, console, clock) as progress:
         for event in events:
             clock.now = event.at
             progress.show(event)
@@ -56,7 +56,7 @@ def test_plain_lines_come_by_time_and_at_every_validation_save_warning_and_end()
 @pytest.mark.parametrize(("peak_flops", "shown"), [(None, "MFU n/a"), (1e12, None)])
 def test_facts_by_hand(peak_flops, shown):
     plan, clock, console = make_plan(100), Clock(), piped()
-    with Progress(plan, console, clock) as progress:
+    with TrainingDisplay(plan, console, clock) as progress:
         progress.show(started(START, 0, plan, peak_flops=peak_flops))
         for number in range(1, 12):
             progress.show(one_step(START, number, step_s=0.5 if number != 11 else 60.0, loss=4.0))
@@ -71,7 +71,7 @@ def test_facts_by_hand(peak_flops, shown):
 
 def test_one_slow_step_hardly_moves_speed_and_time_to_go():
     plan, clock = make_plan(1000), Clock()
-    progress = Progress(plan, piped(), clock)
+    progress = TrainingDisplay(plan, piped(), clock)
     progress.show(started(START, 0, plan))
     for number in range(1, 101):
         progress.show(one_step(START, number, step_s=0.1 if number % 10 else 5.0))
@@ -84,7 +84,7 @@ def test_one_slow_step_hardly_moves_speed_and_time_to_go():
 class Overtaken:
     """A step while which is looked at the next one arrives, as it may while the display draws in its own thread."""
 
-    def __init__(self, step: Step, progress: Progress) -> None:
+    def __init__(self, step: Step, progress: TrainingDisplay) -> None:
         self._step, self._progress = step, progress
 
     def __getattr__(self, name: str) -> object:
@@ -93,7 +93,7 @@ class Overtaken:
 
 
 def test_steps_may_arrive_while_the_display_is_drawn():
-    progress = Progress(make_plan(100), piped(), Clock())
+    progress = TrainingDisplay(make_plan(100), piped(), Clock())
     for look in (progress._facts, progress.eta_s):
         progress._recent.clear()
         progress.show(one_step(START, 1))
@@ -103,7 +103,7 @@ def test_steps_may_arrive_while_the_display_is_drawn():
 
 def test_a_resumed_run_says_from_where():
     plan, console = make_plan(1000), piped()
-    with Progress(plan, console, Clock()) as progress:
+    with TrainingDisplay(plan, console, Clock()) as progress:
         progress.show(started(START, 400, plan))
         progress.show(one_step(START, 401))
     assert lines_of(console)[0] == "resumed after step 400"
@@ -116,7 +116,7 @@ def test_the_live_display_fits_the_terminal(width):
     console = Console(file=io.StringIO(), force_terminal=True, width=width, height=24, color_system=None)
     events = train_events(plan, first=0, last=700, at=START, reason=None)
     screens = []
-    progress = Progress(plan, console, clock)
+    progress = TrainingDisplay(plan, console, clock)
     for event in events:
         clock.now = event.at + 3.0
         progress.show(event)
@@ -134,7 +134,7 @@ def test_the_live_display_fits_the_terminal(width):
 def test_a_terminal_keeps_what_happened_and_drops_the_display():
     plan, clock = make_plan(100), Clock()
     console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
-    with Progress(plan, console, clock) as progress:
+    with TrainingDisplay(plan, console, clock) as progress:
         for event in train_events(plan, first=0, last=100, at=START, reason="done"):
             clock.now = event.at
             progress.show(event)
@@ -145,7 +145,7 @@ def test_a_terminal_keeps_what_happened_and_drops_the_display():
 
 def test_before_anything_happened_there_is_something_to_see():
     probe = Console(file=io.StringIO(), width=80)
-    progress = Progress(make_plan(10), probe, Clock())
+    progress = TrainingDisplay(make_plan(10), probe, Clock())
     probe.print(progress._render())
     progress.show(started(START))
     probe.print(progress._render())
@@ -155,13 +155,13 @@ def test_before_anything_happened_there_is_something_to_see():
 def test_every_reason_to_end_is_told():
     for reason in ("done", "deadline", "early-stop", "interrupted", "failed", "some new reason"):
         console = piped()
-        Progress(make_plan(10), console, Clock()).show(Finished(at=0.0, step=5, reason=reason, seconds=1.0))
+        TrainingDisplay(make_plan(10), console, Clock()).show(Finished(at=0.0, step=5, reason=reason, seconds=1.0))
         assert lines_of(console)[0].startswith("step 5 · ") and "after 1.0 s" in lines_of(console)[0]
 
 
 def test_steps_in_all_and_time_to_go_are_those_that_the_time_budget_has_now():
     plan, clock, console = make_plan(1000), Clock(), piped()
-    with Progress(plan, console, clock) as progress:
+    with TrainingDisplay(plan, console, clock) as progress:
         progress.show(started(START, 0, plan))
         for number, steps in ((1, 1000), (2, 400), (3, 410)):
             clock.now += LINE_S
@@ -172,7 +172,7 @@ def test_steps_in_all_and_time_to_go_are_those_that_the_time_budget_has_now():
 
 def test_a_validation_says_on_how_many_tokens_it_is():
     console = piped()
-    progress = Progress(make_plan(10), console, Clock())
+    progress = TrainingDisplay(make_plan(10), console, Clock())
     progress.show(one_step(START, 4))
     progress.show(Validated(
         at=START, step=5, loss=4.5, bits_per_byte=1.5, tokens=17_408, of=83_210, standard_error=0.031, seconds=1.0,

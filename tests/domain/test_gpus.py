@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from farspan.domain.gpus import Gpu, Nvidia, Seen, Wheel, is_kind, judge, runs
+from farspan.domain.gpus import Gpu, Nvidia, TorchGpu, Wheel, is_kind, judge, runs
 
 #: `torch.cuda.get_arch_list()` of the wheels of PyTorch 2.13 for Linux x86-64.
 CU130 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
@@ -23,7 +23,7 @@ A100 = Gpu(name="NVIDIA A100-SXM4-40GB", driver="580.82.07", capability=(8, 0), 
 
 
 def seen(*gpus, **changes):
-    cards = tuple(Seen(name=gpu.name, capability=gpu.capability) for gpu in gpus)
+    cards = tuple(TorchGpu(name=gpu.name, capability=gpu.capability) for gpu in gpus)
     return msgspec.structs.replace(NEW, seen=cards, **changes)
 
 
@@ -103,7 +103,7 @@ def test_a_gpu_of_several_that_cannot_be_used_is_left_out_with_a_note():
     assert note.startswith("NVIDIA GeForce GTX 1080 (sm_61) is left out") and "cu126" in note and "sm_75" in note
     problem, (note,) = judge(Nvidia(gpus=(RTX4090, RTX4090)), seen(RTX4090))
     assert problem is None and note.startswith("1 of 2 GPUs are left out")
-    amd = Wheel(torch="2.13.0+rocm7.2", cuda=None, hip="7.2", seen=(Seen(name="AMD Radeon", capability=(11, 0)),))
+    amd = Wheel(torch="2.13.0+rocm7.2", cuda=None, hip="7.2", seen=(TorchGpu(name="AMD Radeon", capability=(11, 0)),))
     problem, (note,) = judge(Nvidia(gpus=(RTX4090,)), amd)
     assert problem is None and "left out" in note and "ROCm 7.2" in note
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farspan.semantics.layout import Part, Send, transfer
+from farspan.semantics.layout import HeldRange, Send, transfer
 
 SIZE = 30
 places = st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)).map(sorted)
-parts = st.lists(st.builds(lambda rank, place: Part(rank, *place), st.integers(0, 8), places), max_size=10)
+parts = st.lists(st.builds(lambda rank, place: HeldRange(rank, *place), st.integers(0, 8), places), max_size=10)
 layouts = st.tuples(parts, parts, st.lists(st.integers(0, 3), min_size=9, max_size=9))
 
 
@@ -28,7 +28,7 @@ def moves(sends):
 def complete(held, wanted):
     """The held parts, and rank 0 with what is wanted of what nobody has."""
     missing = {i for _, i in elements(wanted)} - {i for _, i in elements(held)}
-    return [*held, *(Part(0, i, i + 1) for i in sorted(missing))]
+    return [*held, *(HeldRange(0, i, i + 1) for i in sorted(missing))]
 
 
 @settings(deadline=None)
@@ -87,8 +87,8 @@ def test_sends_are_sorted_whole_and_never_empty(layout):
 
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 100))
 def test_copies_share_the_work_evenly(sources, targets, size):
-    held = [Part(rank, 0, size) for rank in range(sources)]
-    wanted = [Part(10 + rank, 0, size) for rank in range(targets)]
+    held = [HeldRange(rank, 0, size) for rank in range(sources)]
+    wanted = [HeldRange(10 + rank, 0, size) for rank in range(targets)]
     first, second = transfer(held, wanted, lambda rank: rank // 10)
     for side, ranks in ((0, sources), (1, targets)):
         load = Counter(move[side] for move in moves(first))
@@ -99,8 +99,8 @@ def test_copies_share_the_work_evenly(sources, targets, size):
 
 
 def test_many_small_parts_are_shared_as_evenly_as_a_large_one():
-    held = [Part(rank, 0, 12) for rank in (0, 1)]
-    wanted = [Part(2 + row, row, row + 1) for row in range(12)]
+    held = [HeldRange(rank, 0, 12) for rank in (0, 1)]
+    wanted = [HeldRange(2 + row, row, row + 1) for row in range(12)]
     first, second = transfer(held, wanted, lambda rank: int(rank > 1))
     assert first == tuple(Send(row // 6, 2 + row, row, row + 1) for row in range(12))
     assert second == ()
@@ -108,32 +108,35 @@ def test_many_small_parts_are_shared_as_evenly_as_a_large_one():
 
 def test_odd_elements_go_by_turns():
     """One row for each of four sites, two copies of it: no copy sends three."""
-    first, _ = transfer([Part(0, 0, 1), Part(1, 0, 1)], [Part(rank, 0, 1) for rank in range(2, 6)], lambda rank: rank)
+    first, _ = transfer(
+        [HeldRange(0, 0, 1), HeldRange(1, 0, 1)], [HeldRange(rank, 0, 1) for rank in range(2, 6)], lambda rank: rank
+    )
     assert [send[:2] for send in first] == [(0, 2), (0, 4), (1, 3), (1, 5)]
 
 
 CASES = {
     "two pairs of another site: half by each, then swapped": (
-        [Part(0, 0, 10), Part(1, 0, 10)], [Part(2, 0, 10), Part(3, 0, 10)], "aabb",
+        [HeldRange(0, 0, 10), HeldRange(1, 0, 10)], [HeldRange(2, 0, 10), HeldRange(3, 0, 10)], "aabb",
         ((0, 2, 0, 5), (1, 3, 5, 10)), ((2, 3, 0, 5), (3, 2, 5, 10)),
     ),
     "the same in one site: each to one, nothing to spread": (
-        [Part(0, 0, 10), Part(1, 0, 10)], [Part(2, 0, 10), Part(3, 0, 10)], "aaaa",
+        [HeldRange(0, 0, 10), HeldRange(1, 0, 10)], [HeldRange(2, 0, 10), HeldRange(3, 0, 10)], "aaaa",
         ((0, 2, 0, 10), (1, 3, 0, 10)), (),
     ),
     "what a rank or its site has does not cross": (
-        [Part(0, 0, 10), Part(1, 4, 6)], [Part(1, 0, 10), Part(2, 4, 8)], "abb",
+        [HeldRange(0, 0, 10), HeldRange(1, 4, 6)], [HeldRange(1, 0, 10), HeldRange(2, 4, 8)], "abb",
         ((0, 1, 0, 4), (0, 1, 7, 10), (0, 2, 6, 7), (1, 2, 4, 6)), ((1, 2, 7, 8), (2, 1, 6, 7)),
     ),
     "divided otherwise": (
-        [Part(0, 0, 6), Part(1, 6, 12)], [Part(2, 0, 4), Part(3, 4, 8), Part(2, 8, 12)], "aabb",
+        [HeldRange(0, 0, 6), HeldRange(1, 6, 12)],
+        [HeldRange(2, 0, 4), HeldRange(3, 4, 8), HeldRange(2, 8, 12)], "aabb",
         ((0, 2, 0, 4), (0, 3, 4, 6), (1, 2, 8, 12), (1, 3, 6, 8)), (),
     ),
     "adjacent parts of one rank are one send": (
-        [Part(0, 0, 3), Part(0, 3, 9)], [Part(1, 0, 5), Part(1, 5, 7)], "ab", ((0, 1, 0, 7),), (),
+        [HeldRange(0, 0, 3), HeldRange(0, 3, 9)], [HeldRange(1, 0, 5), HeldRange(1, 5, 7)], "ab", ((0, 1, 0, 7),), (),
     ),
     "empty parts, and nothing wanted that is not there": (
-        [Part(0, 0, 5), Part(1, 3, 3)], [Part(0, 1, 4), Part(1, 2, 2)], "ab", (), (),
+        [HeldRange(0, 0, 5), HeldRange(1, 3, 3)], [HeldRange(0, 1, 4), HeldRange(1, 2, 2)], "ab", (), (),
     ),
 }  # fmt: skip
 
@@ -146,7 +149,7 @@ def test_by_hand(case):
 
 def test_what_nobody_holds_is_an_error():
     with pytest.raises(ValueError, match=r"nobody holds \[5, 8\), which ranks 1, 2 want"):
-        transfer([Part(0, 0, 5)], [Part(1, 0, 8), Part(2, 3, 8)], str)
+        transfer([HeldRange(0, 0, 5)], [HeldRange(1, 0, 8), HeldRange(2, 3, 8)], str)
 
 
 def test_hundreds_of_ranks_with_disjoint_parts():
@@ -155,7 +158,7 @@ def test_hundreds_of_ranks_with_disjoint_parts():
     ranks = rng.sample(range(500), 500)
     bounds = {count: [size * i // count for i in range(count + 1)] for count in (200, 300)}
     held, wanted = (
-        [Part(rank, bounds[len(group)][i], bounds[len(group)][i + 1]) for i, rank in enumerate(group)]
+        [HeldRange(rank, bounds[len(group)][i], bounds[len(group)][i + 1]) for i, rank in enumerate(group)]
         for group in (ranks[:200], ranks[200:])
     )
     first, second = transfer(held, wanted, lambda rank: rank % 6)

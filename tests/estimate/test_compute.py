@@ -8,35 +8,35 @@ import pytest
 from farspan import models
 from farspan.domain.cluster import Host, MatmulRate
 from farspan.domain.plan import GradSync
-from farspan.estimate.compute import UNKNOWN_BANDWIDTH, UNKNOWN_FLOPS, Rates, Work, work
+from farspan.estimate.compute import UNKNOWN_BANDWIDTH, UNKNOWN_FLOPS, DeviceSpeed, OperatorWork, work
 from farspan.estimate.memory import scored_keys
 from farspan.estimate.stage_time import stage_time
 from tests.estimate.parts import TIED, UNTIED, cluster, costs, device, mesh, plain, stage, train
 
-BIG = Work(flops=4e12, bytes=1e9, m=1, k=1, n=1)
-STREAM = Work(flops=1e6, bytes=5e11, m=1, k=1, n=1)
+BIG = OperatorWork(flops=4e12, bytes=1e9, m=1, k=1, n=1)
+STREAM = OperatorWork(flops=1e6, bytes=5e11, m=1, k=1, n=1)
 
 
 def test_an_operator_takes_the_longer_of_arithmetic_and_memory():
-    rates = Rates(device(), "fp32", plain())  # 1e12 FLOP/s, 1e11 bytes a second.
+    rates = DeviceSpeed(device(), "fp32", plain())  # 1e12 FLOP/s, 1e11 bytes a second.
     assert rates.seconds(BIG) == pytest.approx(4.0)
     assert rates.seconds(STREAM) == pytest.approx(5.0)
-    shares = Rates(device(), "fp32", plain(efficiency={"fp32": 0.5}, bandwidth=0.25, operator_s=0.125))
+    shares = DeviceSpeed(device(), "fp32", plain(efficiency={"fp32": 0.5}, bandwidth=0.25, operator_s=0.125))
     assert shares.seconds(BIG) == pytest.approx(8.125)
     assert shares.seconds(STREAM) == pytest.approx(20.125)
     assert shares.stream_s(1e11) == pytest.approx(4.0)
 
 
 def test_a_share_of_the_cores_makes_launches_slower():
-    half = Rates(device(share=0.5), "fp32", plain(operator_s=0.125))
+    half = DeviceSpeed(device(share=0.5), "fp32", plain(operator_s=0.125))
     assert half.seconds(BIG) == pytest.approx(4.25)
 
 
 def test_power_holds_arithmetic_down():
     hot = plain(flops_per_watt=2e9)
-    assert Rates(device(watts=100), "fp32", hot).seconds(BIG) == pytest.approx(20.0)
-    assert Rates(device(watts=1000), "fp32", hot).seconds(BIG) == pytest.approx(4.0)
-    assert Rates(device(), "fp32", hot).seconds(BIG) == pytest.approx(4.0)
+    assert DeviceSpeed(device(watts=100), "fp32", hot).seconds(BIG) == pytest.approx(20.0)
+    assert DeviceSpeed(device(watts=1000), "fp32", hot).seconds(BIG) == pytest.approx(4.0)
+    assert DeviceSpeed(device(), "fp32", hot).seconds(BIG) == pytest.approx(4.0)
 
 
 def test_measured_products_go_before_the_data_sheet_and_the_nearest_shape_counts():
@@ -44,21 +44,21 @@ def test_measured_products_go_before_the_data_sheet_and_the_nearest_shape_counts
         MatmulRate(m=1024, k=64, n=64, flops={"fp32": 2e11}),
         MatmulRate(m=1024, k=4096, n=4096, flops={"fp32": 8e11}),
     )
-    rates = Rates(device(rates=measured), "fp32", plain())
+    rates = DeviceSpeed(device(rates=measured), "fp32", plain())
     assert rates.flops(1024, 100, 100) == 2e11
     assert rates.flops(1024, 2048, 1024) == 8e11
-    assert Rates(device(rates=measured), "bf16", plain()).flops(1, 1, 1) == UNKNOWN_FLOPS["cuda"]
+    assert DeviceSpeed(device(rates=measured), "bf16", plain()).flops(1, 1, 1) == UNKNOWN_FLOPS["cuda"]
 
 
 def test_unknown_devices_are_taken_for_slow_ones():
     unknown = device(flops={}, bandwidth=None)
-    assert Rates(unknown, "bf16", plain()).seconds(BIG) == pytest.approx(4e12 / 65e12)
-    assert Rates(unknown, "fp32", plain()).seconds(BIG) == pytest.approx(8 * 4e12 / 65e12)
-    assert Rates(unknown, "fp32", plain()).stream_s(UNKNOWN_BANDWIDTH["cuda"]) == pytest.approx(1.0)
+    assert DeviceSpeed(unknown, "bf16", plain()).seconds(BIG) == pytest.approx(4e12 / 65e12)
+    assert DeviceSpeed(unknown, "fp32", plain()).seconds(BIG) == pytest.approx(8 * 4e12 / 65e12)
+    assert DeviceSpeed(unknown, "fp32", plain()).stream_s(UNKNOWN_BANDWIDTH["cuda"]) == pytest.approx(1.0)
 
 
 def test_pace_and_crowding_multiply_every_time():
-    rates = Rates(device(pace=3.0), "fp32", plain(operator_s=0.5), slowdown=2.0)
+    rates = DeviceSpeed(device(pace=3.0), "fp32", plain(operator_s=0.5), slowdown=2.0)
     assert rates.seconds(BIG) == pytest.approx(6 * 4.5)
     # Four workers of two threads on a host of four cores: every core does the work of two.
     cpu = device(backend="cpu", threads=2)
@@ -81,8 +81,8 @@ def test_work_of_the_operators_of_a_block_by_hand():
         return work(graph, ops[name], rows, s, 4, share, share, keys)
 
     forward, backward = of("mlp.up")
-    assert forward == Work(2 * rows * s * d * f, 4 * (rows * s * (d + f) + d * f + f), rows * s, d, f)
-    assert backward == Work(2 * forward.flops, 2 * forward.bytes, rows * s, d, f)
+    assert forward == OperatorWork(2 * rows * s * d * f, 4 * (rows * s * (d + f) + d * f + f), rows * s, d, f)
+    assert backward == OperatorWork(2 * forward.flops, 2 * forward.bytes, rows * s, d, f)
     assert of("mlp.down")[0][2:5] == (rows * s, f, d)
     assert of("attn.out")[0][2:5] == (rows * s, d, d)
     assert of("mlp.up", share=0.5)[0].flops == forward.flops / 2
@@ -126,8 +126,8 @@ def test_a_gradient_is_read_and_added_to_that_of_earlier_microbatches():
     assert apart("mlp.up", gradient_passes=3) == 3 * 4 * (d * f + f)
     # A table's is as large as the table: zeros are written first.
     assert apart("tok", gradient_passes=3) == (1 + 3) * 4 * (v + s) * d
-    slow = Rates(device(bandwidth=1e9), "fp32", plain())
-    assert slow.seconds(Work(0.0, 1e9, 1, 1, 1, apart=2e9)) == pytest.approx(3.0)
+    slow = DeviceSpeed(device(bandwidth=1e9), "fp32", plain())
+    assert slow.seconds(OperatorWork(0.0, 1e9, 1, 1, 1, apart=2e9)) == pytest.approx(3.0)
 
 
 def test_embedding_moves_rows_that_are_looked_up_and_not_the_table():

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farspan.estimate.schedule import Hop, order, simulate
+from farspan.estimate.schedule import Hop, simulate
+from farspan.semantics.pass_order import pass_order
 
 DIRECT = Hop(0.0, 0.0)
 
@@ -21,7 +22,7 @@ def reference(forward, backward, down, up, microbatches, depths, awaited):
     """Another simulation of the same rules, by the clock: at each moment what has ended is sent, and what can start
     starts; then the clock goes on to the next moment at which anything is due."""
     stages, clock = len(forward), 0.0
-    queues = [order(microbatches, depth) for depth in depths]
+    queues = [pass_order(microbatches, depth) for depth in depths]
     arrived = {(0, "forward", i): 0.0 for i in range(microbatches)}
     idle, wire = [0.0] * stages, {}
     running = {}

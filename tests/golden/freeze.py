@@ -31,7 +31,7 @@ from farspan.domain.trial import Trial
 from farspan.estimate.price import estimate
 from farspan.planning import algorithm1
 from farspan.planning.rank import Candidate, rank
-from farspan.planning.select import Asked, select
+from farspan.planning.select import SelectionTask, select
 from farspan.planning.why import why
 from tests.golden.commands import COMMANDS, desk
 from tests.golden.worlds import unplanned, world
@@ -83,7 +83,9 @@ def selections(folder: Path, numbers: range) -> Iterator[tuple[str, Any]]:
             took = step_s * (0.7 + 0.9 * drawn / 1000)
             return Trial(plan="", status="ok", took_s=12.0, steps=(took,) * 3, step_s=took)
 
-        question = Asked(model=asked.model, train=asked.train, engine=engine("farspan"), objective=asked.objective)
+        question = SelectionTask(
+            model=asked.model, train=asked.train, engine=engine("farspan"), objective=asked.objective
+        )
         found = select(asked.cluster, question, measure, budget_s=200.0)
         yield (
             f"select {asked.name}",

@@ -25,7 +25,7 @@ from farspan.domain.gpus import Gpu, Nvidia, Wheel
 from farspan.domain.problems import Refusal
 from farspan.lab import spec, state
 from farspan.launch import agent, rendezvous
-from farspan.launch.examine import Examination, HostFacts, Way, examine, rounds
+from farspan.launch.examine import Examination, HostFacts, HostPath, examine, rounds
 from farspan.launch.findings import OLDEST_PYTHON, findings
 from farspan.launch.hosts import Agent, by_client, command
 from farspan.launch.probe import Probe
@@ -195,7 +195,7 @@ def facts(**changes):
 def pair(a, b, device=CPU, **way):
     hosts = tuple(Host(name=name, devices=(device,)) for name in "ab")
     cluster = Cluster(sites=tuple(Site(name=f"s{host.name}", hosts=(host,)) for host in hosts))
-    ways = tuple(Way(a=x, b=y, rtt_s=0.01, interface="e0", **way) for x, y in (("a", "b"), ("b", "a")))
+    ways = tuple(HostPath(a=x, b=y, rtt_s=0.01, interface="e0", **way) for x, y in (("a", "b"), ("b", "a")))
     return findings(cluster, Examination(hosts={"a": a, "b": b}, unreachable={}, ways=ways))
 
 
@@ -257,7 +257,7 @@ def test_an_interface_of_a_system_that_names_none_is_taken_as_given(given, why):
 
 def test_an_interface_that_cannot_be_named_is_to_be_given():
     a, b = (Host(name=name, devices=(CPU,), address=f"10.0.0.{name}") for name in "ab")
-    way = Way(a="a", b="b", rtt_s=0.01, interface=None)
+    way = HostPath(a="a", b="b", rtt_s=0.01, interface=None)
     with pytest.raises(Refusal) as refusal:
         rendezvous.interface(a, b, way)
     problem = refusal.value.problem
@@ -272,7 +272,7 @@ def test_an_interface_that_cannot_be_named_is_to_be_given():
 def test_interfaces_that_only_one_machine_sees_are_refused(interface):
     hosts = tuple(Host(name=name, devices=(CPU,)) for name in "ab")
     cluster = Cluster(sites=(Site(name="s", hosts=hosts),))
-    ways = (Way(a="a", b="b", rtt_s=0.01, interface=interface), Way(a="b", b="a", rtt_s=0.01, interface="e0"))
+    ways = (HostPath(a="a", b="b", rtt_s=0.01, interface=interface), HostPath(a="b", b="a", rtt_s=0.01, interface="e0"))
     (finding,) = findings(cluster, Examination(hosts={"a": facts(), "b": facts()}, unreachable={}, ways=ways))
     assert (finding.severity, finding.where) == ("refused", "link a -> b")
 

@@ -21,7 +21,7 @@ from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import Finished, Step, read_events
 from farspan.domain.run import RunRecord
 from farspan.launch.launchers import launch, torchrun
-from farspan.launch.remote_run import Away
+from farspan.launch.remote_run import RemoteRun
 from farspan.launch.trial import Deadline
 from farspan.launch.workers import HostProcess, Workers, run_folder
 from farspan.runtime.model import huggingface
@@ -97,7 +97,7 @@ def test_rank_0_in_the_default_folder_finds_its_corpus_and_first_weights(far, fa
         (linked / path.name).symlink_to(path)
     save(replace(load(far_run.record, RunRecord), initial=str(linked)), far_run.record)
     there = run_folder(far, plan, far_run)
-    Away(far, plan, far_run, there).send()
+    RemoteRun(far, plan, far_run, there).send()
     # What a worker opens is there by now, and nowhere else.
     shutil.rmtree(model)
     shutil.rmtree(linked)
@@ -113,7 +113,7 @@ def test_first_weights_that_are_gone_are_named(far, far_run, tmp_path):
     save(replace(load(far_run.record, RunRecord), initial=str(tmp_path / "gone")), far_run.record)
     plan = far_run.load_plan()
     with pytest.raises(Refusal, match=r"error\[path-missing\]"):
-        Away(far, plan, far_run, run_folder(far, plan, far_run)).send()
+        RemoteRun(far, plan, far_run, run_folder(far, plan, far_run)).send()
 
 
 def test_what_an_earlier_start_said_on_another_host_is_not_the_cause(far, tmp_path):
@@ -177,7 +177,7 @@ def test_after_half_an_event_the_next_start_is_heard_from_its_first_on(tmp_path)
 def test_half_an_event_stays_on_the_host_where_it_was_written(far, far_run, tmp_path):
     plan = far_run.load_plan()
     there = run_folder(far, plan, far_run)
-    away = Away(far, plan, far_run, there)
+    away = RemoteRun(far, plan, far_run, there)
     away.send()
     events = on_disk(there.events, tmp_path)
     whole = first_event(events)

@@ -18,7 +18,7 @@ from farspan.estimate.price import estimate
 from farspan.lab import state
 from farspan.lab.cluster import of_lab
 from farspan.launch.launchers import launch
-from farspan.launch.trial import WARMUP, Limits, Question, apart, limits, shortened, start_s, timed, trial
+from farspan.launch.trial import WARMUP, Limits, TrialQuery, apart, limits, shortened, start_s, timed, trial
 from farspan.semantics.identity import plan_key
 from tests import tiny
 from tests.launch.conftest import up
@@ -141,7 +141,7 @@ def test_a_trial_that_does_not_end_is_ended(sites, corpus):
 
 def test_what_kills_the_process_of_a_cell_is_a_result(sites, tmp_path):
     nowhere = str(tmp_path / "no-corpus")
-    made = apart(Question(plan=planned(), corpus=nowhere, cluster=sites, launcher="local", within=FEW))
+    made = apart(TrialQuery(plan=planned(), corpus=nowhere, cluster=sites, launcher="local", within=FEW))
     assert made.status == "failed" and made.plan == plan_key(planned())
     assert "exit code 1" in made.problem.fact and "no-corpus" in made.problem.fact
 

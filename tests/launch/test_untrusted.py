@@ -24,7 +24,7 @@ from farspan.domain.train import TrainSpec
 from farspan.launch import remote_run, trust
 from farspan.launch.examine import reach
 from farspan.launch.hosts import Agent, ask, command
-from farspan.launch.remote_run import Away
+from farspan.launch.remote_run import RemoteRun
 from farspan.launch.workers import run_folder
 from tests import tiny
 
@@ -48,7 +48,7 @@ def sent(far, tmp_path):
     plan = tiny.plan(TRAIN)
     plan = replace(plan, devices=(replace(plan.devices[0], host="far"),))
     run = tiny.run_folder(tmp_path / "run", plan)
-    away = Away(far, plan, run, run_folder(far, plan, run))
+    away = RemoteRun(far, plan, run, run_folder(far, plan, run))
     away.send()
     return run, away, run_folder(far, plan, run)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from farspan.planning.diff import Side, difference
+from farspan.planning.diff import PlanSide, difference
 from tests.planning.worlds import ranking
 
 
 def side(one, index):
     candidate = one.candidates[index]
-    return Side(name=str(index), plan=candidate.plan, estimate=candidate.estimate)
+    return PlanSide(name=str(index), plan=candidate.plan, estimate=candidate.estimate)
 
 
 def test_a_plan_differs_in_nothing_from_itself():

@@ -21,11 +21,11 @@ from farspan.estimate.network import Network
 from farspan.estimate.price import estimate
 from farspan.estimate.stage import Costs
 from farspan.planning import algorithm1
-from farspan.planning.learn import Part, Seen, learn, with_paces
+from farspan.planning.learn import Observation, Paced, learn, with_paces
 from farspan.planning.misfit import largest_tried
 from farspan.planning.outcome import nothing_runs
 from farspan.planning.pace import on_one_device
-from farspan.planning.select import Asked, select
+from farspan.planning.select import SelectionTask, select
 from farspan.semantics.identity import plan_key
 from tests.planning.worlds import FAST, SLOW, cluster
 
@@ -34,9 +34,9 @@ SYNCHRONOUS = ("data", "zero1", "zero2", "fsdp", "hsdp", "shard", "pipeshard")
 GONE = Problem(code="out-of-memory", what="a worker ran out of memory", where="rank 0", fact="a test", remedy="none")
 
 
-def asked(model: str = "gpt2", *, steps: int = 100_000, batch: int = 16, **more) -> Asked:
+def asked(model: str = "gpt2", *, steps: int = 100_000, batch: int = 16, **more) -> SelectionTask:
     train = TrainSpec(steps=steps, batch=batch, seq_len=1024, precision="fp16")
-    return Asked(model=models.presets()[model].spec, train=train, engine=ENGINE, **more)
+    return SelectionTask(model=models.presets()[model].spec, train=train, engine=ENGINE, **more)
 
 
 class World:
@@ -91,9 +91,9 @@ def test_the_choice_is_the_best_of_what_ran_and_near_the_true_best(seed):
     rng = random.Random(seed)
     sites = [tuple(rng.choice((FAST, SLOW)) for _ in range(rng.randint(1, 2))) for _ in range(2)]
     here = cluster(*sites, rtt_s=rng.choice((1e-3, 0.02, 0.1)), bandwidth=rng.choice((1e8, 1e9)))
-    parts = {Part("device", host.name, device.kind): math.exp(rng.uniform(-0.25, 0.25))
+    parts = {Paced("device", host.name, device.kind): math.exp(rng.uniform(-0.25, 0.25))
              for host in here.hosts for device in host.devices}  # fmt: skip
-    parts[Part("link", "s0", "s1")] = math.exp(rng.uniform(-0.25, 0.25))
+    parts[Paced("link", "s0", "s1")] = math.exp(rng.uniform(-0.25, 0.25))
     world = World(with_paces(here, parts), seed=seed, spread=0.08)
     question = asked(allow=("data", "zero2", "fsdp", "pipeshard"))
     found = select(here, question, world, budget_s=1e6)
@@ -316,7 +316,7 @@ def test_a_host_without_devices_is_nobody():
 def test_what_a_link_takes_in_trials_is_not_what_it_carries():
     """Workers send at a rate of the line itself, however slow trials have shown sums over it to be."""
     here = cluster((FAST, FAST), (FAST, FAST), rtt_s=0.05, bandwidth=1e8)
-    slow = with_paces(here, {Part("link", "s0", "s1"): 1.4})
+    slow = with_paces(here, {Paced("link", "s0", "s1"): 1.4})
 
     def rates(where):
         plans = [one.plan for one in asked(allow=("data", "hsdp"), parts=False).rank(where).candidates if one.plan]
@@ -371,7 +371,7 @@ def test_the_loss_at_a_deadline_follows_the_measured_pace():
     here = cluster((FAST, FAST), (FAST, FAST), rtt_s=0.01)
     train = msgspec.structs.replace(asked().train, deadline_s=3600.0)
     question = msgspec.structs.replace(asked(allow=("data",)), train=train)
-    world = World(with_paces(here, {Part("device", f"h{i}", "fast"): 1.5 for i in range(2)}))
+    world = World(with_paces(here, {Paced("device", f"h{i}", "fast"): 1.5 for i in range(2)}))
     found = select(here, question, world, budget_s=1e6)
     (one, _), *_ = found.tried
     now = next(other for other in found.ranking.candidates if other.plan and plan_key(other.plan) == plan_key(one.plan))
@@ -385,11 +385,11 @@ def test_the_loss_at_a_deadline_follows_the_measured_pace():
 
 def test_paces_are_found_again():
     here = cluster((FAST, FAST), (SLOW, SLOW), rtt_s=0.02)
-    true = with_paces(here, {Part("device", "h0", "fast"): 1.5, Part("link", "s0", "s1"): 0.7})
+    true = with_paces(here, {Paced("device", "h0", "fast"): 1.5, Paced("link", "s0", "s1"): 0.7})
     candidates = asked().rank(here).candidates
     plans = [one.plan for one in candidates if one.plan is not None and len(one.places) == 4]
     world = World(true)
-    found = learn(here, [Seen(plan, world.step_s(plan), world.compute_s(plan)) for plan in plans]).cluster
+    found = learn(here, [Observation(plan, world.step_s(plan), world.compute_s(plan)) for plan in plans]).cluster
     assert found.hosts[0].devices[0].pace == pytest.approx(1.5, rel=0.1)
     assert found.links[0].pace == pytest.approx(0.7, rel=0.15)
 
@@ -400,18 +400,18 @@ def test_what_is_missed_of_one_plan_with_stages_is_missed_of_the_next():
     staged = next(one.plan for one in candidates if stages(one.plan) > 1)
     whole = next(one.plan for one in candidates if one.technique == "data")
     world = World(here)
-    found = learn(here, [Seen(staged, 1.6 * world.step_s(staged), world.compute_s(staged))])
+    found = learn(here, [Observation(staged, 1.6 * world.step_s(staged), world.compute_s(staged))])
     assert found.way(staged) > 1.2 and found.way(whole) == 1.0
-    again = learn(here, [Seen(one, 1.2 * world.step_s(one), world.compute_s(one)) for one in (staged, whole)])
+    again = learn(here, [Observation(one, 1.2 * world.step_s(one), world.compute_s(one)) for one in (staged, whole)])
     assert again.way(whole) > 1.05
 
 
 def test_unlike_devices_of_one_host_are_told_apart_by_what_each_computes():
     here = cluster((FAST, SLOW))
-    true = with_paces(here, {Part("device", "h0", "fast"): 0.8, Part("device", "h0", "slow"): 1.3})
+    true = with_paces(here, {Paced("device", "h0", "fast"): 0.8, Paced("device", "h0", "slow"): 1.3})
     plan = next(one.plan for one in asked(allow=("data",)).rank(here).candidates if len(one.places) == 2)
     world = World(true)
-    found = learn(here, [Seen(plan, world.step_s(plan), world.compute_s(plan))]).cluster
+    found = learn(here, [Observation(plan, world.step_s(plan), world.compute_s(plan))]).cluster
     assert [device.pace for device in found.hosts[0].devices] == pytest.approx([0.8, 1.3], rel=0.05)
 
 
@@ -424,7 +424,7 @@ def test_a_plan_of_one_site_says_nothing_of_others():
     here = cluster((FAST, FAST), (SLOW, SLOW))
     plan = next(one.plan for one in asked(allow=("data",)).rank(here).candidates if one.places == (0, 1))
     now = estimate(plan, models.graph(plan.model), here, ENGINE).step_s
-    found = learn(here, [Seen(plan, 2 * now)]).cluster
+    found = learn(here, [Observation(plan, 2 * now)]).cluster
     assert found.hosts[0].devices[0].pace > 1.4
     assert found.hosts[1] == here.hosts[1] and found.links == here.links
 

@@ -22,9 +22,10 @@ from farspan.domain.results import Event, Finished, Span, Step, Traced
 from farspan.domain.train import TrainSpec
 from farspan.estimate.network import Network
 from farspan.estimate.price import edges, price
-from farspan.estimate.schedule import Hop, effective_depths, order, simulate
+from farspan.estimate.schedule import Hop, simulate
 from farspan.estimate.stage import Costs
 from farspan.estimate.stage_time import stage_time
+from farspan.semantics.pass_order import depths_in_flight, pass_order
 from tests.report.fake_run import CORPUS, MODEL, START, started, write_run
 
 SITES = ("gat", "amst", "star")
@@ -121,7 +122,7 @@ def _lanes(
         [time.passes.backward * pace for time, pace in zip(times, paces, strict=True)],
         [Hop(hop.busy * by, hop.delay * by) for hop, by in zip(down, links, strict=True)],
         [Hop(hop.busy * by, hop.delay * by) for hop, by in zip(up, links, strict=True)],
-        8, effective_depths(replica), sends_awaited=False, receives_ahead=True,
+        8, depths_in_flight(replica), sends_awaited=False, receives_ahead=True,
     )  # fmt: skip
     told, lanes = max(found.ends) + COLLECTIVE_S + TOLD_S, []
     for rank in range(3):
@@ -142,7 +143,7 @@ def _whole(replica: Replica, costs: Costs, paces: Sequence[float], sums: float) 
     for rank, pace in enumerate(paces):
         rows = [count if c == rank else 0 for c, count in enumerate(only.rows)]
         passes, at, lane = stage_time(costs, only, rows, replica.microbatches).passes, 0.0, list[Span]()
-        for kind, i in order(replica.microbatches, 1):
+        for kind, i in pass_order(replica.microbatches, 1):
             took = pace * (passes.forward if kind == "forward" else passes.backward)
             lane.append(Span(kind=kind, microbatch=i, start=at, end=at + took))
             at += took

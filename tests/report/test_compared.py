@@ -20,7 +20,7 @@ from farspan.domain.results import Step, Traced
 from farspan.domain.run import RunFolder
 from farspan.domain.train import TrainSpec
 from farspan.estimate.price import estimate
-from farspan.report.compared import ALIGNED, Compared, compare
+from farspan.report.compared import ALIGNED, Comparison, compare
 from farspan.report.compared_text import memory_rows, part_rows, sentences, timeline
 from farspan.report.history import open_run
 from farspan.report.page import page
@@ -32,13 +32,13 @@ from tests.report.fake_run import make_plan, resumed_run, train_events, write_ru
 from tests.report.test_page import Reader, browse
 
 
-def found_in(folder: Path) -> Compared:
+def found_in(folder: Path) -> Comparison:
     found = compare(open_run(folder))
     assert found is not None
     return found
 
 
-def shown(found: Compared, width: int = 96) -> str:
+def shown(found: Comparison, width: int = 96) -> str:
     return "\n".join("".join(text for text, _ in line) for line in timeline(found, width))
 
 

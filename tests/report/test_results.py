@@ -21,7 +21,7 @@ from farspan.domain.bench import Cell, Row
 from farspan.domain.engine import engine
 from farspan.domain.train import TrainSpec
 from farspan.estimate.loss import loss
-from farspan.planning.select import Asked
+from farspan.planning.select import SelectionTask
 from farspan.planning.size import fitted_shape
 from farspan.planning.why import costs_of
 from farspan.report import results
@@ -222,7 +222,9 @@ def test_sizes_are_points_by_family_beside_the_fit():
 def two_sites() -> Drawn:
     here = cluster((FAST, FAST), (SLOW, SLOW), rtt_s=0.02)
     train = TrainSpec(steps=10, batch=8, seq_len=1024, precision="fp16")
-    asked = Asked(model=models.presets()["gpt2"].spec, train=train, engine=engine("farspan"), allow=("pipeshard",))
+    asked = SelectionTask(
+        model=models.presets()["gpt2"].spec, train=train, engine=engine("farspan"), allow=("pipeshard",)
+    )
     one = next(one for one in asked.rank(here).candidates if len(one.places) == 4)
     return Drawn("A & B", here, "pipeshard of gpt2", picture(one.plan, one.estimate, costs_of(one.plan, here)))
 

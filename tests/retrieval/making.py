@@ -10,7 +10,7 @@ import torch
 from farspan.corpus.tokenizer import train
 from farspan.domain.model import ModelSpec
 from farspan.retrieval.index import Origin, Recipe, build
-from farspan.retrieval.work import Work
+from farspan.retrieval.work import IndexWork
 from farspan.runtime.model.decoder import Decoder, initialise
 from tests.retrieval.conftest import make_documents
 
@@ -29,14 +29,14 @@ def model(seed: int) -> Decoder:
     return made
 
 
-def make(folder: Path, seed: int = 5, stop_after: int | None = None, **recipe) -> Work:
+def make(folder: Path, seed: int = 5, stop_after: int | None = None, **recipe) -> IndexWork:
     """Make the index of a model; Ctrl-C comes when so many texts are embedded."""
 
-    def changed(work: Work) -> None:
+    def changed(work: IndexWork) -> None:
         if stop_after is not None and work.embedded >= stop_after:
             raise KeyboardInterrupt
 
-    work = Work(changed=changed)
+    work = IndexWork(changed=changed)
     build(
         folder, model(seed), TOKENIZER, DOCUMENTS, train=170, origin=ORIGIN, recipe=Recipe(**recipe),
         say=lambda line: None, work=work,

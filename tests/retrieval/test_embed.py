@@ -4,7 +4,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from farspan.retrieval.embed import Embedder, Fit, _contrast
+from farspan.retrieval.embed import Embedder, FitSettings, _contrast
 
 TEXTS = ["short", "a text of several words, and some more", "listen " * 90, "", "the server's port is open\n\nnow"]
 TITLES, OWNERS = [" open port", " server words", " some text"], [4, 4, 1]
@@ -30,7 +30,7 @@ def by_hand(model, tokenizer, texts, corpus) -> np.ndarray:
 
 def test_features_are_weighted_means_of_every_stream(model, tokenizer, monkeypatch):
     monkeypatch.setattr("farspan.retrieval.embed._bf16_is_fast", lambda device: False)
-    embedder, _ = Embedder.fit(model, tokenizer, TEXTS, TITLES, OWNERS, Fit())
+    embedder, _ = Embedder.fit(model, tokenizer, TEXTS, TITLES, OWNERS, FitSettings())
     for texts in (TEXTS, TITLES):
         np.testing.assert_allclose(embedder.pool(texts), by_hand(model, tokenizer, texts, TEXTS), atol=1e-5)
 
@@ -38,7 +38,7 @@ def test_features_are_weighted_means_of_every_stream(model, tokenizer, monkeypat
 def test_without_pairs_vectors_keep_the_angles_of_whitened_features(model, tokenizer, documents, monkeypatch):
     monkeypatch.setattr("farspan.retrieval.embed._bf16_is_fast", lambda device: False)
     texts = [document.text for document in documents]
-    embedder, vectors = Embedder.fit(model, tokenizer, texts, [], [], Fit(size=10_000))
+    embedder, vectors = Embedder.fit(model, tokenizer, texts, [], [], FitSettings(size=10_000))
     features = embedder.pool(texts).double().numpy()
     parts = []
     for part in np.split(features - features.mean(0), model.spec.layers + 2, axis=1):
@@ -54,7 +54,7 @@ def test_the_maps_turn_unseen_titles_towards_their_passages():
     generator = torch.Generator().manual_seed(0)
     shared, *noise = (torch.randn(20_500, size, generator=generator) for size in (8, 40, 40))
     passages, titles = (torch.cat([shared, part], 1) for part in noise)
-    fitted = _contrast(passages[:20_000], titles[:20_000], Fit(size=48))
+    fitted = _contrast(passages[:20_000], titles[:20_000], FitSettings(size=48))
     before = _hit(passages[20_000:], titles[20_000:], (torch.eye(48), torch.eye(48)))
     after = _hit(passages[20_000:], titles[20_000:], fitted)
     assert before < 0.1
@@ -69,7 +69,7 @@ def _hit(passages, titles, maps) -> float:
 
 def test_a_vector_does_not_depend_on_the_rest_of_its_batch(model, tokenizer, documents):
     texts = [document.text for document in documents]
-    embedder, _ = Embedder.fit(model, tokenizer, texts, TITLES, OWNERS, Fit())
+    embedder, _ = Embedder.fit(model, tokenizer, texts, TITLES, OWNERS, FitSettings())
     together = embedder.passages(TEXTS + texts)[: len(TEXTS)]
     alone = np.concatenate([embedder.passages([text]) for text in TEXTS])
     assert np.einsum("nd,nd->n", together, alone).min() > 0.999
@@ -77,7 +77,7 @@ def test_a_vector_does_not_depend_on_the_rest_of_its_batch(model, tokenizer, doc
 
 def test_saved_and_loaded_gives_the_same_vectors(model, tokenizer, documents, tmp_path):
     texts = [document.text for document in documents]
-    embedder, vectors = Embedder.fit(model, tokenizer, texts, TITLES, OWNERS, Fit())
+    embedder, vectors = Embedder.fit(model, tokenizer, texts, TITLES, OWNERS, FitSettings())
     embedder.save(tmp_path / "fitted.safetensors")
     loaded = Embedder.load(model, tokenizer, tmp_path / "fitted.safetensors")
     np.testing.assert_allclose(loaded.passages(texts), vectors, atol=1e-6)
@@ -85,7 +85,7 @@ def test_saved_and_loaded_gives_the_same_vectors(model, tokenizer, documents, tm
 
 
 def test_equal_and_empty_texts_still_get_finite_vectors(model, tokenizer):
-    embedder, vectors = Embedder.fit(model, tokenizer, ["same", "same"], ["same"], [0], Fit())
+    embedder, vectors = Embedder.fit(model, tokenizer, ["same", "same"], ["same"], [0], FitSettings())
     assert np.isfinite(vectors).all()
     assert np.isfinite(embedder.passages(["", "same", "other"])).all()
     assert np.isfinite(embedder.queries(["", "same", "other"])).all()

@@ -5,7 +5,16 @@ import math
 import numpy as np
 
 from farspan.domain.corpus import Document
-from farspan.retrieval.evaluate import BODY_WORDS, Queries, Query, Side, body_of, choose_queries, evaluate, table
+from farspan.retrieval.evaluate import (
+    BODY_WORDS,
+    ModelVectors,
+    Queries,
+    Query,
+    body_of,
+    choose_queries,
+    evaluate,
+    table,
+)
 from farspan.retrieval.lexical import Lexical
 from farspan.retrieval.rank import DEPTH, by_document, fuse, query_form
 
@@ -87,7 +96,7 @@ def test_systems_are_measured_as_a_plain_loop_does():
     draw = lambda rows: generator.normal(size=(rows, 8)).astype(np.float32)  # noqa: E731
     asked = [Query(" ".join(generator.choice(words, 2)), (n, n + 1)) for n in range(0, 20, 2)]
     queries = Queries(asked, [Query("alpha beta", (30,)), Query("zeta", (31,))], 4)
-    trained, untrained = (Side(draw(len(owners)), draw(10), draw(2)) for _ in range(2))
+    trained, untrained = (ModelVectors(draw(len(owners)), draw(10), draw(2)) for _ in range(2))
     result = evaluate(bodies, owners, queries, {"model": trained, "untrained": untrained}, seed=1)
 
     def metrics(scores_of):
@@ -131,7 +140,7 @@ def test_systems_are_measured_as_a_plain_loop_does():
 
 def test_the_fusion_weight_is_the_best_on_tuning_queries_alone():
     bodies = ["same words", "same words", "same words"]
-    side = Side(np.eye(3, dtype=np.float32), np.eye(3, dtype=np.float32)[[0]], np.eye(3, dtype=np.float32)[[1]])
+    side = ModelVectors(np.eye(3, dtype=np.float32), np.eye(3, dtype=np.float32)[[0]], np.eye(3, dtype=np.float32)[[1]])
     queries = Queries([Query("same", (2,))], [Query("same", (1,))], 0)
     result = evaluate(bodies, range(3), queries, {"model": side, "untrained": side}, seed=0)
     assert result.fusion_weight == 0.05, "every weight finds it: the smallest is taken"

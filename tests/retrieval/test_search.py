@@ -8,7 +8,7 @@ from farspan.domain.corpus import Document
 from farspan.domain.problems import Refusal
 from farspan.retrieval.chunk import Chunk
 from farspan.retrieval.evaluate import Evaluation
-from farspan.retrieval.index import Index, Manifest, Origin, Recipe, build
+from farspan.retrieval.index import Index, IndexManifest, Origin, Recipe, build
 from farspan.retrieval.rank import query_form
 from farspan.retrieval.search import SNIPPET_CHARS, search, snippet
 
@@ -16,7 +16,7 @@ ORIGIN = Origin(model="m1", corpus="c1")
 TRAIN = 50
 
 
-def make(path, model, tokenizer, documents, **changes) -> tuple[Manifest, list[str]]:
+def make(path, model, tokenizer, documents, **changes) -> tuple[IndexManifest, list[str]]:
     said: list[str] = []
     options = {"train": TRAIN, "origin": ORIGIN, "recipe": Recipe()} | changes
     return build(path, model, tokenizer, documents, say=said.append, **options), said
@@ -60,7 +60,7 @@ def test_the_manifest_says_what_the_index_is(built, model, tokenizer, documents)
     evaluation = manifest.evaluation
     assert evaluation.val_queries == 10 and evaluation.train_queries + evaluation.tuning_queries <= TRAIN
     assert set(evaluation.systems) == {"bm25", "model", "untrained", "fused"}
-    assert msgspec.json.decode((built / "index.json").read_bytes(), type=Manifest) == manifest
+    assert msgspec.json.decode((built / "index.json").read_bytes(), type=IndexManifest) == manifest
 
 
 def test_the_same_again_does_nothing_and_anything_else_builds_anew(tmp_path, model, tokenizer, documents):

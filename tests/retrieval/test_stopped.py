@@ -15,7 +15,7 @@ import pytest
 
 from farspan.domain.problems import Refusal
 from farspan.retrieval.index import Index
-from farspan.retrieval.work import Work
+from farspan.retrieval.work import IndexWork
 from tests.retrieval import making
 
 #: Bytes of a whole block: its digest, and 32 texts of four streams of 32 numbers.
@@ -189,7 +189,7 @@ def test_what_killed_makings_left_is_removed_by_the_next(tmp_path: Path):
 
 def test_time_to_go_counts_what_was_found_on_disk_as_done_and_not_as_fast():
     now = [0.0]
-    work = Work(lambda: now[0])
+    work = IndexWork(lambda: now[0])
     work.expect("embedding", 1000)
     work.start("embedding")
     assert work.eta_s() is None
@@ -203,6 +203,6 @@ def test_time_to_go_counts_what_was_found_on_disk_as_done_and_not_as_fast():
 
 
 def test_features_need_no_folder():
-    with Work().features("x") as features:
+    with IndexWork().features("x") as features:
         features.write(np.zeros(3, np.float32))
         assert features.read(3) is None

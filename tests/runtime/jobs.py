@@ -22,7 +22,7 @@ from farspan.runtime.comm.messages import Sent
 from farspan.runtime.state import full_state
 from farspan.runtime.state.tied_embeddings import TABLE
 from farspan.runtime.training.trainer import Trainer
-from farspan.runtime.training.validation import Sums
+from farspan.runtime.training.validation import LossSums
 from farspan.runtime.worker import build
 from tests.runtime import reference
 
@@ -71,7 +71,7 @@ def check(group: Group, plan: Plan, path: Path, step: int) -> tuple[Gradients, T
     """The gradients of one step, and then the training from the first."""
     with trainer(group, plan, path) as (made, events):
         found = _gradients(made, step)
-        made.w.executor.skip()
+        made.worker.executor.skip()
         return found, _trained(made, events)
 
 
@@ -79,7 +79,7 @@ def train(group: Group, plan: Plan, path: Path, until: int | None = None) -> Tra
     """From the newest checkpoint to the end, or to where all stop who were asked to at a step."""
     with trainer(group, plan, path) as (made, events):
         if until is not None:
-            made.w.stop = lambda: made.step >= until
+            made.worker.stop = lambda: made.step >= until
         made.restore()
         return _trained(made, events)
 
@@ -95,7 +95,7 @@ def train_where_files_may_not_be_large(group: Group, plan: Plan, path: Path, mos
             if sum(isinstance(event, Warned) for event in events) == failures:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
-        made.w.emit = emit
+        made.worker.emit = emit
         if group.rank == 0:
             resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
         try:
@@ -108,7 +108,7 @@ def step_while_another_is_away(group: Group, plan: Plan, path: Path, steps: int)
     """All make a step. Rank 0 leaves for an exchange and makes more steps; the others come to it only when these are
     made. Returns the parameters of the meeting, as this worker has them."""
     with trainer(group, plan, path) as (made, _):
-        outer, made_them = made.w.executor.outer, path / "made"
+        outer, made_them = made.worker.executor.outer, path / "made"
         assert outer is not None
         made._step(0)
         if group.rank == 0:
@@ -128,23 +128,23 @@ def hand_out(group: Group, plan: Plan, path: Path) -> int:
     """Give every worker its part of a model from rank 0; the most messages that it held at once."""
     held = [0]
     with trainer(group, plan, path) as (made, _):
-        wire = made.w.executor.wire
-        send = wire.send
+        messenger = made.worker.executor.messenger
+        send = messenger.send
 
         def counted(*given: Any) -> list[Sent]:
             works = send(*given)
-            held.append(len(wire._sent))
+            held.append(len(messenger._sent))
             return works
 
-        wire.send = counted  # type: ignore[method-assign]
-        made.saves.adopt(reference.start(plan.model) if group.rank == 0 else None)
+        messenger.send = counted  # type: ignore[method-assign]
+        made.checkpointer.adopt(reference.start(plan.model) if group.rank == 0 else None)
         return max(held)
 
 
 def _gradients(made: Trainer, step: int) -> Gradients:
     valid, outcome = made.gradients(step)
-    whole, state = made.w.executor.whole, made.w.state
-    found = [whole.collect(state.grad, replica) for replica in range(len(made.w.plan.replicas))]
+    whole, state = made.worker.executor.whole, made.worker.state
+    found = [whole.collect(state.grad, replica) for replica in range(len(made.worker.plan.replicas))]
     return Gradients(
         outcome.loss / valid, outcome.norm, [{n: g.numpy().copy() for n, g in one.items()} for one in found]
     )
@@ -181,15 +181,15 @@ def table(group: Group, plan: Plan, path: Path) -> NDArray[np.float32] | None:
     """The token table as this worker has it after the training, if it has all of it."""
     with trainer(group, plan, path) as (made, events):
         _trained(made, events)
-        state = made.w.state
+        state = made.worker.state
         return state.view(state.master, state.names.index(TABLE)).numpy().copy() if TABLE in state.names else None
 
 
 def staying(group: Group, plan: Plan, path: Path) -> list[str]:
     """Parameters of blocks that this worker has gathered before any block is needed."""
     with trainer(group, plan, path) as (made, _):
-        state = made.w.state
-        made.w.executor.gatherer.begin()
+        state = made.worker.state
+        made.worker.executor.param_gather.begin()
         here = [
             b for b, bucket in enumerate(state.buckets) if bucket.ways > 1 and state.working[b].untyped_storage().size()
         ]
@@ -219,11 +219,13 @@ def build_beside_a_hostile_peer(group: Group, plan: Plan, path: Path, marker: Pa
         full_state.gather_bytes = collective.gather_bytes
 
 
-def read(group: Group, plan: Plan, path: Path, first: int, stop: int) -> tuple[Sums, list[int]]:
+def read(group: Group, plan: Plan, path: Path, first: int, stop: int) -> tuple[LossSums, list[int]]:
     """What the first weights have on windows of the validation split, and the windows that this worker reads itself."""
     with trainer(group, plan, path) as (made, _):
         validation = made.validation
         chosen = validation.windows(first, stop)
-        mine = [int(w) for windows in validation._mine(chosen) for w in windows if w < made.w.val.count]
-        place = made.w.executor.place
-        return validation.read(first, stop), mine if place.last and place.tensor == 0 else []
+        mine = [
+            int(worker) for windows in validation._mine(chosen) for worker in windows if worker < made.worker.val.count
+        ]
+        topology = made.worker.executor.topology
+        return validation.read(first, stop), mine if topology.last and topology.tensor == 0 else []

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farspan.domain.train import Schedule
-from farspan.runtime.state.train_state import learning_rate
-from farspan.runtime.time_budget import Work
-from farspan.runtime.training.shared_clock import Pacing
+from farspan.runtime.time_budget import RunWork
+from farspan.runtime.training.shared_clock import SharedClock
+from farspan.semantics.lr_schedule import learning_rate
 from tests import tiny
 from tests.runtime.test_trainer import TRAIN, replace
 
@@ -48,11 +48,11 @@ class Machine:
         self.now, self.rng, self.rates, self.told, self.steps_seen = 0.0, random.Random(self.seed), [], [], []
         train = replace(TRAIN, steps=self.planned, deadline_s=self.deadline_s, schedule=self.schedule, batch=4)
         self.between = max(1, -(-self.planned // 12))
-        self.work = Work(
+        self.work = RunWork(
             step_tokens=1024, validate_every=self.between, validation_tokens=16 * WINDOW, last_tokens=self.val_tokens,
             checkpoint_bytes=10**6, checkpoint_every_s=self.deadline_s / 5,
         )  # fmt: skip
-        self.pacing = Pacing(tiny.plan(train), self.work, lambda: self.now)
+        self.pacing = SharedClock(tiny.plan(train), self.work, lambda: self.now)
         self.longest_s = self.spiked_s = 0.0
 
     def spend(self, seconds: float) -> float:

@@ -22,9 +22,9 @@ from farspan.domain.run import RunFolder
 from farspan.runtime import inference
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.checkpoint.checkpoint import MODEL, OPTIMIZER
-from farspan.runtime.checkpoint.checkpointer import Saves
+from farspan.runtime.checkpoint.checkpointer import Checkpointer
 from farspan.runtime.comm.collective import Group
-from farspan.runtime.comm.topology import Place
+from farspan.runtime.comm.topology import Topology
 from farspan.runtime.parallel.executor import Executor
 from tests import tiny
 from tests.runtime.test_trainer import TRAIN, Start
@@ -55,13 +55,13 @@ def run(whole: RunFolder, tmp_path: Path) -> RunFolder:
 @pytest.fixture(scope="module")
 def executor(whole: RunFolder) -> Iterator[Executor]:
     with Group(0, 1, torch.device("cpu")):
-        yield Executor(Place(whole.load_plan(), 0), torch.device("cpu"))
+        yield Executor(Topology(whole.load_plan(), 0), torch.device("cpu"))
 
 
 def find(executor: Executor, folder: Path) -> tuple[int | None, list[str]]:
     """The step that a run goes on from, and what it says about those after it."""
-    adopted, said = list[checkpoint.Progress](), list[str]()
-    path = Saves(executor, folder, 3).find(adopted.append, said.append)
+    adopted, said = list[checkpoint.TrainingProgress](), list[str]()
+    path = Checkpointer(executor, folder, 3).find(adopted.append, said.append)
     return (adopted[0].step if path else None), said
 
 
@@ -305,7 +305,7 @@ def test_several_damaged_ones_are_all_named_and_none_whole_is_a_refusal(executor
 def test_a_whole_checkpoint_of_another_plan_is_refused_not_passed_over(run: RunFolder):
     files = {name: load_file(next(checkpoint.newest_first(run.checkpoints)) / name) for name in (MODEL, OPTIMIZER)}
     del files[MODEL]["tok.weight"]  # Its tensors are that plan's, not this one's.
-    other = checkpoint.Progress(step=4, plan="another", elapsed_s=1.0)
+    other = checkpoint.TrainingProgress(step=4, plan="another", elapsed_s=1.0)
     checkpoint.write(run.checkpoints, tiny.collected(files), other, keep=3)
     with pytest.raises(Refusal) as refusal:
         Start(run).train()
@@ -350,7 +350,7 @@ def save_step(run: RunFolder, step: int, keep: int) -> list[int]:
     files = {name: load_file(run.best / MODEL) for name in (MODEL, OPTIMIZER)}
     plan = run.load_plan().hash
     checkpoint.write(
-        run.checkpoints, tiny.collected(files), checkpoint.Progress(step=step, plan=plan, elapsed_s=0), keep
+        run.checkpoints, tiny.collected(files), checkpoint.TrainingProgress(step=step, plan=plan, elapsed_s=0), keep
     )
     return [checkpoint.step_of(path) for path in checkpoint.newest_first(run.checkpoints)]
 

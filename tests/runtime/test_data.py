@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farspan.domain.train import TrainSpec
-from farspan.runtime.comm.topology import Place
+from farspan.runtime.comm.topology import Topology
 from farspan.runtime.training.data import Order, Windows, permute
 from tests import tiny
 
@@ -75,4 +75,4 @@ def samples_of(step, rows, micro_rows=4):
     """The samples of a step that each rank of a plan reads, microbatch by microbatch."""
     train = TrainSpec(steps=1, batch=sum(rows), seq_len=16, precision="fp32")
     plan = tiny.plan(train, rows=rows, micro_rows=micro_rows)
-    return [part for rank in range(len(rows)) for part in Place(plan, rank).samples(step)]
+    return [part for rank in range(len(rows)) for part in Topology(plan, rank).samples(step)]

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from farspan.domain.plan import GradSync, Inputs, Mesh, Plan, PlannedDevice, Replica, Stage
 from farspan.domain.train import TrainSpec
-from farspan.runtime.comm.topology import Place
+from farspan.runtime.comm.topology import Topology
 from farspan.runtime.model.decoder import Decoder, drawn, load_whole
 from farspan.runtime.parallel.executor import Executor
 from farspan.runtime.worker import compile_blocks
@@ -34,7 +34,7 @@ def test_gradients_on_a_gpu_equal_one_process_in_float64(precision, compiled):
         technique="data", model=spec, train=train, replicas=(Replica(stages=(stage,), microbatches=2),),
         inputs=Inputs(cluster="", corpus=""), devices=(PlannedDevice(host="h", backend="cuda", index=0, threads=1),),
     )  # fmt: skip
-    executor = Executor(Place(plan, 0), torch.device("cuda", 0))
+    executor = Executor(Topology(plan, 0), torch.device("cuda", 0))
     executor.load(drawn(spec, 1))
     if compiled:
         compile_blocks(executor.model, torch.device("cuda", 0))

@@ -22,7 +22,7 @@ from farspan.domain.results import Finished, Step, read_events
 from farspan.runtime.comm import connections, ship
 from farspan.runtime.comm.notices import Notices
 from farspan.runtime.comm.sealed import PIECE, Forged, Reader, Writer, answer, asked_for
-from farspan.runtime.comm.ship import NAMES, Offer
+from farspan.runtime.comm.ship import NAMES, ShipmentOffer
 from tests import tiny
 from tests.runtime import jobs
 from tests.runtime.fleet import Failed, Fleet
@@ -163,8 +163,8 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         yield made
 
 
-def offer(port: int) -> Offer:
-    return Offer(plan="", corpus="", address="127.0.0.1", port=port)
+def offer(port: int) -> ShipmentOffer:
+    return ShipmentOffer(plan="", corpus="", address="127.0.0.1", port=port)
 
 
 def test_plan_and_tokens_go_to_who_holds_the_secret(server: ship._Server, tmp_path: Path):

@@ -15,7 +15,7 @@ from farspan.domain.problems import Refusal
 from farspan.domain.train import TrainSpec
 from farspan.launch.workers import worker_environment
 from farspan.runtime.device import check_kind
-from farspan.runtime.probe import Measure, measure, quick
+from farspan.runtime.probe import MeasureQuery, measure, quick
 from tests import tiny
 
 
@@ -26,7 +26,7 @@ def test_of_few_steps_the_quickest_is_told_and_of_more_their_lower_quartile():
 
 
 def test_a_trial_trains_the_model_of_the_plan():
-    found = measure(Measure(
+    found = measure(MeasureQuery(
         device=PlannedDevice(host="here", backend="cpu", index=0, threads=1), model=tiny.SPEC,
         train=TrainSpec(steps=1, batch=2, seq_len=16, precision="fp32"), precisions=("fp32", "bf16"), seconds=0.1,
     ))  # fmt: skip

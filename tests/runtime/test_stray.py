@@ -10,9 +10,9 @@ from farspan.domain.problems import Refusal
 from farspan.domain.results import Step, Warned, read_events
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
 from farspan.runtime.checkpoint import checkpoint
-from farspan.runtime.comm.topology import Place
+from farspan.runtime.comm.topology import Topology
 from farspan.runtime.training.data import Order, Windows
-from farspan.runtime.training.loss_outlier import FIRST, PATIENCE, Strays
+from farspan.runtime.training.loss_outlier import FIRST, PATIENCE, LossOutliers
 from tests import tiny
 
 SEQ_LEN = 32
@@ -39,13 +39,13 @@ def drawn(rng, rows, level=4.0):
 def test_chance_alone_blames_nobody_long_enough(rows):
     rng = np.random.default_rng(sum(rows))
     for _ in range(5):
-        strays = Strays(replica(*rows), SEQ_LEN)
+        strays = LossOutliers(replica(*rows), SEQ_LEN)
         found = [strays.look(drawn(rng, rows, level=4 + 5 * 0.99**step)) for step in range(2000)]
         assert max((one.steps for one in found if one), default=0) < PATIENCE
 
 
 def test_one_that_stays_far_above_is_named_step_after_step():
-    rng, strays = np.random.default_rng(0), Strays(replica(8, 8, 4), SEQ_LEN)
+    rng, strays = np.random.default_rng(0), LossOutliers(replica(8, 8, 4), SEQ_LEN)
     for _ in range(FIRST):
         strays.look(drawn(rng, (8, 8, 4)))
     found = []
@@ -59,9 +59,9 @@ def test_one_that_stays_far_above_is_named_step_after_step():
 
 
 def test_what_all_suffer_and_a_worker_alone_are_nobodys_fault():
-    rng, strays = np.random.default_rng(0), Strays(replica(8, 8), SEQ_LEN)
+    rng, strays = np.random.default_rng(0), LossOutliers(replica(8, 8), SEQ_LEN)
     assert [strays.look(drawn(rng, (8, 8), level=4 + 6 * (step > 50))) for step in range(100)] == [None] * 100
-    alone = Strays(replica(8), SEQ_LEN)
+    alone = LossOutliers(replica(8), SEQ_LEN)
     assert [alone.look(drawn(rng, (8,), level=4 + 6 * (step > 50))) for step in range(100)] == [None] * 100
 
 
@@ -72,7 +72,7 @@ def test_workers_end_where_the_loss_of_one_stays_far_above(tmp_path):
     order = Order(Windows(tokens, TRAIN.seq_len).count, TRAIN.seed)
     noise = np.random.default_rng(0)
     for step in range(SPOILT, TRAIN.steps):
-        for window in order.window(np.concatenate(Place(plan, 1).samples(step))):
+        for window in order.window(np.concatenate(Topology(plan, 1).samples(step))):
             start = int(window) * TRAIN.seq_len + 1
             tokens[start : start + TRAIN.seq_len] = noise.integers(200, 300, TRAIN.seq_len)
     manifest = tiny.corpus(tmp_path / "corpus", tokens=len(tokens))

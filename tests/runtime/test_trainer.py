@@ -14,7 +14,7 @@ from farspan.domain.run import RunFolder
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.comm.collective import Group
-from farspan.runtime.state.full_state import Whole
+from farspan.runtime.state.full_state import FullState
 from farspan.runtime.state.train_state import TrainState
 from farspan.runtime.training import trainer
 from farspan.runtime.training.trainer import Trainer
@@ -114,8 +114,8 @@ def test_a_replanned_run_resumes_bitwise_also_where_it_was_killed(make):
 def test_others_parts_of_a_checkpoint_are_not_waited_for_under_the_lock_of_its_files(make, monkeypatch):
     """A worker that waits for a lost one must still be told so; one that writes ends when the files are whole."""
     seen = []
-    collect, save = Whole.collect, checkpoint.save_file
-    monkeypatch.setattr(Whole, "collect", lambda *given: (seen.append(("collect", held())), collect(*given))[1])
+    collect, save = FullState.collect, checkpoint.save_file
+    monkeypatch.setattr(FullState, "collect", lambda *given: (seen.append(("collect", held())), collect(*given))[1])
     monkeypatch.setattr(checkpoint, "save_file", lambda *given: (seen.append(("save", held())), save(*given))[1])
     start = Start(make("run", steps=2))
     worker = build(start.run.load_plan(), start.run, Group(0, 1, torch.device("cpu")), start.emit)

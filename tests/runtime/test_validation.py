@@ -25,7 +25,7 @@ from farspan.runtime.model.decoder import Decoder
 from farspan.runtime.time_budget import SAMPLES, VALIDATION
 from farspan.runtime.training import validation
 from farspan.runtime.training.data import Windows
-from farspan.runtime.training.validation import Sums, Validation
+from farspan.runtime.training.validation import LossSums, Validation
 from tests import tiny
 from tests.runtime import jobs, reference
 from tests.runtime.fleet import Fleet
@@ -72,7 +72,7 @@ def test_the_last_validation_reads_the_whole_split_and_those_before_it_a_sample_
     start = Start(run_of(tmp_path))
     _, made = start.train()
     *between, last = validated(start)
-    val, read = made.w.val, made.validation
+    val, read = made.worker.val, made.validation
     weights = checkpoint.read_weights(next(checkpoint.newest_first(start.run.checkpoints)))
     every = direct(weights, val, range(val.count))
     assert last.loss == pytest.approx(sum(every) / (VAL - 1), rel=1e-5)
@@ -97,11 +97,11 @@ def test_a_sample_of_unequal_windows_says_how_sure_it_is():
     for _ in range(2000):
         which = rng.choice(count, size, replace=False)
         t, ls = targets[which], losses[which]
-        sums = Sums(size, int(t.sum()), ls.sum(), (ls * ls).sum(), (ls * t).sum(), (t * t).sum())
+        sums = LossSums(size, int(t.sum()), ls.sum(), (ls * ls).sum(), (ls * t).sum(), (t * t).sum())
         said.append(sums.standard_error(count))
         strayed.append(sums.mean - whole)
     assert statistics.fmean(said) == pytest.approx(statistics.pstdev(strayed), rel=0.05)
-    assert Sums(1, 16, 60.0, 3600.0, 960.0, 256.0).standard_error(200) is None
+    assert LossSums(1, 16, 60.0, 3600.0, 960.0, 256.0).standard_error(200) is None
 
 
 def test_a_large_split_is_sampled_all_over_at_the_end(tmp_path, monkeypatch):
@@ -112,8 +112,8 @@ def test_a_large_split_is_sampled_all_over_at_the_end(tmp_path, monkeypatch):
     assert len(set(chosen.tolist())) == 50 and last.tokens == 50 * S and last.of == VAL - 1
     assert all(5 <= sum(low <= w < low + 25 for w in chosen.tolist()) <= 20 for low in (0, 25, 50, 75))
     weights = checkpoint.read_weights(next(checkpoint.newest_first(start.run.checkpoints)))
-    assert last.loss == pytest.approx(sum(direct(weights, made.w.val, chosen)) / (50 * S), rel=1e-5)
-    whole = sum(direct(weights, made.w.val, range(made.w.val.count))) / (VAL - 1)
+    assert last.loss == pytest.approx(sum(direct(weights, made.worker.val, chosen)) / (50 * S), rel=1e-5)
+    whole = sum(direct(weights, made.worker.val, range(made.worker.val.count))) / (VAL - 1)
     assert last.standard_error > 0 and abs(last.loss - whole) < 4 * last.standard_error
 
 
@@ -122,8 +122,8 @@ def test_entropies_are_of_the_tokens_that_were_read(tmp_path):
     _, made = start.train()
     *between, last = validated(start)
     assert (last.unigram_nats, last.bigram_nats) == (5.7, 2.0)  # Of the whole split, as the corpus tells.
-    inputs, targets = made.w.val.read(made.validation.windows(0, 20))
-    train = [int(token) for token in made.w.train.tokens]
+    inputs, targets = made.worker.val.read(made.validation.windows(0, 20))
+    train = [int(token) for token in made.worker.train.tokens]
     singles, pairs = Counter(train), Counter(itertools.pairwise(train))
     p1 = {t: (singles[t] + 1) / (len(train) + 300) for t in range(300)}
     unigram = -statistics.fmean(math.log(p1[int(t)]) for t in targets.flat)
@@ -134,7 +134,7 @@ def test_entropies_are_of_the_tokens_that_were_read(tmp_path):
     )
     for event in between:
         assert (event.unigram_nats, event.bigram_nats) == pytest.approx((unigram, bigram), rel=1e-9)
-    assert entropies_of(made.w.train.tokens, inputs.flatten(), targets.flatten(), 300)[1] < unigram
+    assert entropies_of(made.worker.train.tokens, inputs.flatten(), targets.flatten(), 300)[1] < unigram
 
 
 def test_runs_of_other_seeds_read_the_same_and_other_lengths_do_not(tmp_path):
@@ -151,10 +151,10 @@ def test_the_best_weights_are_judged_by_the_sample_and_not_by_the_end(tmp_path, 
     """The last state is worse on the sample; its smaller number on the whole split does not make it the best."""
     losses = iter([3.0, 4.0, 5.0])
 
-    def read(self: Validation, first: int, stop: int) -> Sums:
+    def read(self: Validation, first: int, stop: int) -> LossSums:
         nats = next(losses) if first == 0 and stop == self.first else 0.5
         count = stop - first
-        return Sums(count, count * S, nats * count * S, 0.0, 0.0, 0.0)
+        return LossSums(count, count * S, nats * count * S, 0.0, 0.0, 0.0)
 
     monkeypatch.setattr(Validation, "read", read)
     start = Start(run_of(tmp_path))
@@ -171,7 +171,7 @@ def test_a_budget_without_time_for_the_whole_split_reads_a_larger_sample_and_say
     start = Start(run_of(tmp_path, deadline_s=100.0, steps=100, validate_every=40, validate_tokens=20 * S))
     read = Validation.read
 
-    def slow(self: Validation, first: int, stop: int) -> Sums:
+    def slow(self: Validation, first: int, stop: int) -> LossSums:
         start.now += 0.05 * (stop - first)
         return read(self, first, stop)
 

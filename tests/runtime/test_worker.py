@@ -22,12 +22,12 @@ from farspan.domain.results import Event, Finished, Saved, Step, Validated, Warn
 from farspan.domain.run import RunFolder
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
 from farspan.runtime.checkpoint import checkpoint
-from farspan.runtime.comm.topology import Place
+from farspan.runtime.comm.topology import Topology
 from farspan.runtime.model.decoder import Decoder, drawn, initialise
 from farspan.runtime.parallel.executor import Outcome
-from farspan.runtime.state.train_state import learning_rate
 from farspan.runtime.training.data import Order, Windows
 from farspan.runtime.worker import as_problem, leave_word
+from farspan.semantics.lr_schedule import learning_rate
 from tests import tiny
 
 NAN = math.nan
@@ -181,7 +181,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(tmp_path, how, 
     folder = tmp_path / "checkpoints"
     for step in (3, 7):
         checkpoint.write(
-            folder, tiny.collected(_files()), checkpoint.Progress(step=step, plan="p", elapsed_s=1.0), keep=2
+            folder, tiny.collected(_files()), checkpoint.TrainingProgress(step=step, plan="p", elapsed_s=1.0), keep=2
         )
     damage(folder / "step-00000007" / name, how)
     if (how, name) == ("flip", "state.json"):
@@ -202,13 +202,13 @@ def test_a_checkpoint_whose_last_file_is_written_is_in_its_place_before_anybody_
         def __exit__(self, *error):
             there.append([path.name for path in checkpoint.newest_first(folder)])
 
-    progress = checkpoint.Progress(step=3, plan="p", elapsed_s=1.0)
+    progress = checkpoint.TrainingProgress(step=3, plan="p", elapsed_s=1.0)
     checkpoint.write(folder, tiny.collected(_files()), progress, keep=2, writing=Writing())
     assert there == [[], ["step-00000003"]]
 
 
 def test_what_a_kill_put_aside_while_a_folder_was_replaced_comes_back(tmp_path):
-    best, progress = tmp_path / "best", checkpoint.Progress(step=1, plan="p", elapsed_s=1.0)
+    best, progress = tmp_path / "best", checkpoint.TrainingProgress(step=1, plan="p", elapsed_s=1.0)
     checkpoint.write_best(best, _files()[checkpoint.MODEL], progress)
     best.rename(tmp_path / ".best.old")
     checkpoint.mend(tmp_path)
@@ -279,7 +279,7 @@ def poison(run: RunFolder) -> None:
     """A checkpoint after step 1 some of whose embeddings are infinite, so that the next loss is not a number."""
     files = _files()
     files[checkpoint.MODEL]["tok.weight"][:3] = float("inf")
-    progress = checkpoint.Progress(step=1, plan=run.load_plan().hash, elapsed_s=0.0)
+    progress = checkpoint.TrainingProgress(step=1, plan=run.load_plan().hash, elapsed_s=0.0)
     checkpoint.write(run.checkpoints, tiny.collected(files), progress, keep=3)
 
 
@@ -288,10 +288,10 @@ def test_the_message_names_the_rank_whose_own_loss_is_not_finite(tmp_path):
     run = tiny.run_folder(tmp_path / "run", plan)
     windows = Windows(np.fromfile(tmp_path / "corpus" / "train.bin", "<u2"), TRAIN.seq_len)
     order = Order(windows.count, TRAIN.seed)
-    first, second = (windows.read(order.window(np.concatenate(Place(plan, rank).samples(1))))[0] for rank in (0, 1))
+    first, second = (windows.read(order.window(np.concatenate(Topology(plan, rank).samples(1))))[0] for rank in (0, 1))
     files = _files(plan.model)
     files[checkpoint.MODEL]["tok.weight"][np.setdiff1d(second, first)] = float("nan")
-    progress = checkpoint.Progress(step=1, plan=plan.hash, elapsed_s=0.0)
+    progress = checkpoint.TrainingProgress(step=1, plan=plan.hash, elapsed_s=0.0)
     checkpoint.write(run.checkpoints, tiny.collected(files), progress, keep=3)
     with pytest.raises(Refusal) as refusal:
         launch(run)
@@ -335,7 +335,10 @@ def test_a_first_validation_that_is_not_finite_ends_the_run(tmp_path):
     files = _files(plan.model)
     files[checkpoint.MODEL]["tok.weight"][299] = float("nan")
     checkpoint.write(
-        run.checkpoints, tiny.collected(files), checkpoint.Progress(step=1, plan=plan.hash, elapsed_s=0.0), keep=3
+        run.checkpoints,
+        tiny.collected(files),
+        checkpoint.TrainingProgress(step=1, plan=plan.hash, elapsed_s=0.0),
+        keep=3,
     )
     with pytest.raises(Refusal, match="validation loss is not finite") as refusal:
         launch(run)

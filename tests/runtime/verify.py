@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from farspan.domain.plan import Plan
-from farspan.runtime.comm.topology import Place
+from farspan.runtime.comm.topology import Topology
 from tests import tiny
 from tests.runtime import jobs, reference
 from tests.runtime.fleet import Fleet
@@ -49,7 +49,7 @@ class Case:
     @property
     def firsts(self) -> list[int]:
         """The first rank of each replica."""
-        return [Place(self.plan, one.stages[0].mesh.ranks[0]).rank for one in self.plan.replicas]
+        return [Topology(self.plan, one.stages[0].mesh.ranks[0]).rank for one in self.plan.replicas]
 
 
 def verify(fleet: Fleet, folder: Path, plan: Plan) -> Verdict:

@@ -15,7 +15,7 @@ from farspan.domain.problems import Problem
 from farspan.domain.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from farspan.launch.examine import Examination, Way
+    from farspan.launch.examine import Examination, HostPath
 
 HELP = "say what is wrong and how to fix it"
 
@@ -87,7 +87,7 @@ def _table(cluster: Cluster, found: Examination) -> str:
                               for name, row in zip(names, cells, strict=True))])  # fmt: skip
 
 
-def _cell(way: Way) -> str:
+def _cell(way: HostPath) -> str:
     if way.failed:
         return f"fails: {way.failed}"
     if not way.bandwidth:

@@ -27,7 +27,7 @@ from farspan.domain.gpus import Gpu
 from farspan.domain.problems import Problem, Refusal
 from farspan.launch.examine import address, agents
 from farspan.launch.hosts import interpreter
-from farspan.launch.rendezvous import Meeting, arrange
+from farspan.launch.rendezvous import Rendezvous, arrange
 from farspan.launch.workers import HostProcess, Process, Workers, run_folder, with_environment, worker_environment
 
 #: Token authentication, and labels that actors are placed by, exist since then.
@@ -151,7 +151,7 @@ class Launch(Workers):
         found = self.run.logs / LOST
         return load(found, dict[int, Problem]) if found.exists() else super().lost(process)
 
-    def _node(self, host: Host, meeting: Meeting, token: dict[str, str]) -> HostProcess:
+    def _node(self, host: Host, meeting: Rendezvous, token: dict[str, str]) -> HostProcess:
         where = _ip(address(host))
         first, gpus = host is self.hosts[0], sum(device.backend == "cuda" for device in host.devices)
         join = [f"--port={meeting.port}", "--head"] if first else [f"--address={_ip(meeting.address)}:{meeting.port}"]

@@ -16,7 +16,7 @@ from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem
 from farspan.domain.run import HOME, STORE_PORT, RunFolder
 from farspan.launch.hosts import interpreter
-from farspan.launch.rendezvous import Meeting, arrange
+from farspan.launch.rendezvous import Rendezvous, arrange
 from farspan.launch.workers import (
     SAVE_S,
     HostProcess,
@@ -53,7 +53,7 @@ class Launch(Workers):
         return {int(rank): self.wordless(process, int(rank), int(code)) for rank, code in told} or super().lost(process)
 
 
-def commands(plan: Plan, run: RunFolder, hosts: tuple[Host, ...], meeting: Meeting) -> list[list[str]]:
+def commands(plan: Plan, run: RunFolder, hosts: tuple[Host, ...], meeting: Rendezvous) -> list[list[str]]:
     """The command that each host runs, in node order."""
     made = []
     for node, host in enumerate(hosts):

@@ -27,7 +27,7 @@ from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.units import format_bytes
 from farspan.runtime.model.decoder import Decoder
-from farspan.runtime.time_budget import Paces
+from farspan.runtime.time_budget import RunPaces
 
 MODEL, OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 #: Bytes beside the tensors, at most; and of `state.json`.
@@ -46,7 +46,7 @@ Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info
 Positive = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How far a run is; together with the tensors and the plan, all that the next step depends on."""
 
     step: Count
@@ -66,13 +66,13 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     #: Of a run with a time budget: the share that its learning rate has followed so far, and what it knows of its
     #: speed.
     share: Finite = 0.0
-    paces: Paces | None = None
+    paces: RunPaces | None = None
     #: Whether a person was told that its steps are not the plan's.
     told: bool = False
 
 
-class Saved(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    progress: Progress
+class CheckpointState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    progress: TrainingProgress
     sha256: dict[str, str]
     #: `content_hash` of the progress as it was written; None in a checkpoint from before there was one.
     progress_hash: str | None = None
@@ -107,7 +107,7 @@ def check_disk(folder: Path, needed: int) -> None:
 
 
 def write(
-    folder: Path, files: Sequence[File], progress: Progress, keep: int, writing: Writing = ALONE
+    folder: Path, files: Sequence[File], progress: TrainingProgress, keep: int, writing: Writing = ALONE
 ) -> tuple[Path, int]:  # fmt: skip
     """Write the checkpoint of `progress.step`, then delete all but the newest `keep`. Returns its path and bytes.
     `writing` is entered while a file is written, and until all is in its place after the last, not while one is
@@ -118,7 +118,7 @@ def write(
     return path, size
 
 
-def write_best(path: Path, weights: Tensors, progress: Progress, writing: Writing = ALONE) -> None:
+def write_best(path: Path, weights: Tensors, progress: TrainingProgress, writing: Writing = ALONE) -> None:
     """Keep the weights of the best validation loss; the previous best stays until they are whole. Raises Unsaved."""
     _write_folder(path, [(MODEL, lambda: weights)], progress, writing)
 
@@ -136,7 +136,7 @@ def mend(folder: Path) -> None:
             os.rename(old, replaced)
 
 
-def _write_folder(path: Path, files: Sequence[File], progress: Progress, writing: Writing) -> int:
+def _write_folder(path: Path, files: Sequence[File], progress: TrainingProgress, writing: Writing) -> int:
     temporary, sums, size = path.with_name(f".{path.name}.tmp"), dict[str, str](), 0
     failure: Exception | None = None
     for name, collect in files:
@@ -170,8 +170,8 @@ def _write_file(path: Path, tensors: Tensors) -> str:
     return _sha256(path)
 
 
-def _write_state(folder: Path, progress: Progress, sums: dict[str, str]) -> None:
-    saved = Saved(progress=progress, sha256=sums, progress_hash=content_hash(msgspec.to_builtins(progress)))
+def _write_state(folder: Path, progress: TrainingProgress, sums: dict[str, str]) -> None:
+    saved = CheckpointState(progress=progress, sha256=sums, progress_hash=content_hash(msgspec.to_builtins(progress)))
     save(saved, folder / _STATE)
 
 
@@ -272,12 +272,12 @@ def _file(path: Path, name: str) -> Path:
     return path / name
 
 
-def _state(path: Path) -> Saved:
+def _state(path: Path) -> CheckpointState:
     """What a checkpoint says of itself, as far as that does not contradict itself. Raises Corrupt."""
     with _reading(path):
         with open(_file(path, _STATE), "rb") as file:
             content = file.read(HEADERS)
-        saved = parse_json(content, Saved, path / _STATE)
+        saved = parse_json(content, CheckpointState, path / _STATE)
         written = content_hash(msgspec.json.decode(content)["progress"])
         if saved.progress_hash not in (None, written):
             raise Corrupt(f"the progress in {_STATE} does not match its checksum")
@@ -299,7 +299,7 @@ def read(path: Path, name: str) -> dict[str, torch.Tensor]:
         return load_file(_file(path, name))
 
 
-def verify(path: Path, files: Sequence[str] | None = None) -> Progress:
+def verify(path: Path, files: Sequence[str] | None = None) -> TrainingProgress:
     """Check a checkpoint's files, all unless named, against their checksums; returns its progress or raises Corrupt."""
     saved = _state(path)
     with _reading(path):
@@ -347,7 +347,7 @@ def _said(tensor: tuple[str, tuple[int, ...]] | None) -> str:
     return "nothing" if tensor is None else f"{tensor[0]} {list(tensor[1])}"
 
 
-def progress_of(path: Path) -> tuple[Progress, str]:
+def progress_of(path: Path) -> tuple[TrainingProgress, str]:
     """The progress that a checkpoint's weights are from, and their SHA-256. Raises Corrupt."""
     saved = _state(path)
     return saved.progress, saved.sha256[MODEL]

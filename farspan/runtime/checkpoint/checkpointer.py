@@ -17,7 +17,7 @@ from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
 from farspan.domain.units import format_seconds
 from farspan.runtime.checkpoint import checkpoint
-from farspan.runtime.checkpoint.checkpoint import MODEL, OPTIMIZER, Corrupt, Progress, Unsaved
+from farspan.runtime.checkpoint.checkpoint import MODEL, OPTIMIZER, Corrupt, TrainingProgress, Unsaved
 from farspan.runtime.comm.collective import Group
 from farspan.runtime.parallel.executor import Executor
 
@@ -25,7 +25,7 @@ from farspan.runtime.parallel.executor import Executor
 UNSAVED = 3
 
 
-class Saves:
+class Checkpointer:
     """All workers of a run call these together."""
 
     def __init__(self, executor: Executor, folder: Path, keep: int) -> None:
@@ -42,7 +42,7 @@ class Saves:
         outer = self._executor.outer
         if outer is None:
             return [(MODEL, self.weights), (OPTIMIZER, partial(self._named, 0, moments=True))]
-        momentum, replicas = outer.momentum, range(len(self._executor.place.plan.replicas))
+        momentum, replicas = outer.momentum, range(len(self._executor.topology.plan.replicas))
         return [
             (MODEL, self.weights), (OPTIMIZER, lambda: _prefixed("momentum", self._whole.collect(momentum))),
             *((checkpoint.replica(r), partial(self._named, r, moments=True, masters=True)) for r in replicas),
@@ -60,7 +60,7 @@ class Saves:
             found |= _prefixed(kind, self._whole.collect(flats, replica))
         return found
 
-    def write(self, progress: Progress, group: Group) -> tuple[Path, int] | None:
+    def write(self, progress: TrainingProgress, group: Group) -> tuple[Path, int] | None:
         """Write a checkpoint; rank 0 returns its path and bytes. Raises Unsaved on every worker where it cannot be
         written. The lock of files is held while they are written, not while workers are waited for."""
         written, why = None, ""
@@ -76,7 +76,7 @@ class Saves:
         self.newest, self._unsaved = progress.step, 0
         return written
 
-    def write_best(self, path: Path, progress: Progress, group: Group) -> None:
+    def write_best(self, path: Path, progress: TrainingProgress, group: Group) -> None:
         """Write the model alone. Raises Unsaved on every worker where it cannot be written."""
         weights, why = self.weights(), ""
         if group.rank == 0:
@@ -95,7 +95,10 @@ class Saves:
         """A warning that a checkpoint could not be written. Raises Refusal (disk-full) where it was the last one, or
         was due UNSAVED times on end."""
         self._unsaved += due
-        every, run = format_seconds(self._executor.place.plan.train.checkpoint_every_s), RunFolder(self._folder.parent)
+        every, run = (
+            format_seconds(self._executor.topology.plan.train.checkpoint_every_s),
+            RunFolder(self._folder.parent),
+        )
         if not last and self._unsaved < UNSAVED:
             return (
                 f"step {step}: no checkpoint could be written: {why}; {self.kept}, and the next is tried in {every}; "
@@ -110,7 +113,7 @@ class Saves:
 
     # -- restoring -----------------------------------------------------------------------------------------------------
 
-    def find(self, adopt: Callable[[Progress], None], warn: Callable[[str], None]) -> Path | None:
+    def find(self, adopt: Callable[[TrainingProgress], None], warn: Callable[[str], None]) -> Path | None:
         """On rank 0, the newest whole checkpoint, if any; corrupt ones are named, and the one before them is used."""
         corrupt: list[str] = []
         newest = 0
@@ -136,10 +139,10 @@ class Saves:
             )  # fmt: skip
         return None
 
-    def _verified(self, path: Path) -> Progress:
+    def _verified(self, path: Path) -> TrainingProgress:
         """The progress of a checkpoint that every worker can take its part of, or of one of another plan. Raises
         Corrupt."""
-        plan, progress = self._executor.place.plan, checkpoint.verify(path)
+        plan, progress = self._executor.topology.plan, checkpoint.verify(path)
         if progress.plan == plan.hash:
             if progress.step > plan.train.steps:
                 raise Corrupt(f"it is of step {progress.step}, and the plan has {plan.train.steps}")
@@ -156,7 +159,7 @@ class Saves:
         else:
             self._whole.hand_out(outer.anchor, weights)
             self._whole.hand_out(outer.momentum, _kind(path, OPTIMIZER, "momentum"))
-            for r in range(len(self._executor.place.plan.replicas)):
+            for r in range(len(self._executor.topology.plan.replicas)):
                 self._whole.hand_out(state.master, _kind(path, checkpoint.replica(r), "master"), r)
                 self._moments(checkpoint.replica(r), path, r)
         self._executor.publish()

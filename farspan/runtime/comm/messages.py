@@ -17,8 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-#: Tags are `channel * MESSAGES + count`; a count returns long after its last message has arrived.
-MESSAGES = 2**20
 #: A message is divided over streams in parts of at least so many bytes.
 LEAST_PART = 2**16
 
@@ -59,7 +57,7 @@ class Sent:
                 self._under_way = None
 
 
-class Wire:
+class Messenger:
     """One worker's end of all its messages. `groups` hold the connections between two ranks; several are streams."""
 
     def __init__(self) -> None:
@@ -111,8 +109,3 @@ def parts(flat: Tensor, count: int) -> tuple[Tensor, ...]:
     """A flat tensor in up to so many nearly equal parts, the same on both ends."""
     most = max(1, min(count, flat.nbytes // LEAST_PART))
     return torch.tensor_split(flat, most)
-
-
-def tag(channel: int, count: int) -> int:
-    """The tag of a channel's message number `count`."""
-    return channel * MESSAGES + count % MESSAGES

@@ -12,19 +12,20 @@ from collections.abc import Sequence
 
 import torch
 
-from farspan.runtime.comm.messages import Posted, Wire, tag
-from farspan.runtime.comm.topology import Place
+from farspan.runtime.comm.channels import tag
+from farspan.runtime.comm.messages import Messenger, Posted
+from farspan.runtime.comm.topology import Topology
 
 #: Receives that wait: a worker may say its next part before another has heard the one before.
 AHEAD = 2
 
 
-class Exchange:
+class ScalarExchange:
     """One worker's end of a series of exchanges of `width` numbers; each is said once and heard once, in order."""
 
-    def __init__(self, place: Place, wire: Wire, channel: int, width: int) -> None:
-        self._wire, self._rank, self._channel, self._width = wire, place.rank, channel, width
-        self.others = [rank for rank in place.ranks if rank != place.rank]
+    def __init__(self, topology: Topology, messenger: Messenger, channel: int, width: int) -> None:
+        self._messenger, self._rank, self._channel, self._width = messenger, topology.rank, channel, width
+        self.others = [rank for rank in topology.ranks if rank != topology.rank]
         self._said = self._posted = 0
         self._mine: deque[Sequence[float]] = deque()
         self._waiting: deque[dict[int, Posted]] = deque()
@@ -33,10 +34,10 @@ class Exchange:
         """Send this worker's part."""
         while self._posted < self._said + AHEAD:
             number = tag(self._channel, self._posted)
-            self._waiting.append({r: self._wire.post(self._width, torch.float64, r, number) for r in self.others})
+            self._waiting.append({r: self._messenger.post(self._width, torch.float64, r, number) for r in self.others})
             self._posted += 1
         for rank in self.others:
-            self._wire.send(torch.tensor(values, dtype=torch.float64), rank, tag(self._channel, self._said))
+            self._messenger.send(torch.tensor(values, dtype=torch.float64), rank, tag(self._channel, self._said))
         self._mine.append(values)
         self._said += 1
 

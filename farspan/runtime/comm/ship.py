@@ -42,7 +42,7 @@ QUIET_S = 30.0
 POLL_S = 0.05
 
 
-class Offer(msgspec.Struct, frozen=True, kw_only=True):
+class ShipmentOffer(msgspec.Struct, frozen=True, kw_only=True):
     """What rank 0 tells the others."""
 
     plan: str
@@ -65,7 +65,7 @@ def _give(notices: Notices, world: int, run: RunFolder) -> None:
     plan, corpus = load(run.plan, Plan), load(run.record, RunRecord).corpus_folder
     with _Server(run, corpus, notices.secret) as server:
         address = os.environ["MASTER_ADDR"]
-        offer = Offer(plan=plan.hash, corpus=plan.inputs.corpus, address=address, port=server.port)
+        offer = ShipmentOffer(plan=plan.hash, corpus=plan.inputs.corpus, address=address, port=server.port)
         notices.say(OFFER, msgspec.json.encode(offer))
         waiting, seen, deadline = set(range(1, world)), 0, time.monotonic() + QUIET_S
         while waiting:
@@ -85,7 +85,7 @@ def _give(notices: Notices, world: int, run: RunFolder) -> None:
 
 
 def _take(notices: Notices, rank: int, run: RunFolder) -> None:
-    offer = msgspec.json.decode(notices.wait([OFFER])[0], type=Offer)
+    offer = msgspec.json.decode(notices.wait([OFFER])[0], type=ShipmentOffer)
     run.make()
     with open(run.path / ".fetch.lock", "wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -121,7 +121,7 @@ def _is_corpus(folder: Path, digest: str) -> bool:
     return False
 
 
-def _fetch(offer: Offer, part: str, folder: Path, secret: bytes) -> None:
+def _fetch(offer: ShipmentOffer, part: str, folder: Path, secret: bytes) -> None:
     """Receive a part beside `folder`, then move its files there. Raises Refusal (worker-lost) where what comes is not
     rank 0's."""
     own = f".{folder.name}.{platform.node()}"  # The folder may lie on a disk that hosts share.

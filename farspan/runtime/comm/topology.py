@@ -16,7 +16,7 @@ from farspan.runtime.comm.collective import BUSY_S, backend
 
 
 @dataclass(frozen=True)
-class Place:
+class Topology:
     """One rank of a plan: its replica, its stage there, and its coordinates on the stage's mesh."""
 
     plan: Plan
@@ -120,14 +120,14 @@ class Place:
         return np.arange(start, start + self.replica.batch, dtype=np.int64)
 
 
-class Groups:
+class ProcessGroups:
     """Process groups by their ranks and purpose, made when first asked for; None for a rank alone.
 
     A group's ranks have the order given. Whoever shares a group must have made as many groups before it.
     """
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
         self._made: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
 
     def of(self, ranks: Sequence[int], purpose: str) -> dist.ProcessGroup | None:
@@ -145,7 +145,7 @@ class Groups:
 
     def _make(self, ranks: Sequence[int], purpose: str, *, local: bool) -> None:
         made = dist.new_group(
-            list(ranks), timedelta(seconds=BUSY_S), self._place.backend(ranks), use_local_synchronization=local,
+            list(ranks), timedelta(seconds=BUSY_S), self._topology.backend(ranks), use_local_synchronization=local,
             sort_ranks=False,
         )  # fmt: skip
         if isinstance(made, dist.ProcessGroup):

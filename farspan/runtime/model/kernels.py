@@ -86,7 +86,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     )
 
 
-class Shard(NamedTuple):
+class VocabularyShard(NamedTuple):
     """A rank's part of the vocabulary: V rows from `first` on; the other ranks of `group` have the rest."""
 
     group: dist.ProcessGroup | None
@@ -107,7 +107,7 @@ class HeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, shard: Shard | None) -> Tensor:
+    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, shard: VocabularyShard | None) -> Tensor:
         N, V = x_ND.shape[0], weight_VD.shape[0]
         rows = max(1, min(N, LOGITS_CHUNK_BYTES // (V * x_ND.element_size())))
         loss = torch.zeros((), dtype=_wide(x_ND.dtype), device=x_ND.device)
@@ -139,7 +139,7 @@ class LogitsLoss(torch.autograd.Function):
     """Summed cross-entropy of logits (N, V) that another rank's head may have computed; targets as in HeadLoss."""
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, shard: Shard | None) -> Tensor:
+    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, shard: VocabularyShard | None) -> Tensor:
         gradient_NV = logits_NV.clone()
         loss = _loss_and_gradient_(gradient_NV, targets_N, shard)
         ctx.save_for_backward(gradient_NV)
@@ -151,7 +151,7 @@ class LogitsLoss(torch.autograd.Function):
         return gradient_NV.mul_(gradients[0].to(gradient_NV.dtype)), None, None
 
 
-def _loss_and_gradient_(logits_NV: Tensor, targets_N: Tensor, shard: Shard | None) -> Tensor:
+def _loss_and_gradient_(logits_NV: Tensor, targets_N: Tensor, shard: VocabularyShard | None) -> Tensor:
     """Summed loss of one chunk; the logits are overwritten by their gradient."""
     step = _rows_at_once(logits_NV)
     if shard is not None:
@@ -179,7 +179,7 @@ def _rows_at_once(logits_NV: Tensor) -> int:
     return max(1, 2**20 // logits_NV.shape[1]) if logits_NV.device.type == "cpu" else max(1, logits_NV.shape[0])
 
 
-def _sharded_loss_and_gradient_(logits_NV: Tensor, targets_N: Tensor, shard: Shard, step: int) -> Tensor:
+def _sharded_loss_and_gradient_(logits_NV: Tensor, targets_N: Tensor, shard: VocabularyShard, step: int) -> Tensor:
     """As `_loss_and_gradient_`: the ranks exchange each token's greatest log-sum, sum and target's logit only
     (Megatron-LM, arXiv 1909.08053, section 3)."""
     wide, valid_N = _wide(logits_NV.dtype), targets_N >= 0
@@ -193,7 +193,7 @@ def _sharded_loss_and_gradient_(logits_NV: Tensor, targets_N: Tensor, shard: Sha
     return ((log_sum_N - target_N) * valid_N).sum()
 
 
-def _indices(targets_N: Tensor, shard: Shard, V: int) -> tuple[Tensor, Tensor]:
+def _indices(targets_N: Tensor, shard: VocabularyShard, V: int) -> tuple[Tensor, Tensor]:
     """Where each target is in this rank's part of the vocabulary, and whether it is."""
     index_N1 = (targets_N - shard.first).unsqueeze(1)
     here_N1 = (index_N1 >= 0) & (index_N1 < V) & (targets_N >= 0).unsqueeze(1)
@@ -201,7 +201,7 @@ def _indices(targets_N: Tensor, shard: Shard, V: int) -> tuple[Tensor, Tensor]:
 
 
 def _sharded_sums(
-    logits_NV: Tensor, index_N1: Tensor, here_N1: Tensor, shard: Shard, step: int
+    logits_NV: Tensor, index_N1: Tensor, here_N1: Tensor, shard: VocabularyShard, step: int
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Each token's log-sum over the whole vocabulary, and its target's logit."""
     wide = _wide(logits_NV.dtype)
@@ -214,20 +214,20 @@ def _sharded_sums(
     return most_N + both_2N[0].log(), both_2N[1]
 
 
-def head_loss(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, shard: Shard | None = None) -> Tensor:
+def head_loss(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, shard: VocabularyShard | None = None) -> Tensor:
     """Summed cross-entropy in nats (fp32 scalar) of `x @ weight.T` against targets; -1 marks targets to skip."""
     if not torch.is_grad_enabled():  # Which a Function is not told of: it would make gradients all the same.
         x_ND, weight_VD = x_ND.detach(), weight_VD.detach()
     return HeadLoss.apply(x_ND, weight_VD, targets_N, shard)
 
 
-def logits_loss(logits_NV: Tensor, targets_N: Tensor, shard: Shard | None = None) -> Tensor:
+def logits_loss(logits_NV: Tensor, targets_N: Tensor, shard: VocabularyShard | None = None) -> Tensor:
     """As `head_loss`, of logits that are there."""
     return LogitsLoss.apply(logits_NV, targets_N, shard)
 
 
 @torch.no_grad()
-def head_losses(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, shard: Shard | None = None) -> Tensor:
+def head_losses(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, shard: VocabularyShard | None = None) -> Tensor:
     """Each target's cross-entropy in nats (N,), fp32, of `x @ weight.T`; 0 where it is -1. No gradient follows."""
     rows = max(1, LOGITS_CHUNK_BYTES // (weight_VD.shape[0] * x_ND.element_size()))
     parts = zip(x_ND.split(rows), targets_N.split(rows), strict=True)
@@ -235,7 +235,7 @@ def head_losses(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, shard: Shard
 
 
 @torch.no_grad()
-def logits_losses(logits_NV: Tensor, targets_N: Tensor, shard: Shard | None = None) -> Tensor:
+def logits_losses(logits_NV: Tensor, targets_N: Tensor, shard: VocabularyShard | None = None) -> Tensor:
     """As `head_losses`, of logits that are there."""
     step, wide = _rows_at_once(logits_NV), _wide(logits_NV.dtype)
     if shard is not None:

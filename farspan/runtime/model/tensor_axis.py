@@ -21,7 +21,7 @@ from farspan import models
 from farspan.domain.graph import OpGraph, Weight
 from farspan.domain.model import ModelSpec
 from farspan.estimate.stage import returns_to_residual
-from farspan.runtime.model.kernels import Shard
+from farspan.runtime.model.kernels import VocabularyShard
 from farspan.semantics.sharding import COPY, PARTIAL, RESIDUAL, strategy
 
 #: Beside operators and RESIDUAL, the ends of a stage: tokens and targets, which each rank has, and the loss of all.
@@ -40,7 +40,7 @@ class TensorAxis:
     splits: Mapping[str, str]
 
 
-class Slice(NamedTuple):
+class TensorSlice(NamedTuple):
     """The part of a whole tensor that a rank holds: these ranges [start, stop) of one dim, one after another."""
 
     dim: int
@@ -51,7 +51,7 @@ class Slice(NamedTuple):
         return torch.cat([whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges], self.dim)
 
 
-class Cut(NamedTuple):
+class DimSplit(NamedTuple):
     """How a dim is divided: each of its sections, given by their shares of its length, evenly over the coordinates."""
 
     dim: int
@@ -60,7 +60,7 @@ class Cut(NamedTuple):
     def lengths(self, length: int) -> list[int]:
         return [length // sum(self.sections) * share for share in self.sections]
 
-    def slice(self, length: int, ways: int, coordinate: int) -> Slice:
+    def slice(self, length: int, ways: int, coordinate: int) -> TensorSlice:
         """A coordinate's part of a dim. Raises ValueError where it does not divide evenly."""
         ranges, start = [], 0
         for section in self.lengths(length):
@@ -69,7 +69,7 @@ class Cut(NamedTuple):
             each = section // ways
             ranges.append((start + coordinate * each, start + (coordinate + 1) * each))
             start += section
-        return Slice(self.dim, tuple(ranges))
+        return TensorSlice(self.dim, tuple(ranges))
 
     def divide(self, x: Tensor, ways: int) -> list[Tensor]:
         """Every coordinate's part of x (...), contiguous."""
@@ -92,7 +92,7 @@ def sections(graph: OpGraph, dims: str) -> tuple[int, ...]:
 # -- activations -------------------------------------------------------------------------------------------------------
 
 
-class Edge(NamedTuple):
+class OperatorEdge(NamedTuple):
     """What lies between two operators: the layouts on both sides, and that of the reader's gradient."""
 
     writes: str
@@ -110,15 +110,15 @@ class Edge(NamedTuple):
         """Nothing is to be done, neither for what is written nor for its gradient."""
         return (self.writes, self.returned) == (self.reads, self.gradient)
 
-    def cut(self, split: str) -> Cut:
-        return Cut(0) if split == "b" else Cut(-1, self.sections)
+    def cut(self, split: str) -> DimSplit:
+        return DimSplit(0) if split == "b" else DimSplit(-1, self.sections)
 
 
 class Convert(torch.autograd.Function):
     """x (...) from the layout that one operator writes to the one that the next reads; its gradient the other way."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, edge: Edge, axis: TensorAxis) -> Tensor:
+    def forward(ctx: Any, x: Tensor, edge: OperatorEdge, axis: TensorAxis) -> Tensor:
         ctx.edge, ctx.axis = edge, axis
         return _moved(x, edge.writes, edge.reads, edge, axis)
 
@@ -141,7 +141,7 @@ class Uncounted(torch.autograd.Function):
         return None
 
 
-def _moved(x: Tensor, source: str, target: str, edge: Edge, axis: TensorAxis) -> Tensor:
+def _moved(x: Tensor, source: str, target: str, edge: OperatorEdge, axis: TensorAxis) -> Tensor:
     """x in another layout, by at most one collective."""
     if source == target:
         return x
@@ -167,7 +167,7 @@ def _moved(x: Tensor, source: str, target: str, edge: Edge, axis: TensorAxis) ->
     return edge.cut(source).join(received)
 
 
-def edges(graph: OpGraph, units: tuple[int, int], splits: Mapping[str, str]) -> dict[tuple[str, str], Edge]:
+def edges(graph: OpGraph, units: tuple[int, int], splits: Mapping[str, str]) -> dict[tuple[str, str], OperatorEdge]:
     """What must be converted between operators, by the names of writer and reader. The first operator of a unit reads
     the residual stream, which those that `returns_to_residual` write."""
     residual = splits.get(RESIDUAL, COPY)
@@ -177,18 +177,18 @@ def edges(graph: OpGraph, units: tuple[int, int], splits: Mapping[str, str]) -> 
         for op in unit:
             plan = strategy(op, splits.get(op.name, ""))
             if op.inputs[0] == "bs":
-                found[TOKENS, op.name] = Edge(COPY, plan.reads, plan.reads)
+                found[TOKENS, op.name] = OperatorEdge(COPY, plan.reads, plan.reads)
             else:
-                found[before, op.name] = Edge(writes, plan.reads, plan.gradient, sections(graph, op.inputs[0]))
+                found[before, op.name] = OperatorEdge(writes, plan.reads, plan.gradient, sections(graph, op.inputs[0]))
             before, writes = op.name, plan.writes
             if returns_to_residual(op):
-                found[op.name, RESIDUAL] = Edge(writes, residual, residual)
+                found[op.name, RESIDUAL] = OperatorEdge(writes, residual, residual)
                 before, writes = RESIDUAL, residual
             if op.kind == "loss":
                 rows = "b" if plan.split == "b" else COPY
-                found[TOKENS, op.name] = Edge(COPY, rows, rows)
+                found[TOKENS, op.name] = OperatorEdge(COPY, rows, rows)
                 # Each rank's rows are a summand of the loss; a part of the vocabulary has been summed by the kernel.
-                found[op.name, TOTAL] = Edge(PARTIAL if rows else COPY, COPY, COPY)
+                found[op.name, TOTAL] = OperatorEdge(PARTIAL if rows else COPY, COPY, COPY)
     return {pair: edge for pair, edge in found.items() if not edge.idle}
 
 
@@ -211,7 +211,7 @@ def _mixed(graph: OpGraph, units: tuple[int, int], splits: Mapping[str, str]) ->
 
 def held(
     spec: ModelSpec, units: tuple[int, int], splits: Mapping[str, str], ways: int, coordinate: int
-) -> dict[str, Slice]:
+) -> dict[str, TensorSlice]:
     """The slices of parameters that a coordinate of the axis holds of units [first, last), by global name; all other
     parameters are whole, and so is a table that embedding and head use unlike each other."""
     graph = models.graph(spec)
@@ -220,7 +220,7 @@ def held(
     for name, weight, split in _uses(graph, units, splits):
         if ways > 1 and split and split in weight.dims and name not in whole:
             # "d" is never divided: it is the rows of a matrix that writes it, else the columns.
-            cut = Cut(1 if weight.dims[0] == "d" else 0, sections(graph, weight.dims))
+            cut = DimSplit(1 if weight.dims[0] == "d" else 0, sections(graph, weight.dims))
             found[name] = cut.slice(graph.size(weight.dims.replace("d", "")), ways, coordinate)
     return found
 
@@ -251,9 +251,9 @@ class Layouts:
     def __init__(self, spec: ModelSpec, units: tuple[int, int], axis: TensorAxis | None) -> None:
         self.axis = axis if axis is not None and axis.size > 1 else TensorAxis(None, 1, 0, {})
         self.vocabulary = spec.vocab_size
-        self.slices = dict[str, Slice]()
+        self.slices = dict[str, TensorSlice]()
         self.partial = frozenset[str]()
-        self._edges = dict[tuple[str, str], Edge]()
+        self._edges = dict[tuple[str, str], OperatorEdge]()
         self._mixed = False
         if self.axis.size > 1:
             graph, splits = models.graph(spec), self.axis.splits
@@ -283,11 +283,11 @@ class Layouts:
         whole gradient, and so does x."""
         return x if self.axis.coordinate == 0 else x - x.detach()
 
-    def shard(self, op: str) -> Shard | None:
+    def shard(self, op: str) -> VocabularyShard | None:
         """The part of the vocabulary of an operator that is split over it."""
         if self.split(op) != "v":
             return None
-        return Shard(self.axis.group, self.vocabulary // self.axis.size * self.axis.coordinate)
+        return VocabularyShard(self.axis.group, self.vocabulary // self.axis.size * self.axis.coordinate)
 
     def table(self, weight_VD: Tensor, op: str) -> Tensor:
         """The part of a table that an operator uses. Of one that both ends use unlike each other, each rank gets a

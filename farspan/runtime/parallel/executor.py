@@ -16,23 +16,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from farspan.domain.train import Optimizer
-from farspan.runtime.comm.messages import Wire
-from farspan.runtime.comm.scalars import Exchange
-from farspan.runtime.comm.topology import Groups, Place
+from farspan.runtime.comm.channels import Channel
+from farspan.runtime.comm.messages import Messenger
+from farspan.runtime.comm.scalars import ScalarExchange
+from farspan.runtime.comm.topology import ProcessGroups, Topology
 from farspan.runtime.device import settle
 from farspan.runtime.model.decoder import Decoder
 from farspan.runtime.model.tensor_axis import TensorAxis
-from farspan.runtime.parallel.grad_sync import Reducer
-from farspan.runtime.parallel.outer_step import Outer
-from farspan.runtime.parallel.param_gather import Gatherer
+from farspan.runtime.parallel.grad_sync import GradReducer
+from farspan.runtime.parallel.outer_step import OuterStep
+from farspan.runtime.parallel.param_gather import ParamGather
 from farspan.runtime.parallel.pipeline import Batch, Pipeline
 from farspan.runtime.spans import Spans
-from farspan.runtime.state.full_state import Whole
-from farspan.runtime.state.tied_embeddings import TABLE, TiedTable
+from farspan.runtime.state.full_state import FullState
+from farspan.runtime.state.tied_embeddings import TABLE, TiedEmbedding
 from farspan.runtime.state.train_state import Bucket, Division, TrainState
-
-#: Channels of messages (`wire.tag`): norms and losses, and what is decided between steps.
-TOTALS, DECISIONS = 12, 18
 
 
 @dataclass(frozen=True)
@@ -55,39 +53,42 @@ class Outcome:
 class Executor:
     """Runs the steps of a worker. Every method is called by all workers of its replica, `meet` by all of the run."""
 
-    def __init__(self, place: Place, device: torch.device) -> None:
-        plan, stage = place.plan, place.stage
-        self.place, self.device, self.wire = place, device, Wire()
+    def __init__(self, topology: Topology, device: torch.device) -> None:
+        plan, stage = topology.plan, topology.stage
+        self.topology, self.device, self.messenger = topology, device, Messenger()
         # On MPS spans are of orders given (domain.results.IN_STEP).
         self.spans = Spans() if device.type == "mps" else Spans(lambda: settle(device))
-        self.groups = groups = Groups(place)
+        self.groups = groups = ProcessGroups(topology)
+        tensor = groups.of(topology.group("tensor"), "tensor")
         with torch.device("meta"):
             self.model = Decoder(
                 plan.model, attention=plan.train.attention, recompute=stage.recompute, units=stage.units,
-                axis=TensorAxis(groups.of(place.group("tensor"), "tensor"), stage.mesh.size("tensor"), place.tensor,
-                                stage.splits),
+                axis=TensorAxis(tensor, stage.mesh.size("tensor"), topology.tensor, stage.splits),
             )  # fmt: skip
-        data, shared = place.group("data"), plan.model.tied and not (place.first and place.last)
+        data, shared = topology.group("data"), plan.model.tied and not (topology.first and topology.last)
         self.state = TrainState(self.model, plan.train.precision, device, Division(
-            zero=place.zero, ways=len(data), index=data.index(place.rank), bucket_bytes=stage.grad_sync.bucket_bytes,
-            partial=self.model.partial, sliced=frozenset(self.model.slices), tied=TABLE if shared else None,
+            zero=topology.zero, ways=len(data), index=data.index(topology.rank),
+            bucket_bytes=stage.grad_sync.bucket_bytes, partial=self.model.partial,
+            sliced=frozenset(self.model.slices), tied=TABLE if shared else None,
         ))  # fmt: skip
         blocks = {f"blocks.{name}": block for name, block in self.model.blocks.named_children()}
-        self.gatherer = Gatherer(place, self.state, blocks, groups)
-        self.reducer = Reducer(place, self.state, groups, self.wire)
-        self.pipeline = Pipeline(place, self.model, groups, self.wire, self.reducer, self.gatherer, self.spans)
-        self.totals = Exchange(place, self.wire, TOTALS, 2)
-        self.decisions = Exchange(place, self.wire, DECISIONS, 4)
+        self.param_gather = ParamGather(topology, self.state, blocks, groups)
+        self.grad_reducer = GradReducer(topology, self.state, groups, self.messenger)
+        self.pipeline = Pipeline(
+            topology, self.model, groups, self.messenger, self.grad_reducer, self.param_gather, self.spans
+        )
+        self.totals = ScalarExchange(topology, self.messenger, Channel.TOTALS, 2)
+        self.decisions = ScalarExchange(topology, self.messenger, Channel.DECISIONS, 4)
         with torch.device("meta"):
             shapes = {name: parameter.shape for name, parameter in Decoder(plan.model).named_parameters()}
-        self.whole = Whole(place, self.state, self.model.slices, shapes, self.wire)
-        self.tied = self._tied() if shared and (place.first or place.last) else None
-        self.outer = Outer(place, self.state, self.whole) if plan.sync else None
-        self.reducer.passed, self.reducer.done = self.gatherer.passed, self._summed
+        self.whole = FullState(topology, self.state, self.model.slices, shapes, self.messenger)
+        self.tied = self._tied() if shared and (topology.first or topology.last) else None
+        self.outer = OuterStep(topology, self.state, self.whole) if plan.sync else None
+        self.grad_reducer.passed, self.grad_reducer.done = self.param_gather.passed, self._summed
 
-    def _tied(self) -> TiedTable:
+    def _tied(self) -> TiedEmbedding:
         """The exchange of the table's gradient, and who of both ends holds which of its rows."""
-        stages, vocabulary = self.place.replica.stages, self.place.plan.model.vocab_size
+        stages, vocabulary = self.topology.replica.stages, self.topology.plan.model.vocab_size
         rows = {}
         for stage, operator in ((stages[0], "tok"), (stages[-1], "head")):
             for group in stage.mesh.batch:
@@ -95,7 +96,7 @@ class Executor:
                 for t, rank in enumerate(group):
                     part = t * vocabulary // ways, (t + 1) * vocabulary // ways
                     rows[rank] = part if ways > 1 else (0, vocabulary)
-        return TiedTable(self.place, self.state, self.wire, rows)
+        return TiedEmbedding(self.topology, self.state, self.messenger, rows)
 
     def _summed(self, bucket: int) -> None:
         if self.tied is not None and self.state.buckets[bucket].tied:
@@ -114,15 +115,15 @@ class Executor:
         with self.spans("collective"):
             if self.tied is not None:
                 self.tied.release()
-            self.reducer.finish()
+            self.grad_reducer.finish()
             # Only the first stage counts the table in the norm: the others say theirs before they wait for it.
-            if self.place.first:
+            if self.topology.first:
                 self._add_tied()
         squares = self.state.square_sum(None if early else self._counts)
         if not early:
             self._say(float(loss), squares)
         with self.spans("collective"):
-            if not self.place.first:
+            if not self.topology.first:
                 self._add_tied()
         with self.spans("receive"):
             parts = self.totals.hear()
@@ -139,34 +140,34 @@ class Executor:
         with self.spans("update"):
             self.state.update(optimizer, lr, step, divisor)
         with self.spans("collective"):
-            self.gatherer.publish()
-        self.wire.settle()
+            self.param_gather.publish()
+        self.messenger.settle()
 
     def skip(self) -> None:
         """Drop the gradients of this step, which overflowed, and what rounding left of them: the next have another
         scale."""
         self.state.clear()
-        self.reducer.forget()
-        self.wire.settle()
+        self.grad_reducer.forget()
+        self.messenger.settle()
 
     def _say(self, loss: float, squares: float) -> None:
-        counts = self.place.last and self.place.tensor == 0
+        counts = self.topology.last and self.topology.tensor == 0
         self.totals.say((loss if counts else 0.0, squares))
 
     @property
     def _contributes_apart(self) -> bool:
         """Whether workers hold unlike parts of the gradient, so that its norm needs them all."""
-        place = self.place
-        return len(place.replica.stages) > 1 or place.mesh.size("tensor") > 1 or place.zero > 0
+        topology = self.topology
+        return len(topology.replica.stages) > 1 or topology.mesh.size("tensor") > 1 or topology.zero > 0
 
     def _counts(self, bucket: Bucket) -> bool:
         """Whether no other worker of the replica counts what this one owns of a bucket."""
-        place = self.place
+        topology = self.topology
         return (
-            (bucket.sliced or place.tensor == 0)
-            and place.group("site")[0] == place.rank
-            and (bucket.ways > 1 or place.group("data")[0] == place.rank)
-            and (place.first or not bucket.tied)
+            (bucket.sliced or topology.tensor == 0)
+            and topology.group("site")[0] == topology.rank
+            and (bucket.ways > 1 or topology.group("data")[0] == topology.rank)
+            and (topology.first or not bucket.tied)
         )
 
     # -- beside training -----------------------------------------------------------------------------------------------
@@ -176,8 +177,8 @@ class Executor:
         self.model.eval()
         losses: list[float] = self.pipeline.evaluate(batches).tolist()
         self.model.train()
-        self.wire.settle()
-        return losses if self.place.last and self.place.tensor == 0 else []
+        self.messenger.settle()
+        return losses if self.topology.last and self.topology.tensor == 0 else []
 
     @contextmanager
     def met(self) -> Iterator[None]:
@@ -204,4 +205,4 @@ class Executor:
     def publish(self) -> None:
         """After the masters changed otherwise than by `update`."""
         self.state.publish()
-        self.gatherer.publish()
+        self.param_gather.publish()

@@ -17,14 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farspan.runtime.comm import connections
+from farspan.runtime.comm.channels import Channel, tag
 from farspan.runtime.comm.collective import NCCL
 from farspan.runtime.comm.compress import Codec, ErrorFeedback
-from farspan.runtime.comm.messages import Posted, Sent, Wire, tag
-from farspan.runtime.comm.topology import Groups, Place
+from farspan.runtime.comm.messages import Messenger, Posted, Sent
+from farspan.runtime.comm.topology import ProcessGroups, Topology
 from farspan.runtime.state.train_state import Bucket, TrainState
 
-#: Channels of messages (`wire.tag`).
-SCATTER, ACROSS = 1, 2
 #: Between two looks at what has arrived: longer while nothing comes, as looking takes from what others compute with.
 SHORTEST_S, LONGEST_S = 5e-5, 1e-3
 #: Bytes of whole gradients under way where each worker keeps only its part of them, beside the newest: beyond that
@@ -34,23 +33,23 @@ Waits = Sequence["dist.Work | Future[Tensor] | Future[None]"]
 Phases = Generator[Waits]
 
 
-class Reducer:
+class GradReducer:
     """The sums of one worker's gradients. `arm(last)` before every backward pass; `finish()` at the end of the step.
 
     `passed` is called with a bucket's number when a backward pass has written all of it, `done` when it is summed.
     """
 
-    def __init__(self, place: Place, state: TrainState, groups: Groups, wire: Wire) -> None:
-        self._place, self._state, self._wire = place, state, wire
-        self._sync = place.stage.grad_sync
-        self._data, self._batch = place.group("data"), place.peers
-        self._sites = [tuple(ranks) for ranks in place.sites(self._batch).values()]
-        self._home = next(ranks for ranks in self._sites if place.rank in ranks)
+    def __init__(self, topology: Topology, state: TrainState, groups: ProcessGroups, messenger: Messenger) -> None:
+        self._topology, self._state, self._messenger = topology, state, messenger
+        self._sync = topology.stage.grad_sync
+        self._data, self._batch = topology.group("data"), topology.peers
+        self._sites = [tuple(ranks) for ranks in topology.sites(self._batch).values()]
+        self._home = next(ranks for ranks in self._sites if topology.rank in ranks)
         self._by_site = self._sync.topology == "hierarchical" and len(self._sites) > 1
         self._connect(groups)
         self._feedback = ErrorFeedback(Codec(self._sync.bits))
         # Gloo does not say whether a message has come but to who waits for it; those of a phase come in order.
-        self._waiters = {channel: ThreadPoolExecutor(1) for channel in (SCATTER, ACROSS)}
+        self._waiters = {channel: ThreadPoolExecutor(1) for channel in (Channel.SCATTER, Channel.ACROSS)}
         self._missing: list[int] = []
         self._last, self._rounds = True, itertools.count()
         self._round = 0
@@ -61,19 +60,19 @@ class Reducer:
         self.done: Callable[[int], None] = lambda bucket: None
         state.on_grad = self._arrived
 
-    def _connect(self, groups: Groups) -> None:
+    def _connect(self, groups: ProcessGroups) -> None:
         """Only the groups that the plan needs: over a long line each takes seconds to make."""
-        buckets, place = self._state.buckets, self._place
+        buckets, topology = self._state.buckets, self._topology
         whole = any(bucket.ways == 1 for bucket in buckets)
 
         def group(needed: bool, ranks: Sequence[int], purpose: str) -> dist.ProcessGroup | None:
             return groups.of(ranks, purpose) if needed else None
 
-        self._tensor = group(any(bucket.partial for bucket in buckets), place.group("tensor"), "partial")
+        self._tensor = group(any(bucket.partial for bucket in buckets), topology.group("tensor"), "partial")
         # Made on all ranks of the stage or on none, as all who share a group must have made as many before it.
-        nccl = any(place.backend(ranks) == NCCL for ranks in place.mesh.groups("data"))
-        scatter = group(place.zero > 0 and nccl, self._data, "scatter")
-        self._scatter = scatter if place.backend(self._data) == NCCL else None
+        nccl = any(topology.backend(ranks) == NCCL for ranks in topology.mesh.groups("data"))
+        scatter = group(topology.zero > 0 and nccl, self._data, "scatter")
+        self._scatter = scatter if topology.backend(self._data) == NCCL else None
         self._all = group(whole and not self._by_site and self._sync.bits == 32, self._batch, "sum")
         self._inside = group(whole and self._by_site, self._home, "inside")
         self._back = group(whole and self._by_site, self._home, "back")
@@ -100,21 +99,21 @@ class Reducer:
         for b, bucket in enumerate(self._state.buckets):
             size = self._feedback.codec.encoded_size(bucket.own.stop - bucket.own.start)
             self._coming[b] = {
-                rank: self._wire.post(size, torch.uint8, rank, self._number(b)) for rank in self._others(bucket, b)
+                rank: self._messenger.post(size, torch.uint8, rank, self._number(b)) for rank in self._others(bucket, b)
             }
 
     def _others(self, bucket: Bucket, b: int) -> list[int]:
         """Who sums a bucket over sites with this worker, straight: nobody where another worker of its site does."""
         if bucket.ways > 1:
-            ranks: Sequence[int] = self._place.group("site")
+            ranks: Sequence[int] = self._topology.group("site")
         elif self._by_site:
             ranks = [ranks[b % len(ranks)] for ranks in self._sites]
         else:
             ranks = self._batch if self._sync.bits < 32 else ()
-        return [rank for rank in ranks if rank != self._place.rank] if self._place.rank in ranks else []
+        return [rank for rank in ranks if rank != self._topology.rank] if self._topology.rank in ranks else []
 
     def _number(self, b: int) -> int:
-        return tag(ACROSS, self._round * len(self._state.buckets) + b)
+        return tag(Channel.ACROSS, self._round * len(self._state.buckets) + b)
 
     def _arrived(self, index: int) -> None:
         if self._missing:
@@ -204,16 +203,16 @@ class Reducer:
 
     def _scattered(self, b: int, full: Tensor, count: int) -> Generator[Waits, None, Tensor]:
         """A sum of parts sent straight to their owner, in the order of ranks: gloo's own scatters the sum of all."""
-        size, number = full.numel() // len(self._data), tag(SCATTER, count * len(self._state.buckets) + b)
+        size, number = full.numel() // len(self._data), tag(Channel.SCATTER, count * len(self._state.buckets) + b)
         posted: dict[int, Posted] = {}
         leaving: list[Sent] = []
         for k, rank in enumerate(self._data):
-            if rank != self._place.rank:
-                posted[k] = self._wire.post(size, full.dtype, rank, number)
-                leaving += self._wire.send(full[k * size : (k + 1) * size], rank, number)
+            if rank != self._topology.rank:
+                posted[k] = self._messenger.post(size, full.dtype, rank, number)
+                leaving += self._messenger.send(full[k * size : (k + 1) * size], rank, number)
         # Neither may it change nor does it stay in memory: it is waited for until it has left, too.
-        yield [self._waiters[SCATTER].submit(one.wait) for one in (*posted.values(), *leaving)]
-        mine = self._data.index(self._place.rank)
+        yield [self._waiters[Channel.SCATTER].submit(one.wait) for one in (*posted.values(), *leaving)]
+        mine = self._data.index(self._topology.rank)
         parts = [full[k * size : (k + 1) * size] if k == mine else posted[k].buffer for k in range(len(self._data))]
         total = parts[0].to(full.device, copy=True)
         for part in parts[1:]:
@@ -230,16 +229,16 @@ class Reducer:
     def _across(self, b: int, full: Tensor) -> Phases:
         """Sum `full` with the same of the others, straight, each byte over the line once a pair. Everyone adds the same
         numbers in the order of ranks, so all end with the same bits."""
-        posted, mine, own = self._coming.pop(b), full.reshape(-1), self._place.rank
+        posted, mine, own = self._coming.pop(b), full.reshape(-1), self._topology.rank
         if not posted:
             yield []
             return
         codec = self._feedback.codec
         sent = self._feedback.encode_(b, mine)
         for rank in posted:
-            self._wire.send(sent, rank, self._number(b))
+            self._messenger.send(sent, rank, self._number(b))
         del sent
-        yield [self._waiters[ACROSS].submit(one.wait) for one in posted.values()]
+        yield [self._waiters[Channel.ACROSS].submit(one.wait) for one in posted.values()]
         contents = {rank: one.buffer.to(full.device) for rank, one in posted.items()}
         order = sorted([*contents, own])
         # The first two of a sum may change places, so that most begin with what is here already.

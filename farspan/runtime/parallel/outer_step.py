@@ -18,39 +18,38 @@ import torch
 from torch import Tensor
 
 from farspan.domain.problems import Refusal
+from farspan.runtime.comm.channels import Channel, tag
 from farspan.runtime.comm.compress import Codec, ErrorFeedback
-from farspan.runtime.comm.messages import Posted, Wire, tag
-from farspan.runtime.comm.topology import Place
-from farspan.runtime.state.full_state import Manifest, Piece, Whole
+from farspan.runtime.comm.messages import Messenger, Posted
+from farspan.runtime.comm.topology import Topology
+from farspan.runtime.state.full_state import BucketManifest, FullState, Piece
 from farspan.runtime.state.train_state import TrainState
-from farspan.semantics.layout import Part, Send, transfer
+from farspan.semantics.layout import HeldRange, Send, transfer
 
-#: Channels of messages (`wire.tag`): one for each replica that sends, and what is handed on inside a site.
-OUTER, HANDED = 32, 512
 #: Bytes of a message between replicas at most; and what the workers of a site have under way to those of another one,
 #: all together: a little more than 1 Gbit/s carries in a round trip of 100 ms. With more at once the queues of a long
 #: line overflow while TCP still looks for its rate, and what is lost costs round trips.
 PART, ON_THE_LINE = 2**20, 16 * 2**20
 
 
-class Outer:
+class OuterStep:
     """One worker's part of the meetings: `meet` every H steps, `finish` where none comes any more, `resume` after the
     state was restored at a meeting."""
 
-    def __init__(self, place: Place, state: TrainState, whole: Whole) -> None:
-        assert place.plan.sync is not None
-        self._state, self._sync = state, place.plan.sync
+    def __init__(self, topology: Topology, state: TrainState, whole: FullState) -> None:
+        assert topology.plan.sync is not None
+        self._state, self._sync = state, topology.plan.sync
         # Its own: an exchange may take H steps, and the end of each step waits for what the steps before have sent.
-        self._wire = Wire()
-        self._replica = place.replica_index
-        self._shares = [replica.batch / place.plan.train.batch for replica in place.plan.replicas]
+        self._messenger = Messenger()
+        self._replica = topology.replica_index
+        self._shares = [replica.batch / topology.plan.train.batch for replica in topology.plan.replicas]
         #: By bucket: parameters of the last meeting, the outer momentum, and what the exchange under way left from.
         self.anchor = [master.clone() for master in state.master]
         self.momentum = [torch.zeros_like(master) for master in state.master]
         self._left: list[Tensor] | None = None
         self._feedback = ErrorFeedback(Codec(self._sync.bits))
-        self._space = _Space(whole.manifests, place.rank)
-        self._routes = {r: _Route(self._space, place, r) for r in range(len(self._shares)) if r != self._replica}
+        self._space = _Space(whole.manifests, topology.rank)
+        self._routes = {r: _Route(self._space, topology, r) for r in range(len(self._shares)) if r != self._replica}
         if self._sync.bits < 32 and not self._alike():
             raise Refusal(
                 "cannot-plan", what=f"replicas of unlike shape cannot meet in {self._sync.bits} bits",
@@ -103,7 +102,7 @@ class Outer:
 
     def close(self) -> None:
         """Wait for all that this worker has sent: who parts from the others before would cut it off."""
-        self._wire.close()
+        self._messenger.close()
 
     def start(self) -> None:
         """The masters are those of a meeting, the first."""
@@ -129,8 +128,9 @@ class Outer:
         for r, route in self._routes.items():
             self._coming[r] = _Exchange(
                 [self._post(one, r, number) for one in route.receives],
-                [self._wire.post(one.stop - one.start, torch.float32, one.source, tag(OUTER + HANDED + r, number))
-                 for one in route.handed],
+                [self._messenger.post(
+                    one.stop - one.start, torch.float32, one.source, tag(Channel.OUTER + r, number, inside=True)
+                ) for one in route.handed],
             )  # fmt: skip
         pairs = zip(self.anchor, self._state.master, strict=True)
         self._own = own = torch.cat([anchor - master for anchor, master in pairs]).cpu()
@@ -152,14 +152,14 @@ class Outer:
         """Receives for the parts of one range of replica `r`."""
         size = self._feedback.codec.encoded_size(one.stop - one.start)
         sizes = (min(PART, size - at) for at in range(0, size, PART))
-        return [self._wire.post(part, torch.uint8, one.source, tag(OUTER + r, number)) for part in sizes]
+        return [self._messenger.post(part, torch.uint8, one.source, tag(Channel.OUTER + r, number)) for part in sizes]
 
     def _leave(self, r: int, limit: int | None) -> None:
         """Send the next parts to replica `r`, of so many bytes or all."""
         leaving, sent = self._coming[r].leaving, 0
         while leaving and (limit is None or sent < limit):
             part, target = leaving.popleft()
-            self._wire.send(part, target, tag(OUTER + self._replica, self._count - 1))
+            self._messenger.send(part, target, tag(Channel.OUTER + self._replica, self._count - 1))
             sent += part.nbytes
 
     def _take(self) -> None:
@@ -195,7 +195,7 @@ class Outer:
         self._leave(r, None)
         for one in route.hands:
             content = self._space.read(found, one.start, one.stop)
-            self._wire.send(content, one.target, tag(OUTER + HANDED + r, self._count - 1))
+            self._messenger.send(content, one.target, tag(Channel.OUTER + r, self._count - 1, inside=True))
         for one, handed in zip(route.handed, self._coming.pop(r).handed, strict=True):
             self._space.put(found, one.start, handed.wait())
         return found
@@ -235,7 +235,7 @@ class _Space:
     of these parts is a range of its own, so that a worker's elements of it follow one another.
     """
 
-    def __init__(self, manifests: Sequence[Manifest], rank: int) -> None:
+    def __init__(self, manifests: Sequence[BucketManifest], rank: int) -> None:
         pieces = [piece for manifest in manifests for one in manifest.pieces for piece in one]
         shapes = {piece.name: piece.shape for piece in pieces}
         self._dims = {piece.name: piece.slice.dim for piece in pieces if piece.slice is not None}
@@ -249,7 +249,7 @@ class _Space:
             for low, high in pairwise(self._bounds[name]):
                 self._first[name, low] = end
                 end += math.prod(shape) // shape[self._dims.get(name, 0)] * (high - low)
-        self.parts = [[Part(r, one.start, one.stop) for one in self._ranges(m)] for r, m in enumerate(manifests)]
+        self.parts = [[HeldRange(r, one.start, one.stop) for one in self._ranges(m)] for r, m in enumerate(manifests)]
         self.replicas = [m.replica for m in manifests]
         self._mine, self._lengths = self._ranges(manifests[rank]), manifests[rank].sizes
         #: Elements of this worker's buckets, and those of parameters: a bucket is filled up so that all owners have as
@@ -260,7 +260,7 @@ class _Space:
         """The ranges of the dim that a parameter is divided along, of which a worker has the slice."""
         return piece.slice.ranges if piece.slice else ((0, piece.shape[self._dims.get(piece.name, 0)]),)
 
-    def _ranges(self, manifest: Manifest) -> list[_Range]:
+    def _ranges(self, manifest: BucketManifest) -> list[_Range]:
         found, before = list[_Range](), 0
         for pieces, size in zip(manifest.pieces, manifest.sizes, strict=True):
             for piece in pieces:
@@ -281,7 +281,7 @@ class _Space:
                     yield _Range(first + start, first + stop, first, width, stride if lines > 1 else width, at + offset)
             begin += (high - low) * inner
 
-    def of(self, replica: int) -> list[Part]:
+    def of(self, replica: int) -> list[HeldRange]:
         """What the workers of a replica own."""
         return [part for r, parts in zip(self.replicas, self.parts, strict=True) if r == replica for part in parts]
 
@@ -317,18 +317,18 @@ def _counted(end: int, width: int, stride: int) -> int:
 class _Route:
     """What one worker sends to, and receives from, another replica."""
 
-    def __init__(self, space: _Space, place: Place, other: int) -> None:
-        mine, theirs = space.of(place.replica_index), space.of(other)
-        out, _ = transfer(mine, theirs, place.site)
-        into, spread = transfer(theirs, mine, place.site)
+    def __init__(self, space: _Space, topology: Topology, other: int) -> None:
+        mine, theirs = space.of(topology.replica_index), space.of(other)
+        out, _ = transfer(mine, theirs, topology.site)
+        into, spread = transfer(theirs, mine, topology.site)
         # In the order of elements: what `_ahead` says holds for that alone.
-        self.sends = sorted((one for one in out if one.source == place.rank), key=lambda one: one.start)
+        self.sends = sorted((one for one in out if one.source == topology.rank), key=lambda one: one.start)
         #: Workers of this replica that send to the other one.
         self.senders = max(1, len({one.source for one in out}))
-        self.receives = sorted((one for one in into if one.target == place.rank), key=lambda one: one.start)
+        self.receives = sorted((one for one in into if one.target == topology.rank), key=lambda one: one.start)
         self.ahead = _ahead(self.sends, self.receives)
-        self.handed = [one for one in spread if one.target == place.rank]
-        self.hands = [one for one in spread if one.source == place.rank]
+        self.handed = [one for one in spread if one.target == topology.rank]
+        self.hands = [one for one in spread if one.source == topology.rank]
         #: The ranges that are rounded together, of those that this worker owns.
         self.chunks = tuple(dict.fromkeys((one.start, one.stop) for one in out if space.owns(one.start, one.stop)))
 

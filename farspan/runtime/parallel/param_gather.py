@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from farspan.runtime.comm.topology import Groups, Place
+from farspan.runtime.comm.topology import ProcessGroups, Topology
 from farspan.runtime.device import give_back
 from farspan.runtime.state.train_state import TrainState
 
@@ -19,12 +19,14 @@ from farspan.runtime.state.train_state import TrainState
 LARGE = 2**22
 
 
-class Gatherer:
+class ParamGather:
     """Makes working buckets whole: all after an update (`publish`), or, where parameters are divided, one by one."""
 
-    def __init__(self, place: Place, state: TrainState, blocks: dict[str, nn.Module], groups: Groups) -> None:
+    def __init__(
+        self, topology: Topology, state: TrainState, blocks: dict[str, nn.Module], groups: ProcessGroups
+    ) -> None:
         self._state = state
-        self._group = groups.of(place.group("data"), "gather") if place.zero else None
+        self._group = groups.of(topology.group("data"), "gather") if topology.zero else None
         self._divided = state.division.zero == 3
         self._coming: dict[int, dist.Work | None] = {}
         self._backward: set[int] = set()

@@ -13,62 +13,62 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farspan.domain.plan import Replica
+from farspan.runtime.comm.channels import Channel, tag
 from farspan.runtime.comm.compress import Codec
-from farspan.runtime.comm.messages import Posted, Wire, tag
-from farspan.runtime.comm.topology import Groups, Place
+from farspan.runtime.comm.messages import Messenger, Posted
+from farspan.runtime.comm.topology import ProcessGroups, Topology
 from farspan.runtime.state.train_state import WORKING_DTYPES
-from farspan.semantics.layout import Part, Send, transfer
+from farspan.semantics.layout import HeldRange, Send, transfer
 from farspan.semantics.sharding import RESIDUAL
 
-#: Channels of messages (`wire.tag`): activations down and gradients up, those of a validation, and, so much higher,
-#: what is handed on inside a site.
-DOWN, UP, EVALUATED, HANDED = 3, 4, 5, 3
 #: Microbatches of a validation that are under way between two stages.
 EVALUATED_AHEAD = 4
 
 
-class Edges:
+class StageSends:
     """All messages of one stage's training steps; validations make theirs when they begin."""
 
-    def __init__(self, place: Place, groups: Groups, wire: Wire, depths: list[int]) -> None:
-        self._place, self._groups, self._wire = place, groups, wire
-        for replica in place.plan.replicas:
+    def __init__(self, topology: Topology, groups: ProcessGroups, messenger: Messenger, depths: list[int]) -> None:
+        self._topology, self._groups, self._messenger = topology, groups, messenger
+        for replica in topology.plan.replicas:
             for edge, one in enumerate(replica.edges):
                 for k in range(one.streams if one.streams > 1 else 0):
                     groups.together(*_stream(replica, edge, k))
-        s = place.stage_index
+        s = topology.stage_index
         # A stage is ahead of the next by what it has in flight, and maybe the first message of its next step.
-        if not place.first:
-            self.from_before = self._messages(s - 1, DOWN, depths[s - 1] + 1)
-            self.to_before = self._messages(s - 1, UP, depths[s - 1] + 1)
-            self.evaluated_before = self._messages(s - 1, EVALUATED, EVALUATED_AHEAD)
-        if not place.last:
-            self.to_next = self._messages(s, DOWN, depths[s] + 1)
-            self.from_next = self._messages(s, UP, depths[s] + 1)
-            self.evaluated_next = self._messages(s, EVALUATED, EVALUATED_AHEAD)
+        if not topology.first:
+            self.from_before = self._messages(s - 1, Channel.ACTIVATIONS, depths[s - 1] + 1)
+            self.to_before = self._messages(s - 1, Channel.GRADIENTS, depths[s - 1] + 1)
+            self.evaluated_before = self._messages(s - 1, Channel.EVALUATED, EVALUATED_AHEAD)
+        if not topology.last:
+            self.to_next = self._messages(s, Channel.ACTIVATIONS, depths[s] + 1)
+            self.from_next = self._messages(s, Channel.GRADIENTS, depths[s] + 1)
+            self.evaluated_next = self._messages(s, Channel.EVALUATED, EVALUATED_AHEAD)
 
-    def _messages(self, edge: int, channel: int, ahead: int) -> Messages:
-        return Messages(self._place, edge, channel, ahead, self._groups, self._wire)
+    def _messages(self, edge: int, channel: int, ahead: int) -> StageMessages:
+        return StageMessages(self._topology, edge, channel, ahead, self._groups, self._messenger)
 
 
-class Messages:
+class StageMessages:
     """One direction of an edge at one worker: what it sends, or what it receives and hands on."""
 
-    def __init__(self, place: Place, edge: int, channel: int, ahead: int, groups: Groups, wire: Wire) -> None:
-        replica, plan = place.replica, place.plan
-        self._wire, self._channel, self._ahead = wire, channel, ahead
-        ends = (edge + 1, edge) if channel == UP else (edge, edge + 1)
+    def __init__(
+        self, topology: Topology, edge: int, channel: int, ahead: int, groups: ProcessGroups, messenger: Messenger
+    ) -> None:
+        replica, plan = topology.replica, topology.plan
+        self._messenger, self._channel, self._ahead = messenger, channel, ahead
+        ends = (edge + 1, edge) if channel == Channel.GRADIENTS else (edge, edge + 1)
         held, wanted = (rows_held(replica, stage) for stage in ends)
-        first, second = transfer(held, wanted, place.site)
-        self._sends = [one for one in first if one.source == place.rank]
-        self._receives = [one for one in first if one.target == place.rank]
-        self._hands = [one for one in second if one.source == place.rank]
-        self._handed = [one for one in second if one.target == place.rank]
-        (mine,) = (part for part in (*held, *wanted) if part.rank == place.rank)
+        first, second = transfer(held, wanted, topology.site)
+        self._sends = [one for one in first if one.source == topology.rank]
+        self._receives = [one for one in first if one.target == topology.rank]
+        self._hands = [one for one in second if one.source == topology.rank]
+        self._handed = [one for one in second if one.target == topology.rank]
+        (mine,) = (part for part in (*held, *wanted) if part.rank == topology.rank)
         self._start, self._rows = mine.start, mine.stop - mine.start
         self._row = (plan.train.seq_len, plan.model.d_model)
-        self._dtype, self._device = WORKING_DTYPES[plan.train.precision], torch.device(place.device)
-        self._codec, self._groups = _codec(replica.edges[edge].bits, self._dtype), streams(place, edge, groups)
+        self._dtype, self._device = WORKING_DTYPES[plan.train.precision], torch.device(topology.device)
+        self._codec, self._groups = _codec(replica.edges[edge].bits, self._dtype), streams(topology, edge, groups)
         self._sent = self._taken = 0
         self._waiting: deque[list[tuple[Send, Posted]]] = deque()
 
@@ -77,7 +77,7 @@ class Messages:
         for one in self._sends:
             part = self._part(x.detach().contiguous(), one)
             content = part if self._codec is None else self._codec.encode(part)
-            self._wire.send(content, one.target, tag(self._channel, self._sent), self._groups)
+            self._messenger.send(content, one.target, tag(self._channel, self._sent), self._groups)
         self._sent += 1
 
     def take(self) -> Tensor:
@@ -91,7 +91,7 @@ class Messages:
             into.copy_(content if self._codec is None else self._codec.decode(content, into.numel()))
         # Before waiting for what others hand on: they may wait for this.
         for one in self._hands:
-            self._wire.send(self._part(x, one), one.target, tag(self._channel + HANDED, self._taken))
+            self._messenger.send(self._part(x, one), one.target, tag(self._channel, self._taken, inside=True))
         for one, posted in arrived[len(self._receives) :]:
             self._part(x, one).copy_(posted.wait())
         self._taken += 1
@@ -103,15 +103,18 @@ class Messages:
         while len(self._waiting) < self._ahead:
             number = self._taken + len(self._waiting)
             posted = [(one, self._receive(one, number)) for one in self._receives]
-            posted += [(one, self._wire.post(self._elements(one), self._dtype, one.source,
-                                             tag(self._channel + HANDED, number))) for one in self._handed]  # fmt: skip
+            inside = tag(self._channel, number, inside=True)
+            posted += [
+                (one, self._messenger.post(self._elements(one), self._dtype, one.source, inside))
+                for one in self._handed
+            ]
             self._waiting.append(posted)
 
     def _receive(self, one: Send, number: int) -> Posted:
         size, dtype = self._elements(one), self._dtype
         if self._codec is not None:
             size, dtype = self._codec.encoded_size(size), torch.uint8
-        return self._wire.post(size, dtype, one.source, tag(self._channel, number), self._groups)
+        return self._messenger.post(size, dtype, one.source, tag(self._channel, number), self._groups)
 
     def _part(self, x: Tensor, one: Send) -> Tensor:
         """The rows of one message, flattened."""
@@ -121,25 +124,25 @@ class Messages:
         return (one.stop - one.start) * self._row[0] * self._row[1]
 
 
-def rows_held(replica: Replica, stage: int) -> list[Part]:
+def rows_held(replica: Replica, stage: int) -> list[HeldRange]:
     """The rows of a microbatch that each worker of a stage has: those of its batch coordinate, or the tensor axis'
     share of them where the residual stream is divided over it by rows."""
-    found: list[Part] = []
+    found: list[HeldRange] = []
     mesh, start = replica.stages[stage].mesh, 0
     for c, ranks in enumerate(mesh.batch):
         rows = replica.part(stage, c, 0)
         ways = len(ranks) if replica.stages[stage].splits.get(RESIDUAL) == "b" else 1
         for t, rank in enumerate(ranks):
             low, high = (t * rows // ways, (t + 1) * rows // ways) if ways > 1 else (0, rows)
-            found.append(Part(rank, start + low, start + high))
+            found.append(HeldRange(rank, start + low, start + high))
         start += rows
     return found
 
 
-def streams(place: Place, edge: int, groups: Groups) -> list[dist.ProcessGroup | None]:
+def streams(topology: Topology, edge: int, groups: ProcessGroups) -> list[dist.ProcessGroup | None]:
     """The connections of an edge: the one that all messages share, or several of its own."""
-    count = place.replica.edges[edge].streams
-    return [groups.of(*_stream(place.replica, edge, k)) for k in range(count)] if count > 1 else [None]
+    count = topology.replica.edges[edge].streams
+    return [groups.of(*_stream(topology.replica, edge, k)) for k in range(count)] if count > 1 else [None]
 
 
 def _stream(replica: Replica, edge: int, k: int) -> tuple[list[int], str]:

@@ -12,28 +12,26 @@ import msgspec
 import torch
 from torch import Tensor
 
+from farspan.runtime.comm.channels import Channel, tag
 from farspan.runtime.comm.collective import gather_bytes
-from farspan.runtime.comm.messages import Posted, Wire, tag
-from farspan.runtime.comm.topology import Place
-from farspan.runtime.model.tensor_axis import Slice
+from farspan.runtime.comm.messages import Messenger, Posted
+from farspan.runtime.comm.topology import Topology
+from farspan.runtime.model.tensor_axis import TensorSlice
 from farspan.runtime.state.train_state import TrainState, length
-
-#: The channel of these messages (`wire.tag`).
-WHOLE = 17
 
 
 class Piece(NamedTuple):
     """What a worker owns of one parameter: elements [start, stop) of its slice, flattened, at `at` of its bucket's."""
 
     name: str
-    slice: Slice | None
+    slice: TensorSlice | None
     shape: tuple[int, ...]
     start: int
     stop: int
     at: int
 
 
-class Manifest(NamedTuple):
+class BucketManifest(NamedTuple):
     """One worker's buckets, by replica: bytes' worth of pieces each, and whether another stage has the same."""
 
     replica: int
@@ -42,43 +40,43 @@ class Manifest(NamedTuple):
     copies: list[bool]
 
 
-class Whole:
+class FullState:
     """One worker's end. `collect` and `hand_out` are called by all workers of the run at once."""
 
     def __init__(
-        self, place: Place, state: TrainState, slices: Mapping[str, Slice], shapes: Mapping[str, Sequence[int]],
-        wire: Wire,
+        self, topology: Topology, state: TrainState, slices: Mapping[str, TensorSlice],
+        shapes: Mapping[str, Sequence[int]], messenger: Messenger,
     ) -> None:  # fmt: skip
         """`slices` of the parameters that are not whole here, `shapes` of all parameters of the model."""
-        self._rank, self._state, self._wire, self._shapes = place.rank, state, wire, shapes
-        mine = _manifest(place, state, slices)
+        self._rank, self._state, self._messenger, self._shapes = topology.rank, state, messenger, shapes
+        mine = _manifest(topology, state, slices)
         self.manifests = [mine]
-        if (world := len(place.plan.devices)) > 1:
-            said = gather_bytes(msgspec.msgpack.encode(mine), place.rank, world)
-            self.manifests = [msgspec.msgpack.decode(content, type=Manifest) for content in said]
+        if (world := len(topology.plan.devices)) > 1:
+            said = gather_bytes(msgspec.msgpack.encode(mine), topology.rank, world)
+            self.manifests = [msgspec.msgpack.decode(content, type=BucketManifest) for content in said]
         self._count = 0
 
     def collect(self, flats: Sequence[Tensor], replica: int = 0) -> dict[str, Tensor]:
         """The parameters of one replica, whole and on rank 0, from what each worker keeps by bucket: masters, moments,
         or gradients. Empty on other ranks."""
-        number, self._count = tag(WHOLE, self._count), self._count + 1
+        number, self._count = tag(Channel.FULL_STATE, self._count), self._count + 1
         sources = self._sources(replica)
         if self._rank != 0:
             for rank, bucket in sources:
                 if rank == self._rank:
-                    self._wire.send(flats[bucket].reshape(-1), 0, number)
-            self._wire.close()
+                    self._messenger.send(flats[bucket].reshape(-1), 0, number)
+            self._messenger.close()
             return {}
         posted: list[tuple[int, int, Posted | None]] = [
             (
                 rank,
                 b,
-                None if rank == 0 else self._wire.post(self.manifests[rank].sizes[b], torch.float32, rank, number),
+                None if rank == 0 else self._messenger.post(self.manifests[rank].sizes[b], torch.float32, rank, number),
             )
             for rank, b in sources
         ]
         found: dict[str, Tensor] = {}
-        parts: dict[tuple[str, Slice | None], Tensor] = {}
+        parts: dict[tuple[str, TensorSlice | None], Tensor] = {}
         for rank, b, one in posted:
             content = flats[b].reshape(-1) if one is None else one.wait()
             for piece in self.manifests[rank].pieces[b]:
@@ -89,7 +87,11 @@ class Whole:
         return found
 
     def _place(
-        self, found: dict[str, Tensor], parts: dict[tuple[str, Slice | None], Tensor], piece: Piece, content: Tensor
+        self,
+        found: dict[str, Tensor],
+        parts: dict[tuple[str, TensorSlice | None], Tensor],
+        piece: Piece,
+        content: Tensor,
     ) -> None:
         """Put a piece where it belongs; one that is a whole parameter is not copied."""
         size = torch.Size(piece.shape).numel()
@@ -105,11 +107,11 @@ class Whole:
 
     def hand_out(self, flats: Sequence[Tensor], whole: Mapping[str, Tensor] | None, replica: int | None = None) -> None:
         """Fill every worker's buckets (of one replica, or of all) from whole parameters, which rank 0 gives."""
-        number, self._count = tag(WHOLE, self._count), self._count + 1
+        number, self._count = tag(Channel.FULL_STATE, self._count), self._count + 1
         wanted = [rank for rank, one in enumerate(self.manifests) if replica is None or one.replica == replica]
         if self._rank != 0:
             if self._rank in wanted:
-                posted = [self._wire.post(len(flat), torch.float32, 0, number) for flat in flats]
+                posted = [self._messenger.post(len(flat), torch.float32, 0, number) for flat in flats]
                 for flat, one in zip(flats, posted, strict=True):
                     flat.copy_(one.wait())
             return
@@ -120,10 +122,10 @@ class Whole:
                 if rank == 0:
                     flats[b].copy_(content)
                 else:
-                    self._wire.send(content, rank, number)
+                    self._messenger.send(content, rank, number)
             # Few are held at once. Whoever receives has posted all of them before it waits for any.
-            self._wire.settle()
-        self._wire.close()
+            self._messenger.settle()
+        self._messenger.close()
 
     def _content(self, rank: int, b: int, whole: Mapping[str, Tensor]) -> Tensor:
         """What a worker owns of one of its buckets."""
@@ -145,18 +147,18 @@ class Whole:
         return found
 
 
-def _manifest(place: Place, state: TrainState, slices: Mapping[str, Slice]) -> Manifest:
+def _manifest(topology: Topology, state: TrainState, slices: Mapping[str, TensorSlice]) -> BucketManifest:
     pieces: list[list[Piece]] = [[] for _ in state.buckets]
     for i, name in enumerate(state.names):
         start, stop, where = state.owned(i)
         if stop > start:
             piece = Piece(name, slices.get(name), tuple(state.shapes[i]), start, stop, where.start)
             pieces[state.home[i][0]].append(piece)
-    copies = [bucket.tied and not place.first for bucket in state.buckets]
-    return Manifest(place.replica_index, [length(bucket) for bucket in state.buckets], pieces, copies)
+    copies = [bucket.tied and not topology.first for bucket in state.buckets]
+    return BucketManifest(topology.replica_index, [length(bucket) for bucket in state.buckets], pieces, copies)
 
 
-def into(whole: Tensor, cut: Slice, local: Tensor) -> None:
+def into(whole: Tensor, cut: TensorSlice, local: Tensor) -> None:
     """Put a worker's slice into a whole parameter."""
     at = 0
     for start, stop in cut.ranges:

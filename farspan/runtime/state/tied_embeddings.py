@@ -15,31 +15,32 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from farspan.runtime.comm.messages import Posted, Wire, tag
-from farspan.runtime.comm.topology import Place
+from farspan.runtime.comm.channels import Channel, tag
+from farspan.runtime.comm.messages import Messenger, Posted
+from farspan.runtime.comm.topology import Topology
 from farspan.runtime.state.train_state import TrainState
-from farspan.semantics.layout import Part, Send, transfer
+from farspan.semantics.layout import HeldRange, Send, transfer
 
-#: Channels of messages (`wire.tag`): the head's gradient and the embedding's, and what is handed on inside a site.
-HEAD, EMBEDDING, HANDED = 13, 14, 2
 TABLE = "tok.weight"
 
 
-class TiedTable:
+class TiedEmbedding:
     """One worker's part of the exchange, once a step: `expect`; `complete` when its own sum is, and `release` when its
     passes have ended, in either order; `add` last."""
 
-    def __init__(self, place: Place, state: TrainState, wire: Wire, rows: dict[int, tuple[int, int]]) -> None:
+    def __init__(
+        self, topology: Topology, state: TrainState, messenger: Messenger, rows: dict[int, tuple[int, int]]
+    ) -> None:
         """`rows`: the rows [start, stop) of the table that each worker of both stages holds."""
-        self._place, self._state, self._wire, self._held = place, state, wire, rows
+        self._topology, self._state, self._messenger, self._held = topology, state, messenger, rows
         self._bucket = state.home[state.names.index(TABLE)][0]
-        first = place.replica.stages[0]
+        first = topology.replica.stages[0]
         #: What rounding left of other steps' rows is in the first stage's sums, too.
         self._rounded = first.grad_sync.bits < 32 and len(first.mesh.batch) > 1
         self._count = -1
         self._complete = self._released = False
-        ends = place.replica.stages[0].mesh.ranks, place.replica.stages[-1].mesh.ranks
-        self._mine, self._theirs = ends if place.first else ends[::-1]
+        ends = topology.replica.stages[0].mesh.ranks, topology.replica.stages[-1].mesh.ranks
+        self._mine, self._theirs = ends if topology.first else ends[::-1]
         self._received: list[list[tuple[Send, Posted]]] = []
         self._out: tuple[NDArray[np.int64], Sequence[Send], Sequence[Send]]
 
@@ -49,17 +50,20 @@ class TiedTable:
         self._complete = self._released = False
         every = np.arange(max(stop for _, stop in self._held.values()))
         touched = every if self._rounded else np.unique(tokens)
-        sent, received = (touched, every) if self._place.first else (every, touched)
+        sent, received = (touched, every) if self._topology.first else (every, touched)
         self._out = (sent, *self._sends(sent, self._mine, self._theirs))
         first, second = self._sends(received, self._theirs, self._mine)
+        rank, embedding = self._topology.rank, not self._topology.first
         self._received = [
-            [(one, self._wire.post(self._size(one), torch.float32, one.source, self._tag(not self._place.first, hop)))
-             for one in sends if one.target == self._place.rank]
+            [
+                (one, self._messenger.post(self._size(one), torch.float32, one.source, self._tag(embedding, hop)))
+                for one in sends if one.target == rank
+            ]
             for hop, sends in enumerate((first, second))
         ]  # fmt: skip
-        low, high = np.searchsorted(received, self._held[self._place.rank])
+        low, high = np.searchsorted(received, self._held[self._topology.rank])
         self._expected = int(low), int(high)
-        self._hands = [one for one in second if one.source == self._place.rank]
+        self._hands = [one for one in second if one.source == self._topology.rank]
         self._incoming = received
 
     def complete(self) -> None:
@@ -79,9 +83,9 @@ class TiedTable:
         rows, first, _ = self._out
         table = self._table()
         for one in first:
-            if one.source == self._place.rank:
+            if one.source == self._topology.rank:
                 part = table[self._local(rows[one.start : one.stop])].reshape(-1)
-                self._wire.send(part, one.target, self._tag(self._place.first, 0))
+                self._messenger.send(part, one.target, self._tag(self._topology.first, 0))
 
     def add(self) -> None:
         """Add the other end's gradient, and hand it on inside the site."""
@@ -92,7 +96,7 @@ class TiedTable:
                 found[one.start - low : one.stop - low] = posted.wait().view(-1, table.shape[1])
             for one in self._hands if hop == 0 else ():
                 part = found[one.start - low : one.stop - low].reshape(-1)
-                self._wire.send(part, one.target, self._tag(not self._place.first, 1))
+                self._messenger.send(part, one.target, self._tag(not self._topology.first, 1))
         table.index_add_(0, self._local(self._incoming[low:high]), found.to(table.device))
 
     def _sends(
@@ -100,11 +104,11 @@ class TiedTable:
     ) -> tuple[Sequence[Send], Sequence[Send]]:
         """The exchange of some rows, counted by their place among them."""
 
-        def parts(ranks: Sequence[int]) -> list[Part]:
+        def parts(ranks: Sequence[int]) -> list[HeldRange]:
             found = (np.searchsorted(rows, self._held[rank]) for rank in ranks)
-            return [Part(rank, int(low), int(high)) for rank, (low, high) in zip(ranks, found, strict=True)]
+            return [HeldRange(rank, int(low), int(high)) for rank, (low, high) in zip(ranks, found, strict=True)]
 
-        return transfer(parts(source), parts(target), self._place.site)
+        return transfer(parts(source), parts(target), self._topology.site)
 
     def _table(self) -> Tensor:
         full = self._state.collected[self._bucket]
@@ -112,10 +116,10 @@ class TiedTable:
         return self._state.view({self._bucket: full}, self._state.names.index(TABLE))  # type: ignore[arg-type]
 
     def _local(self, rows: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(rows - self._held[self._place.rank][0]).to(self._state.device)
+        return torch.from_numpy(rows - self._held[self._topology.rank][0]).to(self._state.device)
 
     def _size(self, one: Send) -> int:
-        return (one.stop - one.start) * self._place.plan.model.d_model
+        return (one.stop - one.start) * self._topology.plan.model.d_model
 
     def _tag(self, embedding: bool, hop: int) -> int:
-        return tag((EMBEDDING if embedding else HEAD) + hop * HANDED, self._count)
+        return tag(Channel.EMBEDDING if embedding else Channel.HEAD, self._count, inside=hop > 0)

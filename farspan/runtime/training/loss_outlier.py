@@ -21,7 +21,7 @@ PATIENCE = 3
 
 
 @dataclass(frozen=True)
-class Stray:
+class LossOutlier:
     """A worker whose loss is far above the others': nats a token of both, and for how many steps on end."""
 
     rank: int
@@ -30,7 +30,7 @@ class Stray:
     steps: int
 
 
-class Strays:
+class LossOutliers:
     """Looks at the losses of the workers of a replica, step by step; each worker of it sees the same."""
 
     def __init__(self, replica: Replica, seq_len: int) -> None:
@@ -42,7 +42,7 @@ class Strays:
         self._seen, self._variance, self._steps = 0, 0.0, 0
         self._last: int | None = None
 
-    def look(self, by_rank: dict[int, float]) -> Stray | None:
+    def look(self, by_rank: dict[int, float]) -> LossOutlier | None:
         """The worker that strays, given the summed loss of each; none before enough steps were seen."""
         if len(self._tokens) < 2 or not all(math.isfinite(by_rank[rank]) for rank in self._tokens):
             return None
@@ -58,7 +58,7 @@ class Strays:
             return None
         self._steps = self._steps + 1 if rank == self._last else 1
         self._last = rank
-        return Stray(rank, loss, others, self._steps)
+        return LossOutlier(rank, loss, others, self._steps)
 
     def _against_others(self, by_rank: dict[int, float], rank: int) -> tuple[float, float, float]:
         """Nats a token of a worker and of all others together, and how far apart they are for so many tokens: by chance

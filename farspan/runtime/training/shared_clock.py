@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from farspan.domain.plan import Plan
-from farspan.runtime.time_budget import Paces, TimeBudget, Work
+from farspan.runtime.time_budget import RunPaces, RunWork, TimeBudget
 
 
-class Pacing:
+class SharedClock:
     """Of one worker. `elapsed` gives the seconds of the run so far, over all its starts."""
 
-    def __init__(self, plan: Plan, work: Work, elapsed: Callable[[], float]) -> None:
+    def __init__(self, plan: Plan, work: RunWork, elapsed: Callable[[], float]) -> None:
         self._plan, self._work, self._elapsed = plan, work, elapsed
         self.budget: TimeBudget | None = None
         self.told = False
         self.go_on_from(0, 0.0, None, told=False)
 
-    def go_on_from(self, step: int, share: float, paces: Paces | None, *, told: bool) -> None:
+    def go_on_from(self, step: int, share: float, paces: RunPaces | None, *, told: bool) -> None:
         """Take what a checkpoint of `step` knows; `told`: a person knows that the steps are not the plan's."""
         deadline_s = self._plan.train.deadline_s
         if deadline_s is not None:
@@ -32,7 +32,7 @@ class Pacing:
         self._tells: str | None = None
 
     @property
-    def paces(self) -> Paces | None:
+    def paces(self) -> RunPaces | None:
         return None if self.budget is None else self.budget.paces
 
     @property

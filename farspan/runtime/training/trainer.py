@@ -18,19 +18,20 @@ from farspan.domain.problems import Refusal
 from farspan.domain.results import Event, Saved, Step, Traced, Validated, Warned
 from farspan.domain.run import RunFolder
 from farspan.runtime.checkpoint import checkpoint
-from farspan.runtime.checkpoint.checkpoint import Progress, Unsaved
-from farspan.runtime.checkpoint.checkpointer import Saves
+from farspan.runtime.checkpoint.checkpoint import TrainingProgress, Unsaved
+from farspan.runtime.checkpoint.checkpointer import Checkpointer
 from farspan.runtime.comm.collective import Group
 from farspan.runtime.device import peak_memory
 from farspan.runtime.model.decoder import Decoder
 from farspan.runtime.parallel.executor import Executor, Outcome
 from farspan.runtime.parallel.pipeline import Batch
-from farspan.runtime.state.train_state import TrainState, learning_rate
-from farspan.runtime.time_budget import Work
+from farspan.runtime.state.train_state import TrainState
+from farspan.runtime.time_budget import RunWork
 from farspan.runtime.training.data import Order, Windows
-from farspan.runtime.training.loss_outlier import PATIENCE, Strays
-from farspan.runtime.training.shared_clock import Pacing
-from farspan.runtime.training.validation import Sums, Validation
+from farspan.runtime.training.loss_outlier import PATIENCE, LossOutliers
+from farspan.runtime.training.shared_clock import SharedClock
+from farspan.runtime.training.validation import LossSums, Validation
+from farspan.semantics.lr_schedule import learning_rate
 
 #: Loss scaling for fp16 as in arXiv 1710.03740, section 4.2: start high, halve on overflow, double after a quiet while.
 FIRST_LOSS_SCALE = 2.0**16
@@ -73,13 +74,13 @@ class Trainer:
         self, worker: Worker, monotonic: Callable[[], float] = time.monotonic, began: float | None = None
     ) -> None:  # fmt: skip
         """A time budget counts from `began`, a time of the same clock; None is now."""
-        self.w, self.monotonic = worker, monotonic
+        self.worker, self.monotonic = worker, monotonic
         self.order = Order(worker.train.count, worker.plan.train.seed)
-        self.saves = Saves(worker.executor, worker.run.checkpoints, worker.plan.train.keep)
-        self.strays = Strays(worker.executor.place.replica, worker.plan.train.seq_len)
-        self.progress = Progress(step=0, plan=worker.plan.hash, elapsed_s=0.0)
+        self.checkpointer = Checkpointer(worker.executor, worker.run.checkpoints, worker.plan.train.keep)
+        self.strays = LossOutliers(worker.executor.topology.replica, worker.plan.train.seq_len)
+        self.progress = TrainingProgress(step=0, plan=worker.plan.hash, elapsed_s=0.0)
         self.validation = Validation(worker.plan, worker.group, worker.executor, worker.val, self._to_device)
-        self.pacing = Pacing(worker.plan, self._work(), lambda: self.elapsed_s)
+        self.pacing = SharedClock(worker.plan, self._work(), lambda: self.elapsed_s)
         #: Updates made so far, by this start and those before it, and updates in all.
         self.step, self.steps = 0, worker.plan.train.steps
         self.loss_scale = FIRST_LOSS_SCALE if worker.plan.train.precision == "fp16" else 1.0
@@ -89,37 +90,39 @@ class Trainer:
         self._started = self._saved_at if began is None else began
         self._first_step = 0
         self._saved_step = self._validated_step = -1
-        self._sample = Sums()
+        self._sample = LossSums()
 
     @property
     def elapsed_s(self) -> float:
         return self.progress.elapsed_s + self.monotonic() - self._started
 
-    def _work(self) -> Work:
-        train, read = self.w.plan.train, self.validation
-        return Work(
+    def _work(self) -> RunWork:
+        train, read = self.worker.plan.train, self.validation
+        return RunWork(
             step_tokens=train.tokens_per_step, validate_every=train.validate_every,
             validation_tokens=read.tokens(read.first), last_tokens=read.tokens(read.most),
-            checkpoint_bytes=checkpoint.bytes_needed(self.w.plan), checkpoint_every_s=train.checkpoint_every_s,
+            checkpoint_bytes=checkpoint.bytes_needed(self.worker.plan), checkpoint_every_s=train.checkpoint_every_s,
         )  # fmt: skip
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
     def run(self) -> str:
         """Train to the end, the deadline, an early stop or a signal; returns which. The last state is saved."""
-        train, reason, self._first_step = self.w.plan.train, self._ended(), self.step
+        train, reason, self._first_step = self.worker.plan.train, self._ended(), self.step
         while not reason:
-            began, spans = time.perf_counter(), self.w.executor.spans
+            began, spans = time.perf_counter(), self.worker.executor.spans
             spans.on = self.step - self._first_step in TRACED_FIRST or self.step % TRACED_EVERY == TRACED_EVERY - 1
             loss, norm, tokens, lr = self._step(self.step)
             self.step += 1
-            self.w.emit(Step(
-                at=self.w.clock(), step=self.step, loss=loss, lr=lr, grad_norm=norm, tokens=tokens,
-                step_s=time.perf_counter() - began, memory_bytes=peak_memory(self.w.group.device),
+            self.worker.emit(Step(
+                at=self.worker.clock(), step=self.step, loss=loss, lr=lr, grad_norm=norm, tokens=tokens,
+                step_s=time.perf_counter() - began, memory_bytes=peak_memory(self.worker.group.device),
                 steps=None if train.deadline_s is None else self.steps,
             ))  # fmt: skip
             if spans.on:
-                self.w.emit(Traced(at=self.w.clock(), step=self.step, rank=self.w.group.rank, spans=spans.take()))
+                self.worker.emit(
+                    Traced(at=self.worker.clock(), step=self.step, rank=self.worker.group.rank, spans=spans.take())
+                )
             together, first = self._together(), self.step == self._first_step + 1
             unknown = self.pacing.stepped(self.step) if together or first else False
             if not together:
@@ -141,10 +144,10 @@ class Trainer:
     def _finish(self, reason: str) -> None:
         """Save the last state: unless the run will go on from there, one model of all replicas, which is then validated
         for as long as there is time."""
-        outer = self.w.executor.outer
+        outer = self.worker.executor.outer
         if outer is not None and outer.under_way and reason != "interrupted":
             outer.finish()
-            self.w.executor.gatherer.publish()
+            self.worker.executor.param_gather.publish()
             self._saved_step = self._validated_step = -1  # This is not the model that had been saved or validated.
         self.save(last=True)
         if reason != "interrupted":
@@ -154,23 +157,23 @@ class Trainer:
 
     def _together(self) -> bool:
         """Whether all replicas are at one place: always where there is one, else after they have met."""
-        outer, sync = self.w.executor.outer, self.w.plan.sync
+        outer, sync = self.worker.executor.outer, self.worker.plan.sync
         if outer is None or sync is None:
             return True
         last = self.step >= self.steps
         if self.step % sync.every and not last:
             return False
         outer.meet(last)
-        self.w.executor.gatherer.publish()
+        self.worker.executor.param_gather.publish()
         return True
 
     def _due(self, every: int) -> bool:
         """Whether a multiple of `every` steps was reached since all were last together."""
-        apart = self.w.plan.sync.every if self.w.plan.sync is not None else 1
+        apart = self.worker.plan.sync.every if self.worker.plan.sync is not None else 1
         return self.step % every < min(apart, every)
 
     def _ended(self) -> str:
-        if self.step >= self.w.plan.train.steps:
+        if self.step >= self.worker.plan.train.steps:
             return "done"
         return "deadline" if self.step >= self.steps else ""
 
@@ -178,15 +181,15 @@ class Trainer:
         """Why to stop, if at all, and whether to save: agreed by all workers. A signal anywhere stops all; rank 0's
         clock decides the rest; validations gave all the same. Workers of one replica hear of it a step later, without
         waiting for each other."""
-        group, train, steps, save = self.w.group, self.w.plan.train, 0, False
+        group, train, steps, save = self.worker.group, self.worker.plan.train, 0, False
         share = 0.0
         if group.rank == 0:
             save = self.monotonic() - self._saved_at >= train.checkpoint_every_s
             steps, share, save = self.pacing.say(self.step, self.steps, save)
             if save:
                 self._saved_at = self.monotonic()  # Said once: it is heard and done a step later.
-        mine, exchange = (float(self.w.stop()), float(steps), float(save), share), self.w.executor.decisions
-        if len(self.w.plan.replicas) > 1:
+        mine, exchange = (float(self.worker.stop()), float(steps), float(save), share), self.worker.executor.decisions
+        if len(self.worker.plan.replicas) > 1:
             stop, new, due, used = group.sum(*mine)
         else:
             exchange.say(mine)
@@ -196,14 +199,14 @@ class Trainer:
         # Decided a step ago, it may say to end where this step has already gone.
         self.steps = max(int(new), self.step)
         if (tells := self.pacing.hear(self.step, used, bool(due))) is not None:
-            self.w.emit(Warned(at=self.w.clock(), message=tells))
+            self.worker.emit(Warned(at=self.worker.clock(), message=tells))
         stale = 0 < train.patience <= self.progress.stale
         return "interrupted" if stop else self._ended() or ("early-stop" if stale else ""), bool(due)
 
     def _step(self, step: int) -> tuple[float, float, int, float]:
         """One update. Returns the mean loss and the gradient norm before clipping of this worker's replica, the valid
         tokens of all, and the learning rate."""
-        train, executor = self.w.plan.train, self.w.executor
+        train, executor = self.worker.plan.train, self.worker.executor
         valid_tokens, outcome = self.gradients(step)
         norm, loss = outcome.norm / self.loss_scale, outcome.loss / valid_tokens
         followed = self.pacing.followed(step, self.steps)
@@ -213,19 +216,19 @@ class Trainer:
             clip = train.optimizer.clip
             excess = max(1.0, norm / clip) if clip else 1.0
             executor.update(train.optimizer, lr, step + 1 - self.skipped, self.loss_scale * excess)
-        if len(self.w.plan.replicas) > 1:
+        if len(self.worker.plan.replicas) > 1:
             every = np.arange(step * train.batch, (step + 1) * train.batch)
-            valid_tokens = int(self.w.train.valid(self.order.window(every)).sum())
+            valid_tokens = int(self.worker.train.valid(self.order.window(every)).sum())
         return loss, norm, valid_tokens, lr
 
     def gradients(self, step: int) -> tuple[int, Outcome]:
         """The gradients of one step, in the state: of the mean loss times the loss scale. Returns the valid tokens."""
-        place, windows = self.w.executor.place, self.w.train
-        batch = self.order.window(place.replica_samples(step))
+        topology, windows = self.worker.executor.topology, self.worker.train
+        batch = self.order.window(topology.replica_samples(step))
         valid_tokens = int(windows.valid(batch).sum())
-        mine = [self.order.window(samples) for samples in place.samples(step)]
-        tokens = windows.read(batch)[0] if self.w.executor.tied is not None else np.empty(0, dtype=np.int64)
-        outcome = self.w.executor.gradients(
+        mine = [self.order.window(samples) for samples in topology.samples(step)]
+        tokens = windows.read(batch)[0] if self.worker.executor.tied is not None else np.empty(0, dtype=np.int64)
+        outcome = self.worker.executor.gradients(
             tokens, lambda i: self._to_device(windows.read(mine[i])), self.loss_scale / valid_tokens
         )
         return valid_tokens, outcome
@@ -234,10 +237,10 @@ class Trainer:
         """Tokens and targets on the device; a worker without any reads the fewest rows, which count for nothing."""
         inputs, targets = arrays
         if len(inputs) == 0:
-            place = self.w.executor.place
-            shape = row_quantum(place.mesh, place.stage.splits), inputs.shape[1]
+            topology = self.worker.executor.topology
+            shape = row_quantum(topology.mesh, topology.stage.splits), inputs.shape[1]
             inputs, targets = np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
-        device = self.w.group.device
+        device = self.worker.group.device
         return torch.from_numpy(inputs).to(device, non_blocking=True), torch.from_numpy(targets).to(
             device, non_blocking=True
         )
@@ -248,26 +251,26 @@ class Trainer:
         """True to update. An fp16 overflow skips the update and halves the scale; anything else refuses to go on."""
         if math.isfinite(loss) and math.isfinite(norm):
             self.quiet += 1
-            if self.w.plan.train.precision == "fp16" and self.quiet % QUIET_STEPS == 0:
+            if self.worker.plan.train.precision == "fp16" and self.quiet % QUIET_STEPS == 0:
                 self.loss_scale *= 2
             return True
-        self.w.executor.skip()
+        self.worker.executor.skip()
         if math.isfinite(loss) and self.loss_scale > 1.0:
             self.loss_scale /= 2
             self.quiet = 0
             self.skipped += 1
             return False
         # The other replicas go on: only one that is alone can save now.
-        if len(self.w.plan.replicas) == 1:
+        if len(self.worker.plan.replicas) == 1:
             self.save()
-        samples = self.w.executor.place.replica_samples(step)
+        samples = self.worker.executor.topology.replica_samples(step)
         raise Refusal(
             "non-finite",
             what=f"the {'gradient' if math.isfinite(loss) else 'loss'} is not finite at step {step + 1}; the update "
             "was not made",
             where=f"rank {', '.join(map(str, outcome.faulty)) or 'any'}, among samples {samples[0]} to {samples[-1]}",
-            fact=f"loss {loss}, gradient norm {norm}, learning rate so far up to {self.w.plan.train.optimizer.lr:g}; "
-            f"{self.saves.kept}",
+            fact=f"loss {loss}, gradient norm {norm}, learning rate so far up to "
+            f"{self.worker.plan.train.optimizer.lr:g}; {self.saves.kept}",
             remedy=LOWER,
         )
 
@@ -276,17 +279,17 @@ class Trainer:
         found = self.strays.look({rank: loss for rank, (loss, _) in outcome.by_rank.items()})
         if found is None:
             return
-        device, samples = self.w.plan.devices[found.rank], self.w.executor.place.replica_samples(step)
+        device, samples = self.worker.plan.devices[found.rank], self.worker.executor.topology.replica_samples(step)
         fact = f"{found.loss:.2f} nats a token where the others have {found.others:.2f}"
         where = f"rank {found.rank} ({device.backend} {device.index} of {device.host})"
-        if found.steps == 1 and self.w.group.rank == 0:
+        if found.steps == 1 and self.worker.group.rank == 0:
             message = f"step {step + 1}: the loss of {where} is {fact}, among samples {samples[0]} to {samples[-1]}"
-            self.w.emit(Warned(at=self.w.clock(), message=message))
+            self.worker.emit(Warned(at=self.worker.clock(), message=message))
         if found.steps < PATIENCE:
             return
         raise Refusal(
             "loss-spike", what=f"the loss of one worker is far above the others' for {PATIENCE} steps on end",
-            where=where, remedy=self.w.run.resume(),
+            where=where, remedy=self.worker.run.resume(),
             fact=f"{fact}, at step {step + 1}: its memory, processor or copy of the corpus is damaged",
         )  # fmt: skip
 
@@ -296,7 +299,7 @@ class Trainer:
         """Measure the loss, and keep the weights if it is the best so far: judged by the same windows each time, from
         where the last one reads on."""
         began, known = self.monotonic(), self.step == self._validated_step
-        with self.w.executor.met():
+        with self.worker.executor.met():
             sample = sums = self._sample if known else self._read(0, self.validation.first)
             if last:
                 sums = self._read_on(sample)
@@ -313,10 +316,10 @@ class Trainer:
         self._validated_step, self._sample = self.step, sample
         before = self.progress.best_loss
         best = not known and self._is_best(sample.mean)
-        self.w.emit(self._validated(sums, sample if last else None, best, self.monotonic() - began))
+        self.worker.emit(self._validated(sums, sample if last else None, best, self.monotonic() - began))
         if best:
             try:
-                self.saves.write_best(self.w.run.best, self._current(), self.w.group)
+                self.checkpointer.write_best(self.worker.run.best, self._current(), self.worker.group)
             except Unsaved as error:
                 # Those that are there are still the best: the next loss below theirs is written.
                 self.progress = replace(self.progress, best_loss=before)
@@ -332,42 +335,43 @@ class Trainer:
         )
         return best
 
-    def _validated(self, sums: Sums, sample: Sums | None, best: bool, seconds: float) -> Validated:
+    def _validated(self, sums: LossSums, sample: LossSums | None, best: bool, seconds: float) -> Validated:
         """What is told of a validation; of the last one also its loss on the `sample` that others read."""
-        val, read, nats = self.w.manifest.val, self.validation, (None, None)
-        if self.w.group.rank == 0:
-            nats = read.entropies(sums.windows, self.w.manifest, self.w.train)
+        val, read, nats = self.worker.manifest.val, self.validation, (None, None)
+        if self.worker.group.rank == 0:
+            nats = read.entropies(sums.windows, self.worker.manifest, self.worker.train)
         return Validated(
-            at=self.w.clock(), step=self.step, loss=sums.mean, tokens=sums.tokens, seconds=seconds, best=best,
+            at=self.worker.clock(), step=self.step, loss=sums.mean, tokens=sums.tokens, seconds=seconds, best=best,
             bits_per_byte=sums.mean / math.log(2) * val.tokens / val.text_bytes, of=read.of,
-            standard_error=sums.standard_error(self.w.val.count), read=read.name(sums.windows, self.w.manifest.hash),
+            standard_error=sums.standard_error(self.worker.val.count),
+            read=read.name(sums.windows, self.worker.manifest.hash),
             unigram_nats=nats[0], bigram_nats=nats[1], sample_loss=None if sample is None else sample.mean,
             sample_tokens=None if sample is None else sample.tokens,
         )  # fmt: skip
 
-    def _read(self, first: int, stop: int) -> Sums:
+    def _read(self, first: int, stop: int) -> LossSums:
         """The losses of the validation's windows `first` to `stop`."""
         began = self.monotonic()
         sums = self.validation.read(first, stop)
         self.pacing.validated(sums.tokens, self.monotonic() - began)
         return sums
 
-    def _read_on(self, sums: Sums) -> Sums:
+    def _read_on(self, sums: LossSums) -> LossSums:
         """The losses of all windows that the last validation has time for, those of `sums` among them: rank 0 says how
         many more are read at a time."""
         left = self.validation.most - sums.windows
         while left > 0:
             mine, least = 0, min(left, self.validation.round)
-            if self.w.group.rank == 0:
-                mine = self.pacing.more_windows(self.w.plan.train.seq_len, least, left)
-            (more,) = map(int, self.w.group.sum(mine))
+            if self.worker.group.rank == 0:
+                mine = self.pacing.more_windows(self.worker.plan.train.seq_len, least, left)
+            (more,) = map(int, self.worker.group.sum(mine))
             if more == 0:
                 break
             sums = sums.plus(self._read(sums.windows, sums.windows + more))
             left -= more
         return sums
 
-    def _current(self) -> Progress:
+    def _current(self) -> TrainingProgress:
         return replace(
             self.progress, step=self.step, steps=self.steps, elapsed_s=self.elapsed_s, loss_scale=self.loss_scale,
             quiet=self.quiet, skipped=self.skipped, share=self.pacing.share, paces=self.pacing.paces,
@@ -381,52 +385,53 @@ class Trainer:
         if self.step == self._saved_step:
             return True
         try:
-            written = self.saves.write(self._current(), self.w.group)
+            written = self.checkpointer.write(self._current(), self.worker.group)
         except Unsaved as error:
-            self._warn(self.saves.excuse(str(error), self.step, self.steps, due=due, last=last))
+            self._warn(self.checkpointer.excuse(str(error), self.step, self.steps, due=due, last=last))
             return False
         self._saved_step = self.step
         self.pacing.saved(self.monotonic() - began)
         if written is not None:
             path, size = written
-            self.w.emit(Saved(
-                at=self.w.clock(), step=self.step, path=str(path), size_bytes=size, seconds=self.monotonic() - began
-            ))  # fmt: skip
+            seconds = self.monotonic() - began
+            self.worker.emit(
+                Saved(at=self.worker.clock(), step=self.step, path=str(path), size_bytes=size, seconds=seconds)
+            )
         return True
 
     def _warn(self, message: str) -> None:
         """Rank 0 says what all know."""
-        if self.w.group.rank == 0:
-            self.w.emit(Warned(at=self.w.clock(), message=message))
+        if self.worker.group.rank == 0:
+            self.worker.emit(Warned(at=self.worker.clock(), message=message))
 
     def restore(self) -> None:
         """Go on from the newest whole checkpoint, if any. Rank 0 reads it and hands every worker its part."""
         found = None
-        if self.w.group.rank == 0:
-            found = self.saves.find(self._adopt, self._warn)
-        packed = self.w.group.share(msgspec.json.encode((self._current(), found is not None)))
-        progress, there = msgspec.json.decode(packed, type=tuple[Progress, bool])
-        if self.w.group.rank != 0:
+        if self.worker.group.rank == 0:
+            found = self.checkpointer.find(self._adopt, self._warn)
+        packed = self.worker.group.share(msgspec.json.encode((self._current(), found is not None)))
+        progress, there = msgspec.json.decode(packed, type=tuple[TrainingProgress, bool])
+        if self.worker.group.rank != 0:
             self._adopt(progress)
         if there:
-            self.saves.restore(found)
-            if (outer := self.w.executor.outer) is not None:
+            self.checkpointer.restore(found)
+            if (outer := self.worker.executor.outer) is not None:
                 # One whose steps all overflowed, or that owns nothing, sees no change: the others may.
-                outer.resume(any(self.w.group.sum(outer.apart)))
+                outer.resume(any(self.worker.group.sum(outer.apart)))
         else:
             self._saved_step = -1
 
-    def _adopt(self, progress: Progress) -> None:
-        if progress.plan != self.w.plan.hash:
+    def _adopt(self, progress: TrainingProgress) -> None:
+        if progress.plan != self.worker.plan.hash:
             raise Refusal(
                 "plan-mismatch",
                 what="the checkpoint belongs to another plan",
-                where=self.w.run.checkpoints,
-                fact=f"made by plan {progress.plan}, this is plan {self.w.plan.hash}",
+                where=self.worker.run.checkpoints,
+                fact=f"made by plan {progress.plan}, this is plan {self.worker.plan.hash}",
                 remedy="restore this run's plan.json, or start a new run: farspan train run.yaml --run NEW_FOLDER",
             )
         self.progress, self.loss_scale = progress, progress.loss_scale
         self.quiet, self.skipped = progress.quiet, progress.skipped
-        self.step = self._saved_step = self.saves.newest = progress.step
-        self.steps = progress.steps or self.w.plan.train.steps
+        self.step = self._saved_step = self.checkpointer.newest = progress.step
+        self.steps = progress.steps or self.worker.plan.train.steps
         self.pacing.go_on_from(self.step, progress.share, progress.paces, told=progress.told)

@@ -28,7 +28,7 @@ MOST_TOKENS = 1 << 20
 SEED = 0
 
 
-class Sums(NamedTuple):
+class LossSums(NamedTuple):
     """Of some windows: how many there are, their targets, and the sums of their losses l (nats) and targets t, of l l,
     l t and t t."""
 
@@ -39,8 +39,8 @@ class Sums(NamedTuple):
     lt: float = 0.0
     tt: float = 0.0
 
-    def plus(self, other: Sums) -> Sums:
-        return Sums(*(a + b for a, b in zip(self, other, strict=True)))
+    def plus(self, other: LossSums) -> LossSums:
+        return LossSums(*(a + b for a, b in zip(self, other, strict=True)))
 
     @property
     def mean(self) -> float:
@@ -73,8 +73,8 @@ class Validation:
         self.first = count if not asked else min(count, -(-asked // each))
         self.most = count if len(val.tokens) <= MOST_TOKENS else max(self.first, MOST_TOKENS // each)
         self._order = permute(np.arange(self.most, dtype=np.uint64), count, SEED, 0)
-        place = executor.place
-        self._sizes = [_rows(r, place.stage_index if r is place.replica else 0) for r in plan.replicas]
+        topology = executor.topology
+        self._sizes = [_rows(r, topology.stage_index if r is topology.replica else 0) for r in plan.replicas]
         #: Windows that all workers together read at once.
         self.round = sum(map(sum, self._sizes))
         self._entropies: dict[int, tuple[float, float]] = {}
@@ -92,7 +92,7 @@ class Validation:
         """Targets of the whole split."""
         return max(0, len(self._val.tokens) - 1)
 
-    def read(self, first: int, stop: int) -> Sums:
+    def read(self, first: int, stop: int) -> LossSums:
         """The losses of these windows, each read once by one worker."""
         chosen = self.windows(first, stop)
         mine = list(self._mine(chosen))
@@ -101,18 +101,18 @@ class Validation:
         pairs = list(zip(losses, targets, strict=True)) if losses else []
         sums = self._group.sum(sum(losses), sum(loss * loss for loss in losses), sum(a * b for a, b in pairs))
         valid = self._val.valid(chosen)
-        return Sums(len(chosen), int(valid.sum()), *sums, float((valid * valid).sum()))
+        return LossSums(len(chosen), int(valid.sum()), *sums, float((valid * valid).sum()))
 
     def _mine(self, chosen: Indices) -> Iterator[Indices]:
         """The windows of each microbatch that this worker reads: as many microbatches on every worker of a replica, all
         replicas taking turns, each window once."""
-        place, sizes = self._executor.place, self._sizes
-        mine, before = sizes[place.replica_index], sum(map(sum, sizes[: place.replica_index]))
-        first = before + sum(mine[: place.batch])
+        topology, sizes = self._executor.topology, self._sizes
+        mine, before = sizes[topology.replica_index], sum(map(sum, sizes[: topology.replica_index]))
+        first = before + sum(mine[: topology.batch])
         # The window after the last has no targets: it fills up.
         filled = np.append(chosen, np.full(self.round, self._val.count, np.uint64))
         for start in range(0, len(chosen), self.round):
-            yield filled[start + first : start + first + mine[place.batch]]
+            yield filled[start + first : start + first + mine[topology.batch]]
 
     def name(self, count: int, corpus: str) -> str:
         """What the tokens of the first `count` windows are known by; runs with one name have read the same."""

@@ -31,7 +31,7 @@ PRICED_LAYERS = 8
 EVERY_RUN = 16
 
 
-class Slice(NamedTuple):
+class DeviceRange(NamedTuple):
     """Places [start, stop) of a device order."""
 
     start: int
@@ -48,7 +48,7 @@ class Option(NamedTuple):
     rows: tuple[int, ...]
 
 
-class Table(NamedTuple):
+class PassTable(NamedTuple):
     """By cuts [first, last]: seconds a microbatch (both passes), seconds of the other microbatches and of what comes
     once a step, and microbatches in flight that fit (0: does not fit)."""
 
@@ -58,7 +58,7 @@ class Table(NamedTuple):
     depth: NDArray[np.int64]
 
 
-def slices(task: Task, order: Sequence[int]) -> list[Slice]:
+def slices(task: Task, order: Sequence[int]) -> list[DeviceRange]:
     """The runs of an order that may be a stage: inside one site, and of one host or several whole ones."""
     network, found = task.costs.network, []
     n = len(order)
@@ -72,7 +72,7 @@ def slices(task: Task, order: Sequence[int]) -> list[Slice]:
             one_host = hosts[start] == hosts[stop - 1]
             whole = start in starts and stop in ends
             if n <= EVERY_RUN or whole or (one_host and _aligned(start, stop, starts, ends)):
-                found.append(Slice(start, stop))
+                found.append(DeviceRange(start, stop))
     return [run for run in found if run.stop - run.start >= n // (4 * MOST_STAGES)]
 
 
@@ -90,18 +90,18 @@ class Tables:
         self.task, self.microbatches = task, microbatches
         self.rows = task.train.batch // microbatches
 
-    def of(self, ranks: Sequence[int]) -> list[Table]:
+    def of(self, ranks: Sequence[int]) -> list[PassTable]:
         """The tables of a slice's options that can be of use, fastest first."""
         key = ("tables", self.task.likeness(ranks), self.microbatches, self.rows)
         memo = self.task.memo
         if key not in memo:
             memo[key] = self._all(ranks)
-        found: list[Table] = memo[key]
+        found: list[PassTable] = memo[key]
         return found
 
-    def _all(self, ranks: Sequence[int]) -> list[Table]:
+    def _all(self, ranks: Sequence[int]) -> list[PassTable]:
         """A table for every option that can be best: computing again is of use only where memory is short without."""
-        found: list[Table] = []
+        found: list[PassTable] = []
         full = None
         for option in self.options(ranks):
             if option.recompute and not self.task.train.recompute and full is not None and full.all():
@@ -143,17 +143,17 @@ class Tables:
             return {}
         return cheapest_splits(self.task, ranks[:ways], rows, len(ranks) // ways)
 
-    def _table(self, ranks: Sequence[int], option: Option) -> Table | None:
+    def _table(self, ranks: Sequence[int], option: Option) -> PassTable | None:
         """Priced by the number of blocks, with and without the ends of the model."""
         units = self.task.graph.units
         seconds, cycle = np.full((2, units + 1, units + 1), np.inf)
-        table = Table(option, seconds, cycle, np.zeros((units + 1, units + 1), dtype=np.int64))
+        table = PassTable(option, seconds, cycle, np.zeros((units + 1, units + 1), dtype=np.int64))
         for has_embedding in (False, True):
             for has_head in (False, True):
                 self._fill(ranks, table, has_embedding, has_head)
         return table if table.depth.any() else None
 
-    def _fill(self, ranks: Sequence[int], table: Table, embedding: bool, head: bool) -> None:
+    def _fill(self, ranks: Sequence[int], table: PassTable, embedding: bool, head: bool) -> None:
         layers = self.task.graph.layers
         fewest = layers if embedding and head else 0 if embedding or head else 1
         knots = list(range(fewest, layers + 1)) if layers <= PRICED_LAYERS else sorted({fewest, layers})

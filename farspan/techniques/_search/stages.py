@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from farspan.techniques._search.slices import EVERY_RUN, MOST_STAGES, Option, Slice, Tables, slices
+from farspan.techniques._search.slices import EVERY_RUN, MOST_STAGES, DeviceRange, Option, Tables, slices
 from farspan.techniques._task import Task
 
 #: Up to so many devices every Pareto point is met; beyond, the bound falls by this factor at least: what lies between
@@ -30,7 +30,7 @@ from farspan.techniques._task import Task
 EXACT, STEP = 6, 0.95
 
 
-class Cut(NamedTuple):
+class StageChoice(NamedTuple):
     """One stage of a solution: its devices, its units, how it runs, and how deep its memory lets it be."""
 
     ranks: tuple[int, ...]
@@ -39,14 +39,14 @@ class Cut(NamedTuple):
     depth: int
 
 
-class Wire(NamedTuple):
+class StageLink(NamedTuple):
     """Between two slices: seconds there and back, delay included, and how long one message keeps the wire."""
 
     way: float
     busy: float
 
 
-class Lane(NamedTuple):
+class RangeTable(NamedTuple):
     """Of one slice, by stages to come and cuts: seconds a microbatch, seconds of the rest of a step, and the table."""
 
     seconds: NDArray[np.float64]
@@ -57,14 +57,14 @@ class Lane(NamedTuple):
 class Start(NamedTuple):
     """The lanes that start at one place, with their seconds stacked."""
 
-    both: list[tuple[Slice, Lane]]
+    both: list[tuple[DeviceRange, RangeTable]]
     seconds: NDArray[np.float64]
     cycle: NDArray[np.float64]
 
 
 class Solution(NamedTuple):
     objective: float
-    cuts: tuple[Cut, ...]
+    cuts: tuple[StageChoice, ...]
 
 
 class StageSearch:
@@ -81,7 +81,7 @@ class StageSearch:
         #: For each place the slices that start there, by how many hosts they have, with the seconds of their lanes.
         self.starts: list[dict[int, Start]] = []
         for place in range(n):
-            by_hosts: dict[int, list[tuple[Slice, Lane]]] = {}
+            by_hosts: dict[int, list[tuple[DeviceRange, RangeTable]]] = {}
             for run in self.slices:
                 if run.start == place:
                     by_hosts.setdefault(self.hosts[run], []).extend((run, lane) for lane in self.lanes[run])
@@ -89,9 +89,9 @@ class StageSearch:
                 h: Start(both, np.stack([lane.seconds for _, lane in both]), np.stack([lane.cycle for _, lane in both]))
                 for h, both in by_hosts.items() if both
             })  # fmt: skip
-        self._wires: dict[tuple[int, int], Wire] = {}
+        self._wires: dict[tuple[int, int], StageLink] = {}
 
-    def _lanes(self, run: Slice) -> list[Lane]:
+    def _lanes(self, run: DeviceRange) -> list[RangeTable]:
         """The options of a slice that are deep enough, by stages to come, this one included: each by itself, or, on
         more than EXACT devices, the fastest whole step for each cut."""
         tables = self.tables.of([self.order[i] for i in range(*run)])
@@ -101,27 +101,27 @@ class StageSearch:
         if key not in memo:
             need = np.minimum(self.parts, np.arange(1, self.most + 1))[:, None, None]
             lanes = [
-                Lane(np.where(t.depth >= need, t.seconds, np.inf), np.where(t.depth >= need, t.cycle, np.inf),
+                RangeTable(np.where(t.depth >= need, t.seconds, np.inf), np.where(t.depth >= need, t.cycle, np.inf),
                      np.full((self.most, *t.depth.shape), number)) for number, t in enumerate(tables)
             ]  # fmt: skip
             memo[key] = lanes if exact or len(lanes) < 2 else [_fastest(lanes)]
-        found: list[Lane] = memo[key]
+        found: list[RangeTable] = memo[key]
         return found
 
-    def wire(self, place: int, hosts: int) -> Wire:
+    def wire(self, place: int, hosts: int) -> StageLink:
         """From the device before a place to the one there, shared by so many pairs of hosts; none at the end."""
         if (place, hosts) not in self._wires:
-            self._wires[place, hosts] = self._wire(place, hosts) if place < len(self.order) else Wire(0.0, 0.0)
+            self._wires[place, hosts] = self._wire(place, hosts) if place < len(self.order) else StageLink(0.0, 0.0)
         return self._wires[place, hosts]
 
-    def _wire(self, place: int, hosts: int) -> Wire:
+    def _wire(self, place: int, hosts: int) -> StageLink:
         network, train = self.task.costs.network, self.task.train
         width = 4 if train.precision == "fp32" else 2
         size = self.task.graph.size("bsd", b=self.tables.rows, s=train.seq_len) * width / hosts
         a, b = self.order[place - 1], self.order[place]
         hop = network.wire(a, b, collective=False, streams=self.task.streams(a, b))
         busy = network.send_s(hop, size)
-        return Wire(2 * (hop.delay_s + busy), busy)
+        return StageLink(2 * (hop.delay_s + busy), busy)
 
     def solutions(self, limit: float = math.inf) -> Iterator[Solution]:
         """Pareto points of (sum, slowest), by falling bound on the slowest stage, while one may be below `limit`."""
@@ -139,7 +139,7 @@ class StageSearch:
                 return
             bound = slowest * (1.0 if len(self.order) <= EXACT else STEP)
 
-    def _under(self, bound: float) -> tuple[float, float, tuple[Cut, ...]] | None:
+    def _under(self, bound: float) -> tuple[float, float, tuple[StageChoice, ...]] | None:
         """The least sum with every stage and message below the bound; None where there is none."""
         n, shape = len(self.order), (self.most + 1, self.units + 1)
         # For each place, and hosts of the slice that starts there: the least sum, and which slice and cut it has.
@@ -163,12 +163,12 @@ class StageSearch:
             return None
         return found, *self._read(value, chosen, hosts, stages, bound)
 
-    def _rest(self, after: dict[int, NDArray[np.float64]], run: Slice, bound: float) -> NDArray[np.float64]:
+    def _rest(self, after: dict[int, NDArray[np.float64]], run: DeviceRange, bound: float) -> NDArray[np.float64]:
         """The least sum of what follows a slice, and the way there."""
         found = [least + self._way(run, hosts, bound) for hosts, least in after.items()]
         return np.min(found, axis=0) if found else np.full((self.most + 1, self.units + 1), np.inf)
 
-    def _way(self, run: Slice, hosts: int, bound: float) -> float:
+    def _way(self, run: DeviceRange, hosts: int, bound: float) -> float:
         """Seconds from a slice to the next one, which has so many hosts, and back; infinite at the bound."""
         wire = self.wire(run.stop, min(self.hosts[run], hosts))
         return wire.way if (self.parts - 1) * wire.busy < bound else math.inf
@@ -176,7 +176,7 @@ class StageSearch:
     def _read(
         self, value: list[dict[int, NDArray[np.float64]]], chosen: list[dict[int, NDArray[np.int64]]], hosts: int,
         stages: int, bound: float,
-    ) -> tuple[float, tuple[Cut, ...]]:  # fmt: skip
+    ) -> tuple[float, tuple[StageChoice, ...]]:  # fmt: skip
         place, first, slowest, cuts = 0, 0, 0.0, []
         for to_come in range(stages, 0, -1):
             number, last = divmod(int(chosen[place][hosts][to_come - 1, first]), self.units + 1)
@@ -184,7 +184,7 @@ class StageSearch:
             ranks = tuple(self.order[i] for i in range(*run))
             at = (to_come - 1, first, last)
             table = self.tables.of(ranks)[int(lane.picks[at])]
-            cuts.append(Cut(ranks, (first, last), table.option, int(table.depth[first, last])))
+            cuts.append(StageChoice(ranks, (first, last), table.option, int(table.depth[first, last])))
             after = value[run.stop]
             hosts = min(after, key=lambda h: float(after[h][to_come - 1, last]) + self._way(run, h, bound))
             busy = self.wire(run.stop, min(self.hosts[run], hosts)).busy
@@ -193,8 +193,8 @@ class StageSearch:
         return slowest, tuple(cuts)
 
 
-def _fastest(lanes: Sequence[Lane]) -> Lane:
+def _fastest(lanes: Sequence[RangeTable]) -> RangeTable:
     """For each cut the lane whose whole step is the fastest."""
     seconds, cycle, picks = (np.stack(parts) for parts in zip(*lanes, strict=True))
     best = (seconds + cycle).argmin(axis=0)[None]
-    return Lane(*(np.take_along_axis(part, best, axis=0)[0] for part in (seconds, cycle, picks)))
+    return RangeTable(*(np.take_along_axis(part, best, axis=0)[0] for part in (seconds, cycle, picks)))

@@ -1,0 +1,30 @@
+"""The channels of messages between workers: a tag is a channel and a count, so that no two kinds share one."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+#: Counts of a channel; one returns long after its last message has arrived.
+MESSAGES = 2**20
+#: Channels are below this; what a worker hands on inside its site has its channel so much higher.
+INSIDE = 512
+
+
+class Channel(IntEnum):
+    #: Gradients whose sums are divided over the data axis, and sums between sites.
+    SCATTER, ACROSS = 1, 2
+    #: Between stages: forward, backward, and the forward passes of a validation.
+    ACTIVATIONS, GRADIENTS, EVALUATED = 3, 4, 5
+    #: Norms and losses of a step, and what is decided between steps.
+    TOTALS, DECISIONS = 12, 18
+    #: Gradients of a table that both ends of a pipeline hold.
+    HEAD, EMBEDDING = 13, 14
+    #: Pieces of the full state, to and from rank 0.
+    FULL_STATE = 17
+    #: Changes of a replica: one channel for each that sends, from here on.
+    OUTER = 32
+
+
+def tag(channel: int, count: int, *, inside: bool = False) -> int:
+    """The tag of a channel's message number `count`, or of the one that is handed on inside a site."""
+    return (channel + INSIDE * inside) * MESSAGES + count % MESSAGES
