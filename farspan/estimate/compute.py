@@ -12,8 +12,8 @@ from typing import NamedTuple
 from farspan.domain.cluster import Device, DType
 from farspan.domain.engine import Engine
 from farspan.domain.graph import Operator, OpGraph, backward_flops, forward_flops
+from farspan.semantics.kernel_choice import BYTES
 
-BYTES: dict[DType, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 #: Where neither a data sheet nor a measurement is known: a T4's figures, the slowest GPU in common use, and one core
 #: with AVX2 (both as in `catalog/devices.yaml`). Every estimate that uses them says so.
 UNKNOWN_FLOPS = {"cuda": 65e12, "mps": 5e12, "cpu": 64e9}
@@ -80,7 +80,7 @@ def work(
 ) -> tuple[OperatorWork, OperatorWork]:  # fmt: skip
     """The forward and the backward pass of one operator over `rows` sequences, of which a device does `share`. What is
     not fused goes through memory so many times, and a new gradient in fp32 until it is added to that of earlier
-    microbatches (`Engine.passes`, `gradient_passes`). `keys`: `estimate.memory.scored_keys`."""
+    microbatches (`Engine.passes`, `gradient_passes`). `keys`: `semantics.kernel_choice.scored_keys`."""
     size = {"b": rows, "s": seq_len}
     activations = sum(graph.size(dims, **size) for dims in (op.inputs[0], op.output)) * share
     weights = sum(graph.size(weight.dims) for weight in op.weights) * weight_share

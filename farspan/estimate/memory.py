@@ -9,16 +9,9 @@ from __future__ import annotations
 from farspan.domain.engine import Engine
 from farspan.domain.graph import Operator, OpGraph
 from farspan.domain.train import TrainSpec
-from farspan.estimate.compute import BYTES
+from farspan.semantics.kernel_choice import BYTES, scored_keys
 from farspan.semantics.sharding import RESIDUAL, weight_share
 
-#: The runtime makes logits this many bytes at a time, so that long batches with large vocabularies stay small.
-LOGITS_CHUNK_BYTES = 64 * 2**20
-#: From so many positions to so many, by the bytes of a number, attention on CPUs goes through score matrices and keeps
-#: the probabilities, which beats the flash kernel there; its memory grows with the square. Up to 64 positions in fp32
-#: the flash kernel is as fast or faster (AMD EPYC). It takes so many queries at a time: the fastest of 64, 128 and 256
-#: at 256 to 1,024 positions on one core of an Intel with AMX (docs/log.md).
-CPU_SCORES, CPU_QUERIES = {2: (1, 1024), 4: (65, 1024), 8: (65, 1024)}, {2: 128, 4: 64, 8: 64}
 #: Bytes a parameter of replicas that meet: the parameters of their last meeting, and the outer momentum (arXiv
 #: 2311.08105); while an exchange goes on, what it left from too.
 MEETING, OVERLAPPING = 8, 12
@@ -36,30 +29,6 @@ def local_parameters(graph: OpGraph, units: tuple[int, int], splits: dict[str, s
         ends = (graph.embedding[0], graph.head[1])
         total -= graph.size("vd") * min(weight_share(op, "vd", splits.get(op.name, ""), ways) for op in ends)
     return total
-
-
-def keeps_scores(length: int, width: int, backend: str) -> bool:
-    """Whether attention other than by the textbook keeps probabilities, of numbers of so many bytes."""
-    least, most = CPU_SCORES[width]
-    return backend == "cpu" and least <= length <= most
-
-
-def query_blocks(length: int, width: int) -> list[slice]:
-    """The queries that attention on CPUs takes at a time, of numbers of so many bytes."""
-    most = CPU_QUERIES[width]
-    return [slice(start, min(start + most, length)) for start in range(0, length, most)]
-
-
-def scored_keys(train: TrainSpec, backend: str) -> float | None:
-    """Keys for which attention computes, and keeps, a query's scores, in the mean: all by the textbook, on CPUs those
-    up to the last query of its block; None where flash attention keeps none."""
-    S, width = train.seq_len, BYTES[train.precision]
-    if train.attention == "vanilla":
-        return S
-    if not keeps_scores(S, width, backend):
-        return None
-    scores: int = sum((part.stop - part.start) * part.stop for part in query_blocks(S, width))
-    return scores / S
 
 
 def kept_per_row(

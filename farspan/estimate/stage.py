@@ -13,20 +13,28 @@ from farspan.domain.graph import Operator, OpGraph, replayed
 from farspan.domain.plan import Replica, Stage
 from farspan.domain.results import Memory
 from farspan.domain.train import TrainSpec
-from farspan.estimate.compute import BYTES, DeviceSpeed, work
+from farspan.estimate.compute import DeviceSpeed, work
 from farspan.estimate.memory import (
     activations_per_row,
     local_parameters,
     logits_bytes,
     replayed_per_row,
-    scored_keys,
     state_bytes,
 )
 from farspan.estimate.network import Network
 from farspan.estimate.units import TimedUnits
+from farspan.semantics.kernel_choice import BYTES, scored_keys
 from farspan.semantics.pass_order import depths_in_flight
-from farspan.semantics.sharding import PARTIAL, Collective, between, strategy, weight_share, work_share
-from farspan.semantics.sharding import RESIDUAL as RESIDUAL
+from farspan.semantics.sharding import (
+    PARTIAL,
+    RESIDUAL,
+    Collective,
+    between,
+    returns_to_residual,
+    strategy,
+    weight_share,
+    work_share,
+)
 
 
 class Pass(NamedTuple):
@@ -287,11 +295,6 @@ class Costs:
             buffers=engine.slack * buffers,
             framework=engine.framework if device.framework is None else device.framework,
         )  # fmt: skip
-
-
-def returns_to_residual(op: Operator) -> bool:
-    """Whether an operator's output is added to the residual stream, or starts it."""
-    return op.output == "bsd" and op.kind in ("matmul", "lookup")
 
 
 def _figures(device: Device) -> bytes:

@@ -19,9 +19,9 @@ from farspan.domain.plan import GradSync, Plan, Replica, Stage
 from farspan.estimate.memory import local_parameters
 from farspan.estimate.network import Network
 from farspan.estimate.price import edges, tied_bytes
-from farspan.estimate.stage import Costs, returns_to_residual
+from farspan.estimate.stage import Costs
 from farspan.estimate.sums import buckets
-from farspan.semantics.sharding import RESIDUAL, between, strategy
+from farspan.semantics.sharding import RESIDUAL, between, returns_to_residual, strategy
 
 Purpose = Literal["gradients", "weights", "operators", "activations", "tied table", "replicas"]
 Pair = tuple[str, str]

@@ -21,11 +21,11 @@ from farspan.domain.graph import OpGraph
 from farspan.domain.model import ModelSpec
 from farspan.domain.problems import Refusal
 from farspan.domain.train import TrainSpec
-from farspan.estimate.compute import BYTES
 from farspan.estimate.price import RESERVE
 from farspan.planning.pace import on_one_device
 from farspan.planning.parts import ClusterPart
 from farspan.planning.rank import Candidate, candidate
+from farspan.semantics.kernel_choice import BYTES
 from farspan.techniques import Task
 
 COUNTS = (1, 2, 4, 8, 16, 32)

@@ -74,3 +74,8 @@ def weight_share(op: Operator, dims: str, split: str, ways: int) -> float:
 def work_share(split: str, ways: int) -> float:
     """Share of an operator's arithmetic that each device does."""
     return 1 / ways if split else 1.0
+
+
+def returns_to_residual(op: Operator) -> bool:
+    """Whether an operator's output is added to the residual stream, or starts it."""
+    return op.output == "bsd" and op.kind in ("matmul", "lookup")

@@ -9,8 +9,8 @@ from farspan import models
 from farspan.domain.cluster import Host, MatmulRate
 from farspan.domain.plan import GradSync
 from farspan.estimate.compute import UNKNOWN_BANDWIDTH, UNKNOWN_FLOPS, DeviceSpeed, OperatorWork, work
-from farspan.estimate.memory import scored_keys
 from farspan.estimate.stage_time import stage_time
+from farspan.semantics.kernel_choice import scored_keys
 from tests.estimate.parts import TIED, UNTIED, cluster, costs, device, mesh, plain, stage, train
 
 BIG = OperatorWork(flops=4e12, bytes=1e9, m=1, k=1, n=1)

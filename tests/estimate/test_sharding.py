@@ -9,9 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farspan import models
-from farspan.estimate.stage import returns_to_residual
 from farspan.estimate.stage_time import stage_time
-from farspan.semantics.sharding import COPY, PARTIAL, RESIDUAL, between, strategies, strategy, weight_share, work_share
+from farspan.semantics.sharding import (
+    COPY,
+    PARTIAL,
+    RESIDUAL,
+    between,
+    returns_to_residual,
+    strategies,
+    strategy,
+    weight_share,
+    work_share,
+)
 from tests.estimate.parts import TIED, cluster, costs, device, mesh, plain, stage
 
 WAYS, ROWS, POSITIONS = 2, 4, 3

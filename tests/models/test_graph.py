@@ -12,7 +12,8 @@ from farspan import models
 from farspan.domain.graph import backward_flops, forward_flops, replayed
 from farspan.domain.model import ModelSpec, parameters, train_flops_per_token
 from farspan.domain.train import TrainSpec
-from farspan.estimate.memory import activations_per_row, scored_keys
+from farspan.estimate.memory import activations_per_row
+from farspan.semantics.kernel_choice import scored_keys
 
 torch = pytest.importorskip("torch")
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count  # noqa: E402

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from farspan.estimate.memory import LOGITS_CHUNK_BYTES, keeps_scores, query_blocks
+from farspan.semantics.kernel_choice import LOGITS_CHUNK_BYTES, keeps_scores, query_blocks
 
 
 @functools.lru_cache(maxsize=8)
