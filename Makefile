@@ -11,7 +11,7 @@ demo: $(VENV)/.demo
 	$(BIN)/farspan demo --run $(RUN)
 
 # What measures, or starts processes of its own, has the machine to itself; the rest runs two at a time.
-ALONE := tests/cli tests/golden/test_old_run.py tests/lab tests/launch tests/report tests/runtime tests/test_imports.py tests/test_readme.py
+ALONE := tests/studies tests/cli tests/golden/test_old_run.py tests/lab tests/launch tests/report tests/runtime tests/test_imports.py tests/test_readme.py
 
 test: $(VENV)/.test
 	tools/system-packages.sh
@@ -20,8 +20,8 @@ test: $(VENV)/.test
 
 # Style, types and layers.
 check: $(VENV)/.test
-	$(BIN)/ruff check farspan tests benchmarks tools
-	$(BIN)/ruff format --check farspan tests benchmarks tools
+	$(BIN)/ruff check farspan farspan_lab farspan_studies tests benchmarks tools
+	$(BIN)/ruff format --check farspan farspan_lab farspan_studies tests benchmarks tools
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

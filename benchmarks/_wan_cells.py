@@ -18,20 +18,20 @@ import msgspec
 import numpy as np
 from _wan_plans import CORPUS, Work
 
-from farspan.corpus.made import make
 from farspan.domain.cluster import Cluster
 from farspan.domain.codec import save
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Event, Step
 from farspan.domain.run import RunFolder, RunRecord
-from farspan.lab import state
-from farspan.lab.lab import Status
 from farspan.launch.hosts import command
 from farspan.launch.launchers import launch
 from farspan.launch.rendezvous import arrange
 from farspan.launch.trial import Deadline
 from farspan.launch.workers import place, with_environment, worker_environment
+from farspan_lab import state
+from farspan_lab.lab import Status
+from farspan_studies.bench.made_corpus import make
 
 CHILD = Path(__file__).parent / "wan_contestants.py"
 #: How often processes and the relay are looked at.

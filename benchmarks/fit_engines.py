@@ -2,7 +2,7 @@
 
     python benchmarks/fit_engines.py [--quick]
 
-Deterministic: the same files give the same constants. Results go to benchmarks/results/reproduce.json; the constants
+Deterministic: the same files give the same constants. Results go to benchmarks/results/fabric_study.json; the constants
 there are those of farspan/catalog/engines/*.yaml, rounded. About a minute on one core; `--quick` leaves the fits out,
 and writes nothing.
 """
@@ -16,28 +16,28 @@ from pathlib import Path
 from typing import Any
 
 from farspan.domain.engine import engine
-from farspan.planning import cost_study, reproduce
-from farspan.planning.calibrate import constant
-from farspan.planning.published import cost_study as published_study
+from farspan_studies.papers import cost_study, fabric_study
+from farspan_studies.papers.calibrate import constant
+from farspan_studies.papers.published import cost_study as published_study
 
 RESULTS = Path(__file__).parent / "results" / "reproduce.json"
 
 
 def fabric(refit: bool) -> dict[str, Any]:
     used = engine("alpa2022")
-    cells = reproduce.cells(used)
-    known = reproduce.one_cell_known(used)
+    cells = fabric_study.cells(used)
+    known = fabric_study.one_cell_known(used)
     found: dict[str, Any] = {
-        "mape": reproduce.mape(cells),
+        "mape": fabric_study.mape(cells),
         "largest": max(abs(cell.error) for cell in cells if cell.counted and cell.error is not None),
-        "leave_one_out": reproduce.leave_one_out(used),
+        "leave_one_out": fabric_study.leave_one_out(used),
         "one_cell_known_median": statistics.median(abs(error) for by in known.values() for error in by.values()),
-        "verdicts_right": reproduce.score(cells).right,
-        "inside": sum(bool(cell.inside) for cell in reproduce.open_cells(cells)),
+        "verdicts_right": fabric_study.score(cells).right,
+        "inside": sum(bool(cell.inside) for cell in fabric_study.open_cells(cells)),
     }
     if refit:
-        again = reproduce.fit_verdicts(reproduce.fit_times(used))
-        found["fitted"] = {name: constant(again, name) for name in (*reproduce.TIMES, *reproduce.VERDICTS)}
+        again = fabric_study.fit_verdicts(fabric_study.fit_times(used))
+        found["fitted"] = {name: constant(again, name) for name in (*fabric_study.TIMES, *fabric_study.VERDICTS)}
     return found
 
 

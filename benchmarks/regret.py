@@ -49,7 +49,6 @@ import msgspec
 from wan import results, said_of_here
 
 from farspan import models
-from farspan.corpus.made import make
 from farspan.domain.cluster import Cluster
 from farspan.domain.codec import convert, cut_unfinished_line
 from farspan.domain.engine import engine
@@ -57,14 +56,15 @@ from farspan.domain.plan import Plan
 from farspan.domain.train import Schedule, TrainSpec
 from farspan.domain.trial import Trial
 from farspan.estimate.price import estimate
-from farspan.lab import spec, state
-from farspan.lab.cluster import of_lab
 from farspan.launch.trial import limits, steps_for, trial
-from farspan.planning import algorithm1
 from farspan.planning.compare import bounds
 from farspan.planning.rank import Candidate
 from farspan.planning.select import SelectionTask, select
 from farspan.semantics.identity import plan_key
+from farspan_lab import spec, state
+from farspan_lab.cluster import of_lab
+from farspan_studies.bench.made_corpus import make
+from farspan_studies.papers import algorithm1
 
 RESULTS = Path(__file__).parent / "results" / "regret.jsonl"
 #: Replicas that meet now and then compute something else, so their steps cannot be compared.

@@ -63,10 +63,10 @@ from farspan.domain.engine import engine
 from farspan.domain.plan import Plan
 from farspan.domain.results import Started, Step, Validated
 from farspan.domain.run import cache_folder
-from farspan.lab.cluster import of_lab
 from farspan.launch.measure import measure
 from farspan.launch.trial import limits, trial
 from farspan.planning.rank import Candidate, rank
+from farspan_lab.cluster import of_lab
 
 RESULTS = Path(__file__).parent / "results" / "two_sites.jsonl"
 TUNING_SEED = 0

@@ -49,9 +49,9 @@ from farspan.domain.codec import convert, parse_yaml
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.estimate.price import estimate
-from farspan.lab import spec, state
-from farspan.lab.cluster import of_lab
 from farspan.launch.measure import measure
+from farspan_lab import spec, state
+from farspan_lab.cluster import of_lab
 
 RESULTS = Path(__file__).parent / "results" / "wan.jsonl"
 RTTS_MS, BANDWIDTH = (0.1, 20.0, 57.0, 103.0), "1Gbit/s"

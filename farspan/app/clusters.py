@@ -1,7 +1,8 @@
-"""A cluster as a user names it: a file, a name of `farspan cluster list`, or `lab:NAME` for a lab that is up."""
+"""A cluster as a user names it: a file, a name of `farspan cluster list`, or `PREFIX:NAME` such as a lab's."""
 
 from __future__ import annotations
 
+from farspan.app.extensions import extensions
 from farspan.domain.cluster import Cluster
 from farspan.domain.config import ParallelConfig, RunConfig
 from farspan.domain.plan import PlannedDevice
@@ -12,11 +13,18 @@ def find(name: str) -> Cluster:
     """The cluster that `--cluster` means."""
     from farspan.launch import clusters
 
-    if name.startswith("lab:"):
-        from farspan.lab.cluster import find as find_lab
-
-        return find_lab(name.removeprefix("lab:"))
+    prefix, _, rest = name.partition(":")
+    if made_anew(name):
+        found: Cluster = extensions("clusters")[prefix].load()(rest)
+        return found
     return clusters.find(name)
+
+
+def made_anew(name: str) -> bool:
+    """Whether a cluster of such a name is another package's, which may have made it again: its processes are others
+    then, and all else is as it was."""
+    prefix, colon, _ = name.partition(":")
+    return bool(colon) and prefix.isidentifier() and prefix in extensions("clusters")
 
 
 def reached_by(name: str) -> str | None:

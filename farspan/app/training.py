@@ -108,8 +108,7 @@ def train(run: RunFolder, progress: Progress = silent) -> Report:
     require_torch()
     plan, record, config = run.load_plan(), load(run.record, RunRecord), load_yaml(run.config, RunConfig)
     asked = config.parallel.cluster or ""
-    # A lab that was made anew has other processes to enter; all else is as it was planned.
-    cluster = clusters.find(asked) if asked.startswith("lab:") else load(run.cluster, Cluster)
+    cluster = clusters.find(asked) if clusters.made_anew(asked) else load(run.cluster, Cluster)
     board, ended, reported = TensorBoard(run.tensorboard), None, None
     if record.launcher != "local" or len(cluster.hosts) > 1:
         hosts = ", ".join(dict.fromkeys(device.host for device in plan.devices))

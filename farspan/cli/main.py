@@ -11,7 +11,7 @@ import pkgutil
 import shlex
 import signal
 import sys
-from importlib import resources
+from importlib.util import find_spec
 from itertools import takewhile
 from types import ModuleType
 from typing import Any, NoReturn
@@ -20,6 +20,7 @@ import msgspec
 
 import farspan
 from farspan._version import __version__
+from farspan.app.extensions import extensions
 from farspan.cli import commands
 from farspan.cli.console import Console
 from farspan.domain.problems import Refusal, command, nearest
@@ -42,21 +43,29 @@ class Parser(argparse.ArgumentParser):
         )  # fmt: skip
 
 
+def own_names() -> list[str]:
+    """The commands of this package, without importing any."""
+    return [module.name for module in pkgutil.iter_modules(commands.__path__) if not module.name.startswith("_")]
+
+
 def names() -> list[str]:
-    """Every command, without importing any."""
-    found = [module.name for module in pkgutil.iter_modules(commands.__path__) if not module.name.startswith("_")]
-    return sorted(found, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name))
+    """Every command, those of other packages too, without importing any."""
+    known = [*own_names(), *extensions("commands")]
+    return sorted(known, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name))
 
 
 def load(name: str) -> ModuleType:
     """The module of a command; refuses a name that is none."""
-    if name not in names():
+    if name in own_names():
+        return importlib.import_module(f"farspan.cli.commands.{name}")
+    if (point := extensions("commands").get(name)) is None:
         match = nearest(name, names())
         raise Refusal(
             "usage", what=f"there is no command {name!r}", where="farspan", fact=f"commands: {', '.join(names())}",
             remedy=f"farspan {match} --help" if match else "farspan --help",
         )  # fmt: skip
-    return importlib.import_module(f"farspan.cli.commands.{name}")
+    module: ModuleType = point.load()
+    return module
 
 
 def overview() -> Parser:
@@ -71,7 +80,10 @@ def overview() -> Parser:
 
 def help_line(name: str) -> str:
     """What a command's file has as HELP, read without importing it and all that it needs."""
-    with resources.files(commands).joinpath(f"{name}.py").open(encoding="utf-8") as source:
+    own = name in own_names()
+    spec = find_spec(f"farspan.cli.commands.{name}" if own else extensions("commands")[name].value)
+    assert spec is not None and spec.origin is not None
+    with open(spec.origin, encoding="utf-8") as source:
         line = next(line for line in source if line.startswith("HELP = "))
     return str(ast.literal_eval(line.removeprefix("HELP = ")))
 

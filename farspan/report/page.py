@@ -21,7 +21,7 @@ from farspan.report.measure import measure
 if TYPE_CHECKING:
     import jinja2
 
-_TEMPLATES = Path(__file__).parent / "template"
+TEMPLATES = Path(__file__).parent / "template"
 #: Marks of a timeline narrower than this share of it have no number.
 NUMBERED = 0.045
 
@@ -46,12 +46,12 @@ def page(run: RunHistory, found: Comparison | None = None) -> str:
     )  # fmt: skip
 
 
-def environment() -> jinja2.Environment:
-    """What the templates may use besides what `page` gives them. Everything is escaped."""
+def environment(*more: Path) -> jinja2.Environment:
+    """What the templates, those of `more` folders too, may use besides what `page` gives them. All is escaped."""
     import jinja2
 
     made = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined,
+        loader=jinja2.FileSystemLoader([TEMPLATES, *more]), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     made.filters |= {
@@ -68,9 +68,9 @@ def environment() -> jinja2.Environment:
     return made
 
 
-def chart_style(*more: str) -> str:
-    """chart.css, and more styles of the templates, without variables: programs that take SVG files do not know them."""
-    style = "".join((_TEMPLATES / name).read_text() for name in ("chart.css", *more))
+def chart_style(*more: Path) -> str:
+    """chart.css, and more styles, without variables: programs that take SVG files do not know them."""
+    style = "".join(path.read_text() for path in (TEMPLATES / "chart.css", *more))
     colours = dict(reversed(re.findall(r"--([\w-]+):\s*([^;]+);", style)))
     return re.sub(r"var\(--([\w-]+)\)", lambda match: colours[match[1]], style)
 

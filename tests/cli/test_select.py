@@ -17,7 +17,7 @@ from farspan.domain.config import RunConfig
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.train import TrainSpec
-from farspan.lab import state
+from farspan_lab import state
 from tests.launch.conftest import up
 from tests.planning.worlds import FAST, cluster
 

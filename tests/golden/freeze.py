@@ -29,10 +29,10 @@ from farspan.domain.engine import engine
 from farspan.domain.plan import Plan
 from farspan.domain.trial import Trial
 from farspan.estimate.price import estimate
-from farspan.planning import algorithm1
 from farspan.planning.rank import Candidate, rank
 from farspan.planning.select import SelectionTask, select
 from farspan.planning.why import why
+from farspan_studies.papers import algorithm1
 from tests.golden.commands import COMMANDS, desk
 from tests.golden.worlds import unplanned, world
 

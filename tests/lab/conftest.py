@@ -15,8 +15,8 @@ import pytest
 
 from farspan.domain.codec import convert, parse_yaml
 from farspan.domain.problems import Refusal
-from farspan.lab import devices, spec, state
-from farspan.lab.lab import Lab, Status
+from farspan_lab import devices, spec, state
+from farspan_lab.lab import Lab, Status
 
 PEER = Path(__file__).with_name("peer.py")
 #: Of this run alone: other labs may be up on the machine.
@@ -41,7 +41,7 @@ def traces() -> list[str]:
             words = (process / "cmdline").read_bytes()
         except OSError:
             continue
-        if f"farspan-lab-{OWN}".encode() in words and b"farspan.lab.supervisor" in words:
+        if f"farspan-lab-{OWN}".encode() in words and b"farspan_lab.supervisor" in words:
             found.append(f"{process.name}: {words!r}")
     for command in (["cat", "/proc/self/mountinfo"], ["ip", "-o", "link"]):
         lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()

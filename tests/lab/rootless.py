@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farspan.lab import state
+from farspan_lab import state
 from tests.lab.conftest import OWN, Peer, parsed, play, two
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from farspan.lab import devices, state
-from farspan.lab.lab import Device
+from farspan_lab import devices, state
+from farspan_lab.lab import Device
 from tests.lab.conftest import OWN, Start, parsed
 
 needs_groups = pytest.mark.skipif(

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from farspan.domain.problems import EXIT_CODES, Refusal
-from farspan.lab import state
+from farspan_lab import state
 from tests.lab.conftest import OWN, Peer, Start, play, traces, two
 
 FARSPAN = [sys.executable, "-m", "farspan"]
@@ -161,7 +161,7 @@ def nobody() -> Iterator[list[str]]:
 def test_an_unprivileged_user_has_the_network(nobody: list[str]):
     # The environment's own Python may lie in a folder that is closed to others.
     python = f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}"
-    probe = [*nobody, python, "-c", "import farspan.lab.state, yaml; farspan.lab.state._unshare()"]
+    probe = [*nobody, python, "-c", "import farspan_lab.state, yaml; farspan_lab.state._unshare()"]
     if subprocess.run(probe, capture_output=True).returncode:
         pytest.skip("waits for root, a Python that others may run, and user namespaces that may open /dev/net/tun")
     script = Path(__file__).with_name("rootless.py")

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from farspan.lab import state
-from farspan.lab.lab import Status, Traffic
+from farspan_lab import state
+from farspan_lab.lab import Status, Traffic
 from tests.lab.conftest import Peer, play
 
 

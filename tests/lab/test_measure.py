@@ -11,10 +11,10 @@ from farspan import models
 from farspan.domain.clusterfile import load_cluster, save_cluster
 from farspan.domain.engine import engine
 from farspan.domain.train import TrainSpec
-from farspan.lab import devices
-from farspan.lab.cluster import cpus, of_lab
 from farspan.launch import measure as measuring
 from farspan.techniques import Task
+from farspan_lab import devices
+from farspan_lab.cluster import cpus, of_lab
 from tests.lab.conftest import OWN, parsed
 
 MODEL = models.family("gpt2").shape(d_model=64, layers=2, heads=2, vocab_size=256, context=32)

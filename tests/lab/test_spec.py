@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from farspan.domain.problems import EXIT_CODES, Refusal
-from farspan.lab import spec
-from farspan.lab.lab import Link
+from farspan_lab import spec
+from farspan_lab.lab import Link
 from tests.lab.conftest import parsed
 
 TWO = "sites: {utah: {}, star: {}}\n"

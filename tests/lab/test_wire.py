@@ -7,8 +7,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farspan.lab.lab import Link
-from farspan.lab.relay import LEAST_QUEUE, Wire, segments
+from farspan_lab.lab import Link
+from farspan_lab.relay import LEAST_QUEUE, Wire, segments
 
 GAPS = st.lists(st.tuples(st.floats(0, 0.05), st.integers(40, 65_000)), min_size=1, max_size=60)
 

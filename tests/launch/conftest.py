@@ -10,9 +10,9 @@ import pytest
 from farspan.domain.cluster import Cluster
 from farspan.domain.codec import convert, parse_yaml
 from farspan.domain.problems import Refusal
-from farspan.lab import spec, state
-from farspan.lab.cluster import of_lab
-from farspan.lab.lab import Status
+from farspan_lab import spec, state
+from farspan_lab.cluster import of_lab
+from farspan_lab.lab import Status
 
 
 def up(text: str) -> Status:

@@ -23,12 +23,12 @@ from farspan.domain.cluster import Cluster, Device, Host, Site
 from farspan.domain.clusterfile import save_cluster
 from farspan.domain.gpus import Gpu, Nvidia, Wheel
 from farspan.domain.problems import Refusal
-from farspan.lab import spec, state
 from farspan.launch import agent, rendezvous
 from farspan.launch.examine import Examination, HostFacts, HostPath, examine, rounds
 from farspan.launch.findings import OLDEST_PYTHON, findings
 from farspan.launch.hosts import Agent, by_client, command
 from farspan.launch.probe import Probe
+from farspan_lab import spec, state
 from tests import smi
 
 CPU = Device(kind="cpu-avx2", backend="cpu", memory=10**9)

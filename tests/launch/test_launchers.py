@@ -20,12 +20,12 @@ from farspan.domain.plan import Edge, Mesh, PlannedDevice, Replica, Sync
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Finished, Step, Validated, read_events
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
-from farspan.lab import state
-from farspan.lab.cluster import of_lab
 from farspan.launch.launchers import launch, names
 from farspan.launch.launchers.ray import PATIENT, installed, refuse_public, require_ray, require_token
 from farspan.launch.workers import run_folder
 from farspan.runtime.checkpoint import checkpoint
+from farspan_lab import state
+from farspan_lab.cluster import of_lab
 from tests import tiny
 from tests.launch.conftest import up
 

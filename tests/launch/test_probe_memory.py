@@ -18,9 +18,9 @@ from msgspec.structs import replace
 from farspan.domain.clusterfile import load_cluster
 from farspan.domain.codec import save
 from farspan.domain.problems import Problem
-from farspan.lab import devices, state
 from farspan.runtime.probing import units
 from farspan.runtime.probing.rates import device_rates
+from farspan_lab import devices, state
 from tests import tiny
 from tests.launch.conftest import up
 from tests.launch.test_launchers import TRAIN

@@ -15,11 +15,11 @@ from farspan.domain.model import parameters
 from farspan.domain.plan import PlannedDevice, Sync
 from farspan.domain.results import Finished, Step, Validated, read_events
 from farspan.estimate.price import estimate
-from farspan.lab import state
-from farspan.lab.cluster import of_lab
 from farspan.launch.launchers import launch
 from farspan.launch.trial import WARMUP, Limits, TrialQuery, apart, limits, shortened, start_s, timed, trial
 from farspan.semantics.identity import plan_key
+from farspan_lab import state
+from farspan_lab.cluster import of_lab
 from tests import tiny
 from tests.launch.conftest import up
 from tests.launch.test_launchers import TRAIN, divided, losses, planned

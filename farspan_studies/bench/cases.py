@@ -1,0 +1,197 @@
+"""A cell of a bench to a plan and its prediction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from farspan import models, techniques
+from farspan.domain.cluster import Cluster
+from farspan.domain.codec import content_hash, load
+from farspan.domain.engine import Engine
+from farspan.domain.model import ModelSpec
+from farspan.domain.plan import Plan, Replica, unsound
+from farspan.domain.problems import Problem, Refusal, nearest
+from farspan.domain.results import Estimate
+from farspan.domain.train import Schedule, TrainSpec
+from farspan.domain.units import parse_count
+from farspan.estimate.price import estimate
+from farspan.planning.quantities import positive
+from farspan.planning.question import model_of
+from farspan.techniques import Task
+from farspan_studies.bench.matrix import Cell, Matrix, Shape
+from farspan_studies.papers.published import fabric, published_plan
+
+#: Before the name of a plan that the FABRIC paper ran.
+PUBLISHED = "published:"
+#: Where refusals say that a key is.
+MATRIX = "the matrix"
+
+
+class Case(NamedTuple):
+    """What a cell means: the plan with its prediction, or why there is none. `train` is of the whole run."""
+
+    cell: Cell
+    model: ModelSpec
+    cluster: Cluster
+    train: TrainSpec
+    places: tuple[int, ...]
+    made: Plan | Problem
+    estimate: Estimate | None
+
+
+def spec_of(asked: str | Shape) -> ModelSpec:
+    """The model that a matrix names. Raises Refusal (out-of-range) for one that cannot be."""
+    if isinstance(asked, str):
+        return model_of(asked, "models", MATRIX)
+    knobs = {"heads": asked.heads} if asked.heads is not None else {}
+    try:
+        return models.family(asked.family).shape(
+            d_model=asked.d_model, layers=asked.layers, vocab_size=asked.vocab, context=asked.context, tied=asked.tied,
+            **knobs,
+        )  # fmt: skip
+    except ValueError as error:
+        raise Refusal(
+            "out-of-range", what="the matrix names a model that cannot be", where="key models", fact=str(error),
+            remedy="choose d_model as a multiple of heads",
+        ) from None  # fmt: skip
+
+
+def seq_len_of(cell: Cell, model: ModelSpec) -> int:
+    """Tokens of a cell's sequences."""
+    return cell.seq_len or model.context
+
+
+def places_of(cluster: Cluster, devices: str) -> tuple[int, ...] | Problem:
+    """The devices that a cell means, by place; the Problem device-missing where the cluster has them not."""
+    everything = [site.name for site in cluster.sites for host in site.hosts for _ in host.devices]
+    if devices == "all":
+        return tuple(range(len(everything)))
+    if devices in everything:
+        return tuple(place for place, site in enumerate(everything) if site == devices)
+    if devices.isdigit() and 1 <= int(devices) <= len(everything):
+        return tuple(range(int(devices)))
+    sites = ", ".join(dict.fromkeys(everything))
+    return Problem(
+        code="device-missing", what=f"the cluster has no devices {devices!r}", where="key devices",
+        fact=f"it has {len(everything)} devices at {sites}",
+        remedy=f"use all, 1 to {len(everything)}, or one of {sites}",
+    )  # fmt: skip
+
+
+def check_techniques(matrix: Matrix) -> None:
+    """Refuse names that are no technique, no published plan and no file."""
+    known = [*techniques.names(), *(PUBLISHED + name for name in fabric().plans)]
+    for name in matrix.techniques:
+        if name not in known and not (name.endswith(".json") and Path(name).is_file()):
+            match = nearest(name, known)
+            raise Refusal(
+                "out-of-range", what=f"there is no technique {name!r}", where="key techniques",
+                fact=f"neither a plan file nor one of {', '.join(known)}", remedy=f"use {match or known[0]}",
+            )  # fmt: skip
+
+
+def case(cell: Cell, matrix: Matrix, cluster: Cluster, engine: Engine, corpus: str = "") -> Case:
+    """The plan of a cell, priced on its cluster. Raises Refusal for what the matrix says that cannot be."""
+    model, there = spec_of(matrix.models[cell.model]), places_of(cluster, cell.devices)
+    places = () if isinstance(there, Problem) else there
+    seq_len = seq_len_of(cell, model)
+    batch = cell.batch * max(1, len(places))
+    tokens = positive(parse_count, matrix.tokens, "tokens", "10M", MATRIX)
+    train = TrainSpec(
+        steps=max(1, round(tokens / (batch * seq_len))), batch=batch, seq_len=seq_len, precision=cell.precision,
+        attention=cell.attention, seed=matrix.seed, schedule=Schedule(kind="constant"),
+    )  # fmt: skip
+    made: Plan | Problem
+    if isinstance(there, Problem):
+        made = there
+    elif seq_len > model.context:
+        made = Problem(
+            code="out-of-range", what=f"{cell.model} has {model.context} positions", where="key seq_len",
+            fact=f"{seq_len} are asked for", remedy=f"set seq_len: [{model.context}]",
+        )  # fmt: skip
+    else:
+        made = _plan(cell, model, cluster, train, places, engine, corpus)
+    found = None
+    if isinstance(made, Plan):
+        try:
+            found = estimate(made, models.graph(model), cluster, engine)
+        except (KeyError, ValueError) as error:
+            made = Problem(
+                code="cannot-plan", what="the plan does not fit this cluster", where=str(cell), fact=str(error.args[0]),
+                remedy="leave this combination out",
+            )  # fmt: skip
+    return Case(cell, model, cluster, train, places, made, found)
+
+
+def _plan(
+    cell: Cell, model: ModelSpec, cluster: Cluster, train: TrainSpec, places: tuple[int, ...], engine: Engine,
+    corpus: str,
+) -> Plan | Problem:  # fmt: skip
+    only = None if len(places) == len(cluster.devices) else places
+    task = Task(model, models.graph(model), cluster, train, engine, corpus, only)
+    if cell.technique.endswith(".json"):
+        return _of_file(load(Path(cell.technique), Plan), task, cell)
+    if not cell.technique.startswith(PUBLISHED):
+        return techniques.plan(cell.technique, task)
+    published = fabric()
+    settings = msgspec.structs.replace(
+        published.settings, sequence=train.seq_len, rows_per_device=cell.batch, precision=cell.precision
+    )
+    name = cell.technique.removeprefix(PUBLISHED)
+    if len(places) % (stages := published.plans[name].stages):
+        return Problem(
+            code="cannot-plan", what=f"the published plan {name} has {stages} equal stages", where=str(cell),
+            fact=f"there are {len(places)} devices", remedy=f"choose a multiple of {stages} devices",
+        )  # fmt: skip
+    try:
+        plan = published_plan(name, published.plans[name], model, cluster.only(places), settings)
+    except ValueError as error:  # What was published divides rows and devices in its own way.
+        return Problem(
+            code="cannot-plan", what=f"the published plan {name} cannot be made here", where=str(cell), fact=str(error),
+            remedy="choose heads that the devices divide, and a batch that 4 microbatches do",
+        )  # fmt: skip
+    return msgspec.structs.replace(
+        plan, train=train, devices=task.devices, inputs=task.inputs, engine=engine.name,
+        replicas=tuple(_gathered_singly(replica) for replica in plan.replicas),
+    )  # fmt: skip
+
+
+def _gathered_singly(replica: Replica) -> Replica:
+    """ZeRO as it was published gathers weights tensor by tensor; our runtime gathers them in the buckets in which their
+    gradients are summed, which Alpa sums in one."""
+    single = tuple(
+        stage if stage.zero == 0 else msgspec.structs.replace(
+            stage, grad_sync=msgspec.structs.replace(stage.grad_sync, bucket_bytes=None)
+        )
+        for stage in replica.stages
+    )  # fmt: skip
+    return msgspec.structs.replace(replica, stages=single)
+
+
+def _of_file(plan: Plan, task: Task, cell: Cell) -> Plan | Problem:
+    """A plan that a file holds, where the cell asks for what it was made for."""
+    train = task.train
+    unlike = {
+        "the model": plan.model != task.model,
+        "the devices": {(at.host, at.index) for at in plan.devices} != {(at.host, at.index) for at in task.devices},
+        **{name: getattr(plan.train, name) != getattr(train, name)
+           for name in ("batch", "seq_len", "precision", "attention", "compile")},
+    }  # fmt: skip
+    differs = ", ".join(name for name, other in unlike.items() if other)
+    if differs or (wrong := unsound(plan)):
+        return Problem(
+            code="cannot-plan", what=f"{cell.technique} is of another setting", where=str(cell),
+            fact=f"unlike: {differs}" if differs else wrong,
+            remedy="make a plan for this one: farspan plan -o PLAN.JSON",
+        )  # fmt: skip
+    return msgspec.structs.replace(plan, train=train, inputs=task.inputs)
+
+
+def key_of(matrix: Matrix, made: Case, cluster_hash: str) -> str:
+    """What a row must have for it to be an answer to a cell: its settings and all that they mean."""
+    plan = made.made if isinstance(made.made, Plan) else made.made.code
+    what = (plan.replicas, plan.sync, plan.devices) if isinstance(plan, Plan) else plan
+    return content_hash(made.cell, made.model, made.train, cluster_hash, what, matrix.steps, matrix.seed)

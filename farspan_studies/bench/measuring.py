@@ -1,0 +1,330 @@
+"""Measuring a matrix: labs up for their cells, one cell after another, each in a process of its own, nothing twice."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import platform
+import random
+import shlex
+from collections.abc import Collection, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import msgspec
+
+from farspan._version import __version__
+from farspan.app.clusters import reached_by
+from farspan.cli.console import Console
+from farspan.domain.cluster import Cluster
+from farspan.domain.codec import content_hash, cut_unfinished_line, load, save
+from farspan.domain.corpus import CorpusManifest
+from farspan.domain.engine import engine
+from farspan.domain.model import parameters
+from farspan.domain.plan import Plan
+from farspan.domain.problems import Problem, Refusal
+from farspan.domain.run import cache_folder, commit
+from farspan.domain.units import format_seconds, parse_count, parse_seconds, short_time
+from farspan.launch.lock import locked
+from farspan.launch.trial import WARMUP, Limits, TrialQuery, apart, predicted_s
+from farspan.planning.pace import hourly_price
+from farspan.planning.quantities import positive
+from farspan.semantics.identity import lasting
+from farspan_studies.bench.cases import MATRIX, Case, case, check_techniques, key_of, spec_of
+from farspan_studies.bench.clusters import There, bare, clusters_of, figures_hash
+from farspan_studies.bench.made_corpus import make
+from farspan_studies.bench.matrix import Cell, Matrix, Row, Status, cells, figures, latest
+from farspan_studies.bench.trials import TRIAL_S, TriedPaces
+from farspan_studies.papers.published import alpa_tflops
+
+#: A matrix of more cells, or of more seconds, asks first; so many of them, drawn by its seed, say what all would take.
+MANY, LONG_S = 200, 3600.0
+#: Tokens of the made-up corpus that every cell trains on.
+TOKENS = 2_000_000
+#: Steps that are predicted to take longer than this together are made fewer times: one that warms up, and one that is
+#: timed, at least.
+LONGEST_S = 20.0
+#: Seconds of a cell beside its steps, for the time that is said before a matrix is begun.
+CELL_S = 15.0
+
+
+class Results:
+    """The folder of a matrix's results: `rows.jsonl` as it comes, every plan, and the rows as one Parquet table."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.path, self.table = folder, folder / "rows.jsonl", folder / "results.parquet"
+        self.trials = folder / "trials"
+
+    def read(self) -> list[Row]:
+        """Each cell's last row; a last line that a killed process left unfinished is left out. Raises Refusal for rows
+        that another version wrote."""
+        if not self.path.exists():
+            return []
+        lines = self.path.read_bytes().split(b"\n")[:-1]
+        try:
+            return latest(msgspec.json.decode(line, type=Row) for line in lines)
+        except msgspec.DecodeError as error:
+            raise Refusal(
+                "version-mismatch", what="the results were written by another version of farspan", where=self.path,
+                fact=str(error), remedy=f"mv {shlex.quote(str(self.folder))} ELSEWHERE   (then measure again)",
+            ) from None  # fmt: skip
+
+    def plan(self, hash_: str) -> Plan:
+        """A row's plan. Raises Refusal where its file is gone."""
+        return load(self.folder / "plans" / f"{hash_}.json", Plan)
+
+    def cluster(self, hash_: str) -> Cluster:
+        """A row's cluster. Raises Refusal where its file is gone."""
+        return load(self.folder / "clusters" / f"{hash_}.json", Cluster)
+
+    def add(self, row: Row, plan: Plan | None, cluster: Cluster) -> None:
+        """Append a row; its plan and its cluster go beside it."""
+        for name, hash_, what in (("plans", row.plan_hash, plan), ("clusters", row.cluster_hash, bare(cluster))):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+            if what is not None:
+                save(what, self.folder / name / f"{hash_}.json")
+        with open(self.path, "ab") as file:
+            cut_unfinished_line(self.path)
+            file.write(msgspec.json.encode(row) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def held(self) -> IO[bytes]:
+        """One measures into the folder at a time, until this is closed. Raises Refusal (run-busy)."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return locked(self.folder / ".lock", "this matrix is being measured already", self.folder)
+
+    def write_table(self) -> None:
+        """All rows as one table, a column a field."""
+        import pyarrow
+        import pyarrow.parquet
+
+        flat = []
+        for row in self.read():
+            fields = msgspec.to_builtins(row)
+            flat.append({**{f"cell_{name}": value for name, value in fields.pop("cell").items()}, **fields})
+        if flat:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(flat), self.table)
+
+
+class Todo(NamedTuple):
+    """A cell and what it means."""
+
+    key: str
+    case: Case
+    #: As its file or its lab says, before a trial.
+    cluster: Cluster
+    corpus: Path
+    launcher: str
+
+    def seconds(self, matrix: Matrix) -> float:
+        """What it is predicted to take."""
+        if self.case.estimate is None:
+            return 0.0
+        assert isinstance(self.case.made, Plan)
+        step_s = self.case.estimate.step_s
+        warmup, steps = steps_of(matrix, step_s)
+        return CELL_S + predicted_s(self.case.made, self.case.cluster, step_s, steps, warmup)
+
+
+def measure(matrix: Matrix, results: Results, console: Console, *, agreed: bool, retry: bool = False) -> list[Row]:
+    """Measure what is missing and return all rows. Without `agreed`, refuses a long matrix."""
+    check_techniques(matrix)
+    positive(parse_seconds, matrix.deadline, "deadline", "5m", MATRIX)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(results.held())  # Before anything that would disturb who measures here.
+        rows, wanted = results.read(), cells(matrix)
+        refuse_other_versions(results, rows)
+        known = {row.key for row in rows if not (retry and may_pass(row))}
+        some, many = wanted, not agreed and len(wanted) - len(known) > MANY
+        if many:
+            some = random.Random(matrix.seed).sample(wanted, MANY)
+        console.say(f"{len(wanted):,} cells: pricing {f'{MANY} of them' if many else 'them'}")
+        there = stack.enter_context(clusters_of(matrix, {cell.cluster: None for cell in some}))
+        refuse_changed(there, rows)
+        paces = TriedPaces(results.trials, matrix, there)
+        found, todo = meanings(matrix, some, there, paces, known)
+        if not many:
+            refuse_impossible(found)
+        untried = paces.missing((one.case for one in todo), retry=retry)
+        seconds = len(wanted) / len(some) * sum(one.seconds(matrix) for one in todo) + TRIAL_S * len(untried)
+        if many or (not agreed and (len(todo) > MANY or seconds > LONG_S)):
+            raise too_long(matrix, len(wanted) / len(some) * len(todo), seconds)
+        if untried:
+            paces.make(untried, console)
+            found, todo = meanings(matrix, some, there, paces, known)
+            seconds = sum(one.seconds(matrix) for one in todo)
+            if not agreed and seconds > LONG_S:  # Longer than it seemed before the trials, which are kept.
+                raise too_long(matrix, len(todo), seconds)
+        console.say(
+            f"{len(wanted)} cells, {len(wanted) - len(todo)} of them measured already, {len(todo)} to measure: about "
+            f"{format_seconds(seconds)}"
+        )
+        stack.callback(results.write_table)
+        reprice(results, found)
+        for number, one in enumerate(todo):
+            row, plan = measured(matrix, one)
+            results.add(row, plan, one.cluster)
+            console.say(f"{number + 1}/{len(todo)} {line(row)}")
+    return results.read()
+
+
+def meanings(
+    matrix: Matrix, wanted: Sequence[Cell], there: There, paces: TriedPaces, known: Collection[str]
+) -> tuple[list[Todo], list[Todo]]:  # fmt: skip
+    """What cells mean, all and those that are not `known` by their keys."""
+    found = [meant(matrix, cell, there[cell.cluster], paces) for cell in wanted]
+    return found, [one for one in found if one.key not in known]
+
+
+def may_pass(row: Row) -> bool:
+    """Whether a cell may run another time: it failed, or was killed, maybe for another program's memory."""
+    return row.status == "failed" or (row.status == "oom" and "SIGKILL" in row.cause)
+
+
+def refuse_other_versions(results: Results, rows: Sequence[Row]) -> None:
+    if others := sorted({row.farspan for row in rows} - {__version__}):
+        raise Refusal(
+            "version-mismatch", what="the results were measured with another version of farspan", where=results.path,
+            fact=f"with {', '.join(others)}; this is {__version__}",
+            remedy=f"measure into another folder: -o {shlex.quote(f'{results.folder}-2')}",
+        )  # fmt: skip
+
+
+def too_long(matrix: Matrix, count: float, seconds: float) -> Refusal:
+    return Refusal(
+        "usage", what=f"the matrix has {count:,.0f} cells to measure", where=f"matrix {matrix.name}",
+        fact=f"they are predicted to take {format_seconds(seconds)}",
+        remedy="add --yes, or make the lists shorter",
+    )  # fmt: skip
+
+
+def refuse_changed(there: There, rows: Sequence[Row]) -> None:
+    """Refuse rows that were measured on a cluster when it was another."""
+    for row in rows:
+        _, here = there.get(row.cell.cluster, (None, row.cluster_hash))
+        if row.cluster_hash != here:
+            raise Refusal(
+                "plan-mismatch", what=f"the cluster {row.cell.cluster!r} changed since it was measured",
+                where="key clusters", fact=f"rows are of cluster {row.cluster_hash}, this is {here}",
+                remedy="give it another name in the matrix, or measure into another folder: -o FOLDER",
+            )  # fmt: skip
+
+
+def meant(matrix: Matrix, cell: Cell, there: tuple[Cluster, str], paces: TriedPaces) -> Todo:
+    """A cell as a plan, priced on its cluster as far as that was tried."""
+    (cluster, here), asked = there, matrix.clusters[cell.cluster]
+    launcher = reached_by(asked) or "local" if isinstance(asked, str) else "local"
+    folder, manifest = corpus(spec_of(matrix.models[cell.model]).vocab_size, matrix.seed)
+    one = case(cell, matrix, paces.cluster(cell), engine("farspan"), manifest.hash)
+    if isinstance(one.made, Plan):  # Known again on another day: without the processes of a lab, and prices.
+        one = one._replace(made=lasting(one.made, bare(cluster)))
+    return Todo(key_of(matrix, one, here), one, cluster, folder, launcher)
+
+
+def refuse_impossible(found: Sequence[Todo]) -> None:
+    """A number of devices that no cluster has, or a length that no model allows, is a mistake; what some lack is a row
+    without a plan."""
+    for code, of in (("device-missing", "devices"), ("out-of-range", "seq_len")):
+        problems: dict[object, list[Problem | None]] = {}
+        for one in found:
+            made = one.case.made
+            lacks = made if isinstance(made, Problem) and made.code == code else None
+            problems.setdefault(getattr(one.case.cell, of), []).append(lacks)
+        for each in problems.values():
+            if each[0] is not None and None not in each:
+                raise Refusal.of(each[0])
+
+
+def corpus(vocab: int, seed: int) -> tuple[Path, CorpusManifest]:
+    """Made-up tokens of a vocabulary, made or found."""
+    folder = cache_folder() / "corpora" / f"made-{vocab}-{seed}"
+    if not (folder / "corpus.json").exists():
+        make(folder, vocab, TOKENS, seed)
+    return folder, load(folder / "corpus.json", CorpusManifest)
+
+
+def measured(matrix: Matrix, todo: Todo) -> tuple[Row, Plan | None]:
+    """One cell, run; or the row of one that has no plan."""
+    one, at = todo.case, datetime.now(UTC).isoformat(timespec="seconds")
+    if not isinstance(one.made, Plan) or one.estimate is None:
+        assert isinstance(one.made, Problem)
+        short = one.made.code == "out-of-memory"
+        cause = f"{one.made.what} ({one.made.fact})"
+        return row_of(matrix, todo, at, status="oom" if short else "no-plan", cause=f"not run: {cause}"), None
+    deadline_s = positive(parse_seconds, matrix.deadline, "deadline", "5m", MATRIX)
+    warmup, steps = steps_of(matrix, one.estimate.step_s)
+    within = Limits(steps=steps, deadline_s=deadline_s, warmup=warmup)
+    made = apart(TrialQuery(
+        plan=one.made, corpus=str(todo.corpus), cluster=one.cluster, launcher=todo.launcher, within=within
+    ))  # fmt: skip
+    row = row_of(matrix, todo, at, status=made.status, cause="" if made.problem is None else told(made.problem))
+    here = made.environment
+    row = msgspec.structs.replace(
+        row, took_s=made.took_s, memory_bytes=max(made.memory_bytes.values(), default=None)
+    )  # fmt: skip
+    if here is not None:
+        row = msgspec.structs.replace(
+            row, commit=here.commit, torch=here.torch, python=here.python, machine=here.device
+        )  # fmt: skip
+    if made.step_s is not None:
+        found = msgspec.structs.asdict(figures(row, made.step_s))
+        row = msgspec.structs.replace(row, step_s=made.step_s, steps_s=made.steps, **found)
+    return row, one.made
+
+
+def reprice(results: Results, found: Sequence[Todo]) -> None:
+    """What was measured at other prices, or at none, is told at those that the matrix has now."""
+    known = {row.key: row for row in results.read()}
+    for one in found:
+        row, usd = known.get(one.key), hourly_price(one.case.cluster.only(one.case.places))
+        if row is not None and row.usd_per_hour != usd:
+            row = msgspec.structs.replace(row, usd_per_hour=usd)
+            told = {} if row.step_s is None else msgspec.structs.asdict(figures(row, row.step_s))
+            results.add(msgspec.structs.replace(row, **told), None, one.cluster)
+
+
+def steps_of(matrix: Matrix, step_s: float) -> tuple[int, int]:
+    """How many steps of a cell warm it up, and how many are timed."""
+    steps = max(1, round(LONGEST_S / step_s))
+    return min(WARMUP, steps), min(matrix.steps, steps)
+
+
+def row_of(matrix: Matrix, todo: Todo, at: str, *, status: Status, cause: str) -> Row:
+    """A row before anything was measured: what the cell means, and its prediction."""
+    one, found = todo.case, todo.case.estimate
+    plan = one.made if isinstance(one.made, Plan) else None
+    low, high = found.interval if found is not None else (1.0, 1.0)
+    step_s = None if found is None else found.step_s
+    flops = 1e12 * alpa_tflops(one.model, one.train.batch, one.train.seq_len, 1.0, 1)
+    run_tokens = positive(parse_count, matrix.tokens, "tokens", "10M", MATRIX)
+    used = dict.fromkeys(device.host for device in plan.devices) if plan else {}
+    links = [one.cluster.link(a, b) for a, b in itertools.combinations(used, 2)]
+    return Row(
+        matrix=matrix.name, cell=one.cell, key=todo.key, cluster_hash=figures_hash(todo.cluster),
+        model_hash=content_hash(one.model), plan_hash=None if plan is None else plan.hash, status=status, cause=cause,
+        used=len(one.places) or (int(one.cell.devices) if one.cell.devices.isdigit() else 0), rows=one.train.batch,
+        parameters=parameters(one.model),
+        step_tokens=one.train.tokens_per_step, step_flops=flops, run_tokens=run_tokens,
+        predicted_s=step_s, predicted_low_s=None if step_s is None else low * step_s,
+        predicted_high_s=None if step_s is None else high * step_s,
+        predicted_memory_bytes=None if found is None else found.memory_bytes,
+        usd_per_hour=hourly_price(one.cluster.only(one.places)),
+        rtt_s=max((link.rtt_s for link in links if link is not None), default=None), at=at, seed=matrix.seed,
+        farspan=__version__, commit=commit(), torch=version("torch"), python=platform.python_version(),
+    )  # fmt: skip
+
+
+def told(problem: Problem) -> str:
+    return f"{problem.what}: {problem.fact}"
+
+
+def line(row: Row) -> str:
+    """`pipeshard of gpt2m on all of UTAH-GPN, 8 x 64, fp32: 0.41 s a step, predicted 0.39 s`."""
+    if row.step_s is None:
+        return f"{row.cell}: {row.status}, {row.cause}"
+    said = f", predicted {short_time(row.predicted_s)}" if row.predicted_s is not None else ""
+    return f"{row.cell}: {short_time(row.step_s)} a step{said}"

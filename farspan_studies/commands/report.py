@@ -1,0 +1,82 @@
+"""Reports of a bench, or of a paper: tables and figures as they were measured, printed or predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from farspan.cli.console import Console
+from farspan.domain.problems import Refusal
+from farspan.report.charts import Chart
+from farspan_studies.bench.matrix import Row
+from farspan_studies.pages.drawn import Drawn
+
+#: More tables than this are only on the page.
+SHOWN = 8
+
+
+def report(name: str, console: Console, *, predicted: bool) -> bool:
+    """The report of a bench's folder, or of a paper where no such folder is; whether it is either."""
+    if (Path(name) / "rows.jsonl").exists():
+        bench(Path(name), console, predicted=predicted)
+        return True
+    return not Path(name).exists() and paper(name, console, predicted=predicted)
+
+
+def bench(folder: Path, console: Console, *, predicted: bool) -> None:
+    """The tables of a bench, and its page."""
+    from farspan_studies.bench.measuring import Results
+    from farspan_studies.pages.drawing import drawn_bench
+
+    rows = Results(folder).read()
+    if not rows:
+        raise Refusal(
+            "not-a-run", what="the bench has nothing to report yet", where=folder, fact="no cell was measured",
+            remedy="farspan bench, with the same matrix",
+        )  # fmt: skip
+    show(
+        rows, folder, rows[0].matrix, console, predicted=predicted, drawn=drawn_bench(rows, folder, predicted=predicted)
+    )
+
+
+def paper(name: str, console: Console, *, predicted: bool) -> bool:
+    """A paper's tables and figures, as printed or as predicted; whether there is such a paper."""
+    from farspan.planning.size import fitted_shape
+    from farspan_studies.pages import results
+    from farspan_studies.pages.drawing import drawn_slices
+    from farspan_studies.pages.paper_rows import SOURCES, as_plotted, rows, sizes
+
+    if name in SOURCES:
+        title, fabric = f"{name}, {SOURCES[name]}", name == "fabric"
+        found = rows(name) if fabric or predicted else as_plotted(rows(name))
+        show(
+            found, Path(f"{name}-report"), title, console, predicted=predicted, kind="Paper",
+            drawn=drawn_slices(predicted=predicted) if fabric else (),
+            more=() if fabric else results.sizes(sizes(), fitted_shape),
+        )  # fmt: skip
+    return name in SOURCES
+
+
+def show(
+    rows: list[Row], folder: Path, title: str, console: Console, *, predicted: bool, kind: str = "Bench",
+    drawn: Sequence[Drawn] = (), more: Sequence[Chart] = (),
+) -> None:  # fmt: skip
+    """Tables as text, the page and the tables for a paper as files."""
+    from farspan.report.text import table
+    from farspan_studies.pages import results
+    from farspan_studies.pages.results_page import counts, write_results
+
+    page, tables = write_results(rows, folder, title, predicted=predicted, kind=kind, drawn=drawn, more=more)
+    found = results.tables(results.points(rows, predicted=predicted))
+    for one in found if len(found) <= SHOWN else ():
+        marked = [
+            tuple(f"{cell} *" if place == best else cell for place, cell in enumerate(row))
+            for row, best in zip(one.rows, one.best, strict=True)
+        ]
+        console.say(f"{one.title} (* the best, x out of memory, - no plan)")
+        for line in table([one.heads, *marked]):
+            console.say(line)
+        console.say()
+    console.say(f"{len(rows)} cells: {counts(rows, predicted=predicted)}")
+    console.say(f"page: {page}; tables for a paper: {tables}")
+    console.answer({"folder": str(folder), "page": str(page), "tables": found, "rows": rows})

@@ -1,0 +1,190 @@
+"""Compare predictions with what papers printed: their plans, priced under the engine that ran them."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from farspan.cli.console import Console
+from farspan.domain.cluster import Cluster
+from farspan.domain.engine import Engine, engine
+from farspan.domain.model import ModelSpec
+from farspan.domain.results import Estimate
+from farspan.domain.train import TrainSpec
+
+HELP = "compare predictions with two papers' numbers"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("paper", choices=("fabric", "slm-cost"), help="arXiv 2602.02632, or arXiv 2410.19456")
+
+
+def run(given: argparse.Namespace, console: Console) -> None:
+    (_fabric if given.paper == "fabric" else _slm_cost)(console)
+
+
+def _fabric(console: Console) -> None:
+    from farspan_studies.papers import fabric_study, findings
+    from farspan_studies.papers.published import fabric, mean_error
+
+    used, published = engine("alpa2022"), fabric()
+    cells = fabric_study.cells(used, best_plan)
+    scored, left_out = fabric_study.score(cells), fabric_study.leave_one_out(used)
+    known, moved = fabric_study.one_cell_known(used), fabric_study.sensitivity(used)
+    known_median = statistics.median(abs(error) for by in known.values() for error in by.values())
+    errors = [abs(cell.error) for cell in cells if cell.counted and cell.error is not None]
+    open_cells = fabric_study.open_cells(cells)
+    rest = [(c.tflops, c.published_tflops) for c in cells if c.published_tflops is not None and not c.counted]
+    answer = {
+        "cells": [{**msgspec.to_builtins(cell), "inside": cell.inside} for cell in cells],
+        "mape": fabric_study.mape(cells), "median": statistics.median(errors), "largest": max(errors),
+        "parameters": parameters(used), "settings": published.settings, "software": published.software,
+        "plans": published.plans, "verdicts": scored, "leave_one_out": left_out,
+        "open_inside": sum(bool(cell.inside) for cell in open_cells), "open": len(open_cells),
+        "one_cell_known": known, "one_cell_known_median": known_median, "tflops_error": mean_error(rest),
+        "sensitivity": moved, "findings": findings.findings(cells),
+    }  # fmt: skip
+    _say_fabric(console, answer, cells)
+    console.answer(answer)
+
+
+def _say_fabric(console: Console, answer: dict[str, Any], cells: Sequence[Any]) -> None:
+    settings = answer["settings"]
+    console.say(
+        f"arXiv 2602.02632 under engine alpa2022. Assumed: sequences of {settings.sequence} tokens, "
+        f"{settings.rows_per_device} a device, {settings.microbatches} microbatches, {settings.precision}, "
+        f"{settings.epochs} epochs of {settings.tokens_per_epoch:,} tokens ({settings.source})."
+    )
+    table = Table("slice", "GPUs", "model", "technique", ">published", ">predicted", ">error", "ran / fits", ">ours")
+    for cell in cells:
+        minutes = cell.published_minutes is not None
+        printed = f"{cell.published_minutes:.0f} min" if minutes else _number(cell.published_tflops, "TF/s")
+        own = f"{cell.minutes:.0f} min" if minutes or cell.published_tflops is None else f"{cell.tflops:.2f} TF/s"
+        error = cell.error if minutes else cell.tflops / cell.published_tflops - 1 if cell.published_tflops else None
+        table.add(
+            cell.slice, cell.gpus, cell.model, cell.technique, printed, own, "" if error is None else f"{error:+.0%}",
+            f"{cell.published_status} / {cell.short or 'ok'}", _number(cell.best_minutes, "min"),
+        )  # fmt: skip
+    table.say(console)
+    for line in _fabric_summary(answer):
+        console.say(line)
+    _say_rest(console, answer, ("mape", "largest_change", "verdicts_right"))
+
+
+def _fabric_summary(answer: dict[str, Any]) -> list[str]:
+    score, known = answer["verdicts"], answer["one_cell_known"]
+    out = ", ".join(f"{name} {error:.1%}" for name, error in answer["leave_one_out"].items())
+    links = "; ".join(
+        f"{name} " + ", ".join(f"{kind} {error:+.0%}" for kind, error in by.items()) for name, by in known.items()
+    )
+    return [
+        f"Twelve cells of the first three slices: mean error {answer['mape']:.1%}, median {answer['median']:.1%}, "
+        f"largest {answer['largest']:.1%}; left out of the fit: {out}.",
+        f"Out of memory: {score.right} of {score.of} verdicts right, balanced accuracy {score.balanced:.0%}; "
+        f"'gpt2L fails' has {score.baseline}, the paper's contradictions leave {score.ceiling}.",
+        f"Last two slices: {answer['open_inside']} of {answer['open']} cells inside their interval.",
+        f"TFLOP/s of the other rows: mean error {answer['tflops_error']:.0%}.",
+        f"One Data cell a link known: median error of the others {answer['one_cell_known_median']:.1%} ({links}).",
+    ]
+
+
+def _slm_cost(console: Console) -> None:
+    from farspan_studies.papers import cost_study
+    from farspan_studies.papers.published import cost_study as published
+
+    used, study = engine("torch2024"), published()
+    cells, surface = cost_study.study_cells(used), cost_study.surface(used)
+    errors = [abs(cell.error) for cell in cells if cell.held_out]
+    answer = {
+        "cells": cells, "mape": statistics.fmean(errors), "median": statistics.median(errors),
+        "fitted_mape": cost_study.study_error(cells, study.fitted_on), "parameters": parameters(used),
+        "unit": study.unit, "price_ratios": study.price_ratios, "sensitivity": cost_study.study_sensitivity(used),
+        "findings": cost_study.study_findings(surface), "surface": surface,
+    }  # fmt: skip
+    console.say(f"arXiv 2410.19456 under engine torch2024, A100-80GB. Unit: {study.unit}. {study.note}.")
+    table = Table("model", "scheme", ">GPUs", ">published", ">predicted", ">error", ">batch", "attention", "")
+    for cell in cells:
+        table.add(
+            cell.model[4:], cell.scheme, str(cell.devices), f"{cell.published:,.0f}", f"{cell.predicted:,.0f}",
+            f"{cell.error:+.0%}", str(cell.batch), cell.attention, "held out" if cell.held_out else "fitted",
+        )  # fmt: skip
+    table.say(console)
+    console.say(f"Mean error: {answer['mape']:.1%} on {', '.join(study.held_out)}, which were held out; "
+                f"{answer['fitted_mape']:.1%} on {', '.join(study.fitted_on)}.")  # fmt: skip
+    _say_surface(console, surface)
+    _say_rest(console, answer, ("fitted", "held_out"))
+    console.answer(answer)
+
+
+def _say_surface(console: Console, surface: Sequence[Any]) -> None:
+    """The four figures: the best over what each does not show, for every GPU."""
+    from farspan_studies.papers.cost_study import best
+
+    shown = {
+        "by GPUs": "devices", "by sequences a device on 8 GPUs": "batch", "by scheme on 8 GPUs": "scheme",
+        "by attention on 8 GPUs": "attention",
+    }  # fmt: skip
+    for title, axis in shown.items():
+        values = list(dict.fromkeys(getattr(one, axis) for one in surface))
+        table = Table("GPU", "model", *(f">{value}" for value in values))
+        for gpu, model in dict.fromkeys((one.gpu, one.model) for one in surface):
+            own = [one for one in surface if (one.gpu, one.model) == (gpu, model)]
+            own = own if axis == "devices" else [one for one in own if one.devices == 8]
+            tops = [best([one for one in own if getattr(one, axis) == value]) for value in values]
+            table.add(gpu, model[4:], *("-" if top is None else f"{top.plotted:,.0f}" for top in tops))
+        console.say(f"Predicted, {title}:")
+        table.say(console)
+
+
+def _say_rest(console: Console, answer: dict[str, Any], columns: Sequence[str]) -> None:
+    for finding in answer["findings"]:
+        console.say(f"- {finding}")
+    console.say("Fitted constants (all global):")
+    for one in answer["parameters"]:
+        console.say(f"  {one['name']} = {one['value']:.4g}: {one['fitted_on']}")
+    table = Table("constant", "moved to", *(f">{column}" for column in columns))
+    for row in answer["sensitivity"]:
+        cells = [f"{row[column]}" if isinstance(row[column], int) else f"{row[column]:.1%}" for column in columns]
+        table.add(str(row["constant"]), f"{row['factor']:.0%}", *cells)
+    table.say(console)
+
+
+def parameters(used: Engine) -> list[dict[str, Any]]:
+    """The engine's fitted constants: name, value, and what they were fitted on."""
+    from farspan_studies.papers.calibrate import constant
+
+    return [{"name": name, "value": constant(used, name), "fitted_on": on} for name, on in used.fitted.items()]
+
+
+def _number(value: float | None, unit: str) -> str:
+    return "" if value is None else f"{value:.4g} {unit}"
+
+
+def best_plan(model: ModelSpec, cluster: Cluster, train: TrainSpec) -> Estimate | None:
+    """What our own best plan would take under our own engine, on the cluster or a part of it."""
+    from farspan.planning.rank import rank
+
+    ranking = rank(model, cluster, train, engine("farspan"))
+    return None if ranking.chosen is None else ranking.candidates[ranking.chosen].estimate
+
+
+class Table:
+    """Rows of text in columns as wide as their widest cell; to the right where a column's name begins with `>`."""
+
+    def __init__(self, *columns: str) -> None:
+        self.right = [column.startswith(">") for column in columns]
+        self.rows = [[column.removeprefix(">") for column in columns]]
+
+    def add(self, *cells: str) -> None:
+        self.rows.append(list(cells))
+
+    def say(self, console: Console) -> None:
+        widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
+        for row in self.rows:
+            cells = zip(row, widths, self.right, strict=True)
+            line = "  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in cells)
+            console.say(f"  {line}".rstrip())

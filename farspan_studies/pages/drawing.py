@@ -1,0 +1,54 @@
+"""Clusters of a bench or a paper, drawn with their plans."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from farspan.domain.cluster import Cluster
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from farspan.domain.plan import Plan
+    from farspan_studies.bench.matrix import Row
+    from farspan_studies.pages.drawn import Drawn
+
+
+def drawn_slices(*, predicted: bool) -> list[Drawn]:
+    """The FABRIC study's slices with their fastest published plans."""
+    from farspan_studies.pages.paper_rows import slices
+
+    return [_drawn(case.row.slice, case.plan, case.cluster, f"{case.row.technique} of {case.row.model}")
+            for case in slices(predicted)]  # fmt: skip
+
+
+def drawn_bench(rows: Sequence[Row], folder: Path, *, predicted: bool) -> list[Drawn]:
+    """A bench's clusters with the plan of each that was fastest, or was predicted to be."""
+    from farspan_studies.bench.measuring import Results
+    from farspan_studies.bench.trials import as_tried
+    from farspan_studies.pages.drawn import Drawn
+
+    results, found = Results(folder), list[Drawn]()
+    for name in dict.fromkeys(row.cell.cluster for row in rows):
+        here = [row for row in rows if row.cell.cluster == name]
+        cluster = results.cluster(here[0].cluster_hash)
+        done = [(step_s / row.step_tokens, row) for row in here
+                if (step_s := row.predicted_s if predicted else row.step_s) is not None]  # fmt: skip
+        top = min(done, key=lambda pair: pair[0])[1] if done else None
+        if top is None or top.plan_hash is None:
+            found.append(Drawn(name, cluster))
+        else:
+            told, plan = f"{top.cell.technique} of {top.cell.model}", results.plan(top.plan_hash)
+            found.append(_drawn(name, plan, as_tried(results.trials, cluster, top.cluster_hash, plan), told))
+    return found
+
+
+def _drawn(name: str, plan: Plan, cluster: Cluster, told: str) -> Drawn:
+    from farspan.estimate.price import price
+    from farspan.planning.why import costs_of
+    from farspan.report.plan_picture import picture
+    from farspan_studies.pages.drawn import Drawn
+
+    costs = costs_of(plan, cluster)
+    return Drawn(name, cluster, told, picture(plan, price(plan, costs), costs))
