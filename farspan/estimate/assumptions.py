@@ -15,32 +15,32 @@ def assumptions(plan: Plan, costs: Costs) -> tuple[str, ...]:
 
 
 def _rates(costs: Costs) -> list[str]:
-    dtype, engine, found = costs.train.precision, costs.engine, []
+    dtype, engine, sentences = costs.train.precision, costs.engine, []
     for kind in dict.fromkeys(device.kind for device in costs.network.devices):
         device = next(device for device in costs.network.devices if device.kind == kind)
         if device.units and not costs.timed(device):
-            found.append(
+            sentences.append(
                 f"{kind} was timed with other units, dtypes or lengths of sequences; farspan probe measures these"
             )
         if device.pace != 1.0:
-            found.append(f"{kind} keeps the {dtype} speed of a short trial of this model")
+            sentences.append(f"{kind} keeps the {dtype} speed of a short trial of this model")
         elif costs.timed(device):
-            found.append(f"{kind} keeps the {dtype} speed that the model's units were timed at")
+            sentences.append(f"{kind} keeps the {dtype} speed that the model's units were timed at")
         elif any(dtype in rate.flops for rate in device.rates):
-            found.append(f"{kind} keeps the {dtype} speed that its matrix products were measured at")
+            sentences.append(f"{kind} keeps the {dtype} speed that its matrix products were measured at")
         elif dtype in device.flops:
             share = f"{engine.efficiency[dtype]:.0%} of its data sheet's {device.flops[dtype] / 1e12:.3g} TFLOP/s"
-            found.append(f"{kind} reaches {share} in {dtype}")
+            sentences.append(f"{kind} reaches {share} in {dtype}")
         else:
             known = UNKNOWN_FLOPS[device.backend] / 1e12
             unknown = f"{kind} has no known {dtype} speed: {known:.3g} TFLOP/s is assumed"
-            found.append(f"{unknown}; farspan probe measures it")
-    return found
+            sentences.append(f"{unknown}; farspan probe measures it")
+    return sentences
 
 
 def _links(plan: Plan, costs: Costs) -> list[str]:
     used = list(dict.fromkeys(device.host for device in plan.devices))
-    network, found, seen = costs.network, [], set()
+    network, sentences, seen = costs.network, [], set()
     for i, a in enumerate(used):
         for b in used[i + 1 :]:
             pair = " - ".join(dict.fromkeys(network.site(host) for host in (a, b)))
@@ -50,20 +50,20 @@ def _links(plan: Plan, costs: Costs) -> list[str]:
             if link.bandwidth is None:
                 rate = costs.engine.host_rate or assumed_bandwidth(link, (network.site(a), network.site(b)))
                 known = f"{format_rate(rate)} is assumed; farspan probe measures it"
-                found.append(f"{pair}: the line's rate is unknown, {known}")
+                sentences.append(f"{pair}: the line's rate is unknown, {known}")
             if link.window is None and not link.in_flight and link.rtt_s > 1e-3:
-                found.append(f"{pair}: a TCP stream has {format_bytes(costs.engine.window)} under way")
+                sentences.append(f"{pair}: a TCP stream has {format_bytes(costs.engine.window)} under way")
             if link.origin == "derived":
-                found.append(f"{pair}: the network inside a site, or derived from other links")
-    return found
+                sentences.append(f"{pair}: the network inside a site, or derived from other links")
+    return sentences
 
 
 def _run(plan: Plan, costs: Costs) -> list[str]:
-    found = ["10 % of the run goes to validation, checkpoints and noise"]
+    sentences = ["10 % of the run goes to validation, checkpoints and noise"]
     if any(device.watts for device in costs.network.devices):
-        found.append("every device draws its board's power throughout")
+        sentences.append("every device draws its board's power throughout")
     if (crowd := max(kind[1] for kind in costs.signature)) > 1:
-        found.append(f"{crowd:.3g} threads share each core, and its speed")
+        sentences.append(f"{crowd:.3g} threads share each core, and its speed")
     if plan.train.deadline_s is not None:
-        found.append("the deadline ends the run if the steps do not")
-    return found
+        sentences.append("the deadline ends the run if the steps do not")
+    return sentences

@@ -20,21 +20,21 @@ class DeviceTime(NamedTuple):
 
 def stage_devices(replica: Replica, index: int, costs: Costs) -> dict[int, DeviceTime]:
     """The devices of one stage, by rank."""
-    found: dict[int, DeviceTime] = {}
+    times: dict[int, DeviceTime] = {}
     stage, parts = replica.stages[index], replica.microbatches
     for coordinate, ranks in enumerate(stage.mesh.batch):
         alone = [count if c == coordinate else 0 for c, count in enumerate(stage.rows)]
         own = timed_stage(replica, index, costs, alone)
         waits = own.passes.forward_wait + own.passes.backward_wait
         computing = parts * (own.passes.forward + own.passes.backward - waits) + own.update
-        found |= dict.fromkeys(ranks, DeviceTime(own.passes, computing, parts * waits))
-    return found
+        times |= dict.fromkeys(ranks, DeviceTime(own.passes, computing, parts * waits))
+    return times
 
 
 def devices(plan: Plan, costs: Costs) -> dict[int, DeviceTime]:
     """Every device of a plan, by rank."""
-    found: dict[int, DeviceTime] = {}
+    times: dict[int, DeviceTime] = {}
     for replica in plan.replicas:
         for index in range(len(replica.stages)):
-            found |= stage_devices(replica, index, costs)
-    return found
+            times |= stage_devices(replica, index, costs)
+    return times

@@ -86,10 +86,10 @@ class Network:
         if frozenset(pair) not in self._own:
             pair = (self._site_of[a], self._site_of[b])
         if pair not in self._links:
-            found = self.cluster.link(a, b)
-            if found is None:
+            link = self.cluster.link(a, b)
+            if link is None:
                 raise KeyError(f"no link between {a} and {b}")
-            self._links[pair] = found
+            self._links[pair] = link
         return self._links[pair]
 
     def site(self, host: str) -> str:
@@ -98,10 +98,10 @@ class Network:
 
     def by_site(self, group: Sequence[int]) -> dict[str, list[int]]:
         """The ranks of a group by their site."""
-        found: dict[str, list[int]] = {}
+        ranks: dict[str, list[int]] = {}
         for rank in group:
-            found.setdefault(self.sites[rank], []).append(rank)
-        return found
+            ranks.setdefault(self.sites[rank], []).append(rank)
+        return ranks
 
     def byte_s(self, site: str) -> float:
         """Seconds that a byte through a host's sockets, in or out of its site, keeps busy all that its devices have of
@@ -322,7 +322,7 @@ def _under_way(link: Link, streams: int, window: int) -> float:
         return link.in_flight[streams]
     if link.in_flight:
         # More streams carry no less than fewer did, and of more that were measured their share.
-        return max(found * min(1.0, streams / count) for count, found in link.in_flight.items())
+        return max(under_way * min(1.0, streams / count) for count, under_way in link.in_flight.items())
     return streams * (link.window or window)
 
 

@@ -65,15 +65,15 @@ def price(plan: Plan, costs: Costs, *, brief: bool = False) -> Estimate:
     `brief` one lists no assumptions."""
     train, network, engine = plan.train, costs.network, costs.engine
     steps = [step(replica, costs) for replica in plan.replicas]
-    slowest = max(steps, key=lambda found: found.seconds)
+    slowest = max(steps, key=lambda replica_step: replica_step.seconds)
     outer, sent = _outer(plan, costs, slowest)
     step_s = slowest.seconds + outer
     run_s = train.steps * step_s / (1 - RESERVE)
     steps_done: float = train.steps
     if train.deadline_s is not None and train.deadline_s < run_s:
         run_s, steps_done = train.deadline_s, train.steps * train.deadline_s / run_s
-    for found in steps:
-        for site, size in found.sent.items():
+    for replica_step in steps:
+        for site, size in replica_step.sent.items():
             sent[site] = sent.get(site, 0.0) + size
     tokens_per_s = train.tokens_per_step / step_s
     flops = tokens_per_s * train_flops_per_token(plan.model, train.seq_len)
@@ -120,7 +120,7 @@ def timed_stage(replica: Replica, index: int, costs: Costs, rows: Sequence[int] 
     """A stage's times, with other rows than its own where said; its passes with what each takes of processors to bring
     a microbatch in and out."""
     stage = replica.stages[index]
-    found = stage_time(costs, stage, stage.rows if rows is None else rows, replica.microbatches)
+    time = stage_time(costs, stage, stage.rows if rows is None else rows, replica.microbatches)
     network, site = costs.network, costs.network.sites[stage.mesh.ranks[0]]
     crossing = (
         edge
@@ -129,8 +129,8 @@ def timed_stage(replica: Replica, index: int, costs: Costs, rows: Sequence[int] 
         and network.sites[replica.stages[edge].mesh.ranks[-1]] != network.sites[replica.stages[edge + 1].mesh.ranks[0]]
     )
     carried = carried_s(network, stage.mesh.ranks, site, sum(_edge_bytes(replica, costs, edge) for edge in crossing))
-    passes = found.passes._replace(forward=found.passes.forward + carried, backward=found.passes.backward + carried)
-    return found._replace(passes=passes)
+    passes = time.passes._replace(forward=time.passes.forward + carried, backward=time.passes.backward + carried)
+    return time._replace(passes=passes)
 
 
 def _period(replica: Replica, costs: Costs, times: list[StageTime], tie: Tie, simulated: Simulated) -> float:
@@ -158,11 +158,11 @@ def _next(replica: Replica, costs: Costs, times: list[StageTime], tie: Tie, ends
     known = [end + wait for end, wait in zip(summed, tie.waits(summed, ends), strict=True)]
     starts = []
     for i, time in enumerate(times):
-        told = (
+        arrivals = (
             known[j] + (_delay(replica, costs, j, i) if j != i else _inside(replica, costs, i))
             for j in range(len(times))
         )
-        starts.append(max(told) + time.update)
+        starts.append(max(arrivals) + time.update)
     if tie.across:
         starts[-1] = max(starts[-1], summed[0] + tie.back + times[-1].update)
     return starts
@@ -226,10 +226,10 @@ def _add_edges(replica: Replica, costs: Costs, sent: dict[str, float]) -> None:
         whole, rows = tied_bytes(replica, costs)
         crossing.append((ranks[0][0], ranks[-1][-1], rows, whole))
     for a, b, down, up in crossing:
-        here, there = costs.network.sites[a], costs.network.sites[b]
-        if here != there:
-            sent[here] = sent.get(here, 0.0) + down
-            sent[there] = sent.get(there, 0.0) + up
+        site_a, site_b = costs.network.sites[a], costs.network.sites[b]
+        if site_a != site_b:
+            sent[site_a] = sent.get(site_a, 0.0) + down
+            sent[site_b] = sent.get(site_b, 0.0) + up
 
 
 def _delay(replica: Replica, costs: Costs, a: int, b: int) -> float:
@@ -261,11 +261,11 @@ class Tie(NamedTuple):
 
     def waits(self, summed: list[float], ends: list[float]) -> list[float]:
         """Seconds that each stage waits, given when its passes and the sums of its gradients ended."""
-        found = [0.0] * len(ends)
-        found[0] = found[-1] = self.both
+        waits = [0.0] * len(ends)
+        waits[0] = waits[-1] = self.both
         if self.across:
-            found[0] = max(self.taken, ends[-1] + self.across - summed[0])
-        return found
+            waits[0] = max(self.taken, ends[-1] + self.across - summed[0])
+        return waits
 
 
 def tied_bytes(replica: Replica, costs: Costs) -> tuple[float, float]:
@@ -329,14 +329,14 @@ def _met(plan: Plan, costs: Costs) -> float:
 
 
 def _memory(plan: Plan, costs: Costs) -> tuple[Memory, ...]:
-    found: dict[int, Memory] = {}
+    by_rank: dict[int, Memory] = {}
     outer = 0 if plan.sync is None else OVERLAPPING if plan.sync.overlap else MEETING
     for replica in plan.replicas:
         for i, stage in enumerate(replica.stages):
             for coordinate, ranks in enumerate(stage.mesh.batch):
                 memory = costs.memory(replica, i, coordinate, outer)
-                found |= dict.fromkeys(ranks, memory)
-    return tuple(found[rank] for rank in sorted(found))
+                by_rank |= dict.fromkeys(ranks, memory)
+    return tuple(by_rank[rank] for rank in sorted(by_rank))
 
 
 def _usd(plan: Plan, costs: Costs, run_s: float, steps: float, sent: dict[str, float]) -> float | None:

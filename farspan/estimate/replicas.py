@@ -57,18 +57,18 @@ def token_efficiency(plan: Plan, parameters: float) -> TokenEfficiency:
         return TokenEfficiency(1.0, (1.0, 1.0), True)
     replicas, every = len(plan.replicas), plan.sync.every
     sizes, counts = tuple(LOSSES), tuple(EXCESS)
-    found = excess(parameters, replicas, every)
+    share = excess(parameters, replicas, every)
     inside = excess(
         min(max(parameters, sizes[0]), sizes[-1]), min(replicas, counts[-1]), min(every, LATE)
     )  # fmt: skip
-    spread = SPREAD + abs(found - inside)
+    spread = SPREAD + abs(share - inside)
     evidence = (
         sizes[0] <= parameters <= sizes[-1]
         and replicas <= counts[-1]
         and SOONEST <= every <= min(LATEST, plan.train.steps)
     )
-    low, high = _worth(found + spread, parameters), _worth(found - spread, parameters)
-    return TokenEfficiency(_worth(found, parameters), (low, high), evidence)
+    low, high = _worth(share + spread, parameters), _worth(share - spread, parameters)
+    return TokenEfficiency(_worth(share, parameters), (low, high), evidence)
 
 
 def excess(parameters: float, replicas: int, every: int) -> float:

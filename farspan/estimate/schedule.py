@@ -62,11 +62,11 @@ def simulate(
         stage = waiting.pop()
         while place[stage] < len(todo[stage]):
             kind, index = todo[stage][place[stage]]
-            if (there := ready.get((stage, kind, index))) is None:
+            if (ready_at := ready.get((stage, kind, index))) is None:
                 break
             place[stage] += 1
             took = forward[stage] if kind == "forward" else backward[stage]
-            start = max(there, free[stage])
+            start = max(ready_at, free[stage])
             end = start + took
             spans.append(PassSpan(stage, kind, index, start, end))
             computed[stage] += took

@@ -98,7 +98,7 @@ class Costs:
 
     def timed(self, device: Device) -> bool:
         """Whether units of this model were timed on a device, at this precision and length of sequences."""
-        return any(self._timed.fits(one) for one in device.units)
+        return any(self._timed.fits(unit_time) for unit_time in device.units)
 
     def _unpaced(self, kind: int, op: Operator, rows: int) -> tuple[float, float]:
         """Seconds of one whole operator on a device, by the roofline alone."""
@@ -182,11 +182,11 @@ class Costs:
                 continue
             seen.add(key)
             each, larger = divmod(count, microbatches)
-            found = self._pass(group, max(1, each), stage)  # A worker without a sequence in a microbatch reads one.
+            passes = self._pass(group, max(1, each), stage)  # A worker without a sequence in a microbatch reads one.
             if larger:
                 more = self._pass(group, each + 1, stage)
-                found = Pass(*(a + larger / microbatches * (b - a) for a, b in zip(found, more, strict=True)))
-            slowest = max(slowest, found, key=lambda p: p.forward + p.backward)
+                passes = Pass(*(a + larger / microbatches * (b - a) for a, b in zip(passes, more, strict=True)))
+            slowest = max(slowest, passes, key=lambda p: p.forward + p.backward)
         return slowest
 
     def _pass(self, group: Sequence[int], rows: int, stage: Stage) -> Pass:

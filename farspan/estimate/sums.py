@@ -143,9 +143,9 @@ def _busy(costs: Costs, stage: Stage, microbatches: int, messages: float) -> flo
         inside = rounds * max(network.inside_s(group, whole, len(group) - 1) for group in mesh.groups("data"))
     gone = _sent(costs, stage, microbatches, gathers=stage.zero == 3)
     sockets = max((carried_s(network, mesh.ranks, name, 2 * size) for name, size in gone.items()), default=0.0)
-    here = inside + _coding(costs, stage, messages) + _scattered(costs, stage, microbatches)
+    in_memory = inside + _coding(costs, stage, messages) + _scattered(costs, stage, microbatches)
     woken = rounds * messages if len(mesh.batch) > 1 else 0
-    return costs.engine.move_cost * here + sockets + costs.engine.message_busy_s * woken
+    return costs.engine.move_cost * in_memory + sockets + costs.engine.message_busy_s * woken
 
 
 def carried_s(network: Network, ranks: Sequence[int], site: str, size: float) -> float:

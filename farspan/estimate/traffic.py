@@ -69,11 +69,16 @@ class _Ledger:
             self.bytes(purpose, a, b, part)
 
     def exchanges(self) -> tuple[Exchange, ...]:
-        made = (
+        exchanges = (
             Exchange(purpose=purpose, by_hosts=hosts, seconds=times[0], latency_s=times[1])
             for purpose, (hosts, times) in self._found.items()
         )
-        return tuple(sorted((one for one in made if one.seconds or one.by_hosts), key=lambda one: -one.seconds))
+        return tuple(
+            sorted(
+                (exchange for exchange in exchanges if exchange.seconds or exchange.by_hosts),
+                key=lambda exchange: -exchange.seconds,
+            )
+        )
 
 
 def traffic(plan: Plan, costs: Costs) -> tuple[Exchange, ...]:
@@ -92,14 +97,14 @@ def traffic(plan: Plan, costs: Costs) -> tuple[Exchange, ...]:
 
 def between_sites(exchanges: Sequence[Exchange], network: Network) -> dict[Pair, dict[Purpose, float]]:
     """Bytes a step between every two sites that exchange any, by purpose."""
-    found: dict[Pair, dict[Purpose, float]] = {}
-    for one in exchanges:
-        for (a, b), size in one.by_hosts.items():
+    by_pair: dict[Pair, dict[Purpose, float]] = {}
+    for exchange in exchanges:
+        for (a, b), size in exchange.by_hosts.items():
             pair = (network.site(a), network.site(b))
             if pair[0] != pair[1]:
-                sums = found.setdefault(pair, {})
-                sums[one.purpose] = sums.get(one.purpose, 0.0) + size
-    return found
+                sums = by_pair.setdefault(pair, {})
+                sums[exchange.purpose] = sums.get(exchange.purpose, 0.0) + size
+    return by_pair
 
 
 def _batch_axes(replica: Replica, stage: Stage, costs: Costs, ledger: _Ledger) -> None:
@@ -178,8 +183,8 @@ def _tensor_axis(replica: Replica, index: int, costs: Costs, ledger: _Ledger) ->
                 ledger.ring("operators", group, times * share * size * (len(group) - 1) / len(group))
                 if coordinate == 0:
                     took = getattr(costs.network, f"{name}_s")
-                    one = took(group, size, concurrent=len(stage.mesh.batch))
-                    ledger.add("operators", times * one, times * took(group, 0.0))
+                    seconds = took(group, size, concurrent=len(stage.mesh.batch))
+                    ledger.add("operators", times * seconds, times * took(group, 0.0))
 
 
 def _layout_changes(
@@ -188,12 +193,12 @@ def _layout_changes(
     """(collective, bytes) of one unit's forward and backward pass over so many rows."""
     residual = splits.get(RESIDUAL, "")
     writes = residual
-    found: list[tuple[str, float]] = []
+    changes: list[tuple[str, float]] = []
 
     def change(reads: str, gradient: str, dims: str) -> None:
         if "d" in dims or dims[:2] == "bs":
             size = costs.graph.size(dims, b=rows, s=costs.train.seq_len) * costs.width
-            found.extend((name, size) for both in between(writes, reads, gradient) for name in both)
+            changes.extend((name, size) for both in between(writes, reads, gradient) for name in both)
 
     for op in unit:
         plan = strategy(op, splits.get(op.name, ""))
@@ -202,7 +207,7 @@ def _layout_changes(
         if returns_to_residual(op):
             change(residual, residual, "bsd")
             writes = residual
-    return found
+    return changes
 
 
 def _edges(replica: Replica, costs: Costs, ledger: _Ledger) -> None:

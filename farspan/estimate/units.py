@@ -32,16 +32,16 @@ class TimedUnits:
         model = graph.units_hash if any(device.units for device in devices.values()) else ""
         self._asked = model, train.precision, train.seq_len
         for kind, device in devices.items():
-            fitting = [one for one in device.units if self.fits(one)]
+            fitting = [unit_time for unit_time in device.units if self.fits(unit_time)]
             count, crowd = crowds[kind]
-            crowded = [one for one in fitting if one.together == count]
-            for one in crowded or [_slowed(one, crowd) for one in fitting if one.together == 1]:
-                self._times.setdefault((kind, one.unit), []).append(one)
+            crowded = [unit_time for unit_time in fitting if unit_time.together == count]
+            for unit_time in crowded or [_slowed(unit_time, crowd) for unit_time in fitting if unit_time.together == 1]:
+                self._times.setdefault((kind, unit_time.unit), []).append(unit_time)
         self._found: dict[tuple[int, str, int], tuple[float, float]] = {}
 
-    def fits(self, one: UnitTime) -> bool:
+    def fits(self, unit_time: UnitTime) -> bool:
         """Whether a time is of this model, at this precision and length of sequences."""
-        return (one.model, one.dtype, one.seq_len) == self._asked
+        return (unit_time.model, unit_time.dtype, unit_time.seq_len) == self._asked
 
     def factors(self, kind: int, op: Operator, rows: int) -> tuple[float, float]:
         """What the unit of an operator took over what its operators were predicted to take: forward, backward. 1 where
@@ -52,24 +52,26 @@ class TimedUnits:
             return 1.0, 1.0
         key = kind, name, rows
         if key not in self._found:
-            forward, backward = zip(*(self._predicted(kind, one, rows) for one in unit), strict=True)
+            forward, backward = zip(*(self._predicted(kind, operator, rows) for operator in unit), strict=True)
             timed = unit_seconds(times, rows)
             self._found[key] = timed[0] / sum(forward), timed[1] / sum(backward)
         return self._found[key]
 
 
-def _slowed(one: UnitTime, times: float) -> UnitTime:
-    return msgspec.structs.replace(one, forward_s=one.forward_s * times, backward_s=one.backward_s * times)
+def _slowed(unit_time: UnitTime, times: float) -> UnitTime:
+    return msgspec.structs.replace(
+        unit_time, forward_s=unit_time.forward_s * times, backward_s=unit_time.backward_s * times
+    )
 
 
 def unit_seconds(times: Sequence[UnitTime], rows: int) -> tuple[float, float]:
     """Forward and backward seconds of a unit over `rows` sequences, from those timed: on the line through the nearest
     two, or in proportion where there is one; beyond the most that was timed never less than that took."""
-    known = sorted(times, key=lambda one: one.rows)
+    known = sorted(times, key=lambda unit_time: unit_time.rows)
     if len(known) == 1:
         share = rows / known[0].rows
         return known[0].forward_s * share, known[0].backward_s * share
-    above = next((i for i, one in enumerate(known) if i > 0 and one.rows >= rows), len(known) - 1)
+    above = next((i for i, unit_time in enumerate(known) if i > 0 and unit_time.rows >= rows), len(known) - 1)
     a, b = known[above - 1], known[above]
     share = (rows - a.rows) / (b.rows - a.rows)
     forward = a.forward_s + share * (b.forward_s - a.forward_s)

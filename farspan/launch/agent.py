@@ -187,9 +187,9 @@ def version(name: str) -> str | None:
 
 def nvidia() -> dict[str, Any]:
     """The NVIDIA GPUs that their driver lists, in the order of its numbers, or why it lists none."""
-    found = asked_of_driver(GPU_FIELDS)
+    answer = asked_of_driver(GPU_FIELDS)
     # Older drivers refuse a question whose fields they do not all know.
-    return asked_of_driver(GPU_FIELDS[:3]) if "not a valid field" in found["failure"] else found
+    return asked_of_driver(GPU_FIELDS[:3]) if "not a valid field" in answer["failure"] else answer
 
 
 def asked_of_driver(fields: tuple[str, ...]) -> dict[str, Any]:
@@ -239,19 +239,19 @@ def wheel() -> dict[str, Any]:
 
 def interfaces() -> dict[str, str]:
     """IPv4 addresses by interface; Linux only, elsewhere empty."""
-    found: dict[str, str] = {}
+    addresses: dict[str, str] = {}
     try:
         import fcntl
     except ImportError:
-        return found
+        return addresses
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
                 packed = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))
             except OSError:
                 continue
-            found[name] = socket.inet_ntoa(packed[20:24])
-    return found
+            addresses[name] = socket.inet_ntoa(packed[20:24])
+    return addresses
 
 
 def route(address: str) -> dict[str, Any]:

@@ -97,8 +97,8 @@ def examine(cluster: Cluster, *, streams: Sequence[int]) -> Examination:
         ways: list[HostPath] = []
         for pairs in rounds(sorted(reached)):
             with ThreadPoolExecutor(max(1, len(pairs))) as pool:
-                for found in pool.map(lambda pair: between(reached[pair[0]], reached[pair[1]], streams), pairs):
-                    ways += found
+                for both in pool.map(lambda pair: between(reached[pair[0]], reached[pair[1]], streams), pairs):
+                    ways += both
     return Examination(hosts=facts, unreachable=unreachable, ways=tuple(ways))
 
 
@@ -115,13 +115,13 @@ def wheel_of(agent: Agent) -> Wheel | None:
 def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
     """Every pair once, in rounds in which no name comes twice (the circle method of round-robin tournaments)."""
     circle: list[str | None] = [*names, *([None] if len(names) % 2 else [])]
-    found = []
+    schedule = []
     for _ in range(len(circle) - 1):
         half = len(circle) // 2
         pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
-        found.append([(a, b) for a, b in pairs if a is not None and b is not None])
+        schedule.append([(a, b) for a, b in pairs if a is not None and b is not None])
         circle = [circle[0], circle[-1], *circle[1:-1]]
-    return found
+    return schedule
 
 
 def between(a: Agent, b: Agent, streams: Sequence[int]) -> tuple[HostPath, HostPath]:
@@ -186,12 +186,12 @@ def stream(a: Agent, b: Agent, streams: int, rtt_s: float) -> Streamed:
     grow, timed = GROW_S + GROW_RTTS * rtt_s, max(TIMED_S, TIMED_RTTS * rtt_s)
     a.ask("stream", **b.target, streams=streams, seconds=grow + timed + 0.1)
     time.sleep(grow)
-    first = [one.ask("received") for one in (a, b)]
+    first = [agent.ask("received") for agent in (a, b)]
     time.sleep(timed)
-    last = [one.ask("received") for one in (a, b)]
+    last = [agent.ask("received") for agent in (a, b)]
     a.ask("settle")
     size = last[1]["bytes"] - first[1]["bytes"]
-    known = None not in (one["busy"] for one in first)
+    known = None not in (answer["busy"] for answer in first)
     busy = sum(after["busy"] - before["busy"] for before, after in zip(first, last, strict=True)) if known else 0.0
     return Streamed(float(size / (last[1]["at"] - first[1]["at"])), busy / 2 / size if known and size else None)
 

@@ -29,21 +29,21 @@ class Finding(Problem, frozen=True, kw_only=True):
     severity: str
 
 
-def findings(cluster: Cluster, found: Examination) -> tuple[Finding, ...]:
+def findings(cluster: Cluster, examined: Examination) -> tuple[Finding, ...]:
     """Every finding, those that stop a run first."""
     everything = [
-        *(Finding(severity="refused", **msgspec.structs.asdict(problem)) for problem in found.unreachable.values()),
-        *(finding for way in found.ways for finding in _of_way(way, cluster, found)),
-        *(finding for host in cluster.hosts if host.name in found.hosts for finding in _of_host(host, found)),
-        *_of_versions(found),
+        *(Finding(severity="refused", **msgspec.structs.asdict(problem)) for problem in examined.unreachable.values()),
+        *(finding for way in examined.ways for finding in _of_way(way, cluster, examined)),
+        *(finding for host in cluster.hosts if host.name in examined.hosts for finding in _of_host(host, examined)),
+        *_of_versions(examined),
     ]
     return tuple(sorted(everything, key=lambda finding: finding.severity != "refused"))
 
 
-def _of_way(way: HostPath, cluster: Cluster, found: Examination) -> Iterator[Finding]:
+def _of_way(way: HostPath, cluster: Cluster, examined: Examination) -> Iterator[Finding]:
     hosts = {host.name: host for host in cluster.hosts}
     if way.failed:
-        yield _unreachable(way, found, hosts)
+        yield _unreachable(way, examined, hosts)
     if way.interface is not None and PRIVATE.match(way.interface):
         yield Finding(
             severity="refused", code="host-unreachable", what=f"{way.a} would reach {way.b} over {way.interface}",
@@ -63,11 +63,11 @@ def _offset(seconds: float) -> str:
     return f"{format_seconds(abs(seconds))} {'ahead' if seconds > 0 else 'behind'}"
 
 
-def _unreachable(way: HostPath, found: Examination, hosts: dict[str, Host]) -> Finding:
+def _unreachable(way: HostPath, examined: Examination, hosts: dict[str, Host]) -> Finding:
     """Who has to do what: names, routes and firewalls fail in different ways, and in one direction or in both."""
-    back = next(other for other in found.ways if (other.a, other.b) == (way.b, way.a))
+    back = next(other for other in examined.ways if (other.a, other.b) == (way.b, way.a))
     target = address(hosts[way.b])
-    own = found.hosts[way.a].interfaces.get(way.interface or "", way.a)
+    own = examined.hosts[way.a].interfaces.get(way.interface or "", way.a)
     if way.failed == "name":
         what, remedy = f"{way.a} does not know the name {target}", f"set address: of {way.b} in the cluster file"
     elif back.failed is None:
@@ -85,8 +85,8 @@ def _unreachable(way: HostPath, found: Examination, hosts: dict[str, Host]) -> F
                    fact=f"{way.failed}: {way.fact}", remedy=remedy)  # fmt: skip
 
 
-def _of_host(host: Host, found: Examination) -> Iterator[Finding]:
-    facts, where = found.hosts[host.name], f"host {host.name}"
+def _of_host(host: Host, examined: Examination) -> Iterator[Finding]:
+    facts, where = examined.hosts[host.name], f"host {host.name}"
     # A system other than Linux names none of its interfaces.
     absent = bool(facts.interfaces) and host.interface not in facts.interfaces
     if host.interface is not None and (absent or PRIVATE.match(host.interface)):
@@ -119,21 +119,21 @@ def _of_host(host: Host, found: Examination) -> Iterator[Finding]:
                       remedy=f"on {host.name}: {host.python} -m pip install 'farspan[train]'")  # fmt: skip
 
 
-def _of_versions(found: Examination) -> Iterator[Finding]:
+def _of_versions(examined: Examination) -> Iterator[Finding]:
     """One for each thing whose versions differ: major and minor must agree, patches should; Python only should."""
     for name in ("python", "farspan", "torch", "ray", "nvidia-nccl-cu12", "nvidia-nccl-cu13"):
-        there = {host: version for host, facts in found.hosts.items() if (version := _version(facts, name))}
-        if len(set(there.values())) < 2:
+        known = {host: version for host, facts in examined.hosts.items() if (version := _version(facts, name))}
+        if len(set(known.values())) < 2:
             continue
-        parts = {_numbers(version)[:2] for version in there.values()}
-        newest = max(there.values(), key=_numbers)
+        parts = {_numbers(version)[:2] for version in known.values()}
+        newest = max(known.values(), key=_numbers)
         package = f"{name}=={newest.split('+')[0]}"
         yield Finding(
             severity="refused" if len(parts) > 1 and name != "python" else "warned", code="version-mismatch",
-            what=f"{name} differs between hosts", where=f"hosts {', '.join(there)}",
-            fact=", ".join(f"{host} {version}" for host, version in there.items()),
+            what=f"{name} differs between hosts", where=f"hosts {', '.join(known)}",
+            fact=", ".join(f"{host} {version}" for host, version in known.items()),
             remedy=f"set python: in the cluster file to interpreters of version {newest}" if name == "python"
-            else f"on {', '.join(host for host, version in there.items() if version != newest)}: pip install {package}",
+            else f"on {', '.join(host for host, version in known.items() if version != newest)}: pip install {package}",
         )  # fmt: skip
 
 

@@ -64,33 +64,33 @@ def measure(
     Raises Refusal (host-unreachable) for a host or a link that does not work.
     """
     activation_bytes = SENT_ROWS * model.context * model.d_model * SENT_BYTES
-    found = links(cluster, activation_bytes, say)
+    measured_links = links(cluster, activation_bytes, say)
     with ExitStack() as stack:
         probes = {
             host.name: [
-                stack.enter_context(Probe(host, threads=one.threads, device=i, remedy=SMALLER))
-                for i, one in enumerate(host.devices)
+                stack.enter_context(Probe(host, threads=device.threads, device=i, remedy=SMALLER))
+                for i, device in enumerate(host.devices)
             ]
             for host in cluster.hosts
         }
-        asked = _Measuring(model, seq_len or model.context, dtypes, say, probes, {}, [])
+        measuring = _Measuring(model, seq_len or model.context, dtypes, say, probes, {}, [])
         for host in cluster.hosts:
             for index, probe in enumerate(probes[host.name]):
                 # It has started: what it takes for that disturbs nobody's rates any more.
-                asked.of(host, index, partial(probe.describe, "cpu", None))
+                measuring.of(host, index, partial(probe.describe, "cpu", None))
         measured: Sequence[Host] = cluster.hosts
         # Hosts side by side, and each step of it on all at once: those of a lab share a machine's memory.
         with ThreadPoolExecutor(len(cluster.hosts)) as pool:
             for part in (_alone, _crowded, _local_rate):
-                measured = list(pool.map(lambda host, do=part: do(host, asked), measured))
+                measured = list(pool.map(lambda host, do=part: do(host, measuring), measured))
         by_name = {host.name: host for host in measured}
         sites = tuple(
             msgspec.structs.replace(site, hosts=tuple(by_name[host.name] for host in site.hosts))
             for site in cluster.sites
         )
-        allreduce = _allreduce(cluster, asked) if len(cluster.devices) > 1 else {}
-    made = msgspec.structs.replace(cluster, sites=sites, links=found, allreduce_s=allreduce)
-    return Measured(made, asked.failed, tuple(asked.notes))
+        allreduce = _allreduce(cluster, measuring) if len(cluster.devices) > 1 else {}
+    measured_cluster = msgspec.structs.replace(cluster, sites=sites, links=measured_links, allreduce_s=allreduce)
+    return Measured(measured_cluster, measuring.failed, tuple(measuring.notes))
 
 
 def shapes(model: ModelSpec, rows: int) -> list[tuple[int, int, int]]:
@@ -123,10 +123,10 @@ class _Measuring(NamedTuple):
             return None
 
     def note(self, host: Host, index: int, left_out: Sequence[LeftOut]) -> None:
-        for one in left_out:
-            rows = f" over {', '.join(map(str, one.rows))} sequences" if one.rows else ""
-            needs = f"{format_bytes(one.needed)} needed, {format_bytes(one.free)} free"
-            text = f"device {index} of {host.name}: left out {one.what}{rows}: {needs}"
+        for omission in left_out:
+            rows = f" over {', '.join(map(str, omission.rows))} sequences" if omission.rows else ""
+            needs = f"{format_bytes(omission.needed)} needed, {format_bytes(omission.free)} free"
+            text = f"device {index} of {host.name}: left out {omission.what}{rows}: {needs}"
             self.say(text)
             self.notes.append(text)
 
@@ -141,56 +141,56 @@ class _Measuring(NamedTuple):
         return [index for index in range(len(host.devices)) if (host.name, index) not in self.failed]
 
 
-def _alone(host: Host, asked: _Measuring) -> Host:
+def _alone(host: Host, measuring: _Measuring) -> Host:
     """A host's devices one after another: those that share cores must not disturb each other."""
     done = list[Device]()
     bare = [msgspec.structs.replace(device, enter=None) for device in host.devices]
     for index, device in enumerate(host.devices):
-        asked.say(f"device {index} of {host.name}: {device.kind}")
-        planned, dtypes = _planned(host, index), asked.dtypes or device.dtypes
-        products = shapes(asked.model, ROWS[device.backend])
-        probe = asked.probes[host.name][index]
-        found = asked.of(host, index, partial(probe.rates, planned, products, dtypes, device.memory))
-        if found is not None:
-            asked.note(host, index, found.left_out)
+        measuring.say(f"device {index} of {host.name}: {device.kind}")
+        planned, dtypes = _planned(host, index), measuring.dtypes or device.dtypes
+        products = shapes(measuring.model, ROWS[device.backend])
+        probe = measuring.probes[host.name][index]
+        measured = measuring.of(host, index, partial(probe.rates, planned, products, dtypes, device.memory))
+        if measured is not None:
+            measuring.note(host, index, measured.left_out)
             device = msgspec.structs.replace(
-                device, rates=found.rates, bandwidth=found.bandwidth, memory=min(device.memory, found.memory)
+                device, rates=measured.rates, bandwidth=measured.bandwidth, memory=min(device.memory, measured.memory)
             )
             # Those that are alike need not all be timed alone.
-            times = next((one.units for other, one in zip(bare, done, strict=False) if other == bare[index]), ())
-            if not times and (timed := asked.units(host, index)) is not None:
-                asked.note(host, index, timed.left_out)
+            times = next((twin.units for other, twin in zip(bare, done, strict=False) if other == bare[index]), ())
+            if not times and (timed := measuring.units(host, index)) is not None:
+                measuring.note(host, index, timed.left_out)
                 times = timed.times
-            whole = (host.name, index) not in asked.failed
+            whole = (host.name, index) not in measuring.failed
             device = msgspec.structs.replace(device, units=times, origin="measured" if whole else device.origin)
         done.append(device)
     return msgspec.structs.replace(host, devices=tuple(done))
 
 
-def _crowded(host: Host, asked: _Measuring) -> Host:
+def _crowded(host: Host, measuring: _Measuring) -> Host:
     """A host's devices with the times of units while all of them compute."""
-    if len(there := asked.working(host)) < 2:
+    if len(indices := measuring.working(host)) < 2:
         return host
-    asked.say(f"all devices of {host.name} together")
+    measuring.say(f"all devices of {host.name} together")
     devices = list(host.devices)
 
     def ask(index: int) -> UnitTimes | None:
-        return asked.units(host, index)
+        return measuring.units(host, index)
 
-    with ThreadPoolExecutor(len(there)) as pool:
-        for index, found in zip(there, pool.map(ask, there), strict=True):
-            times = () if found is None else found.times
-            crowd = (msgspec.structs.replace(one, together=len(there)) for one in times)
+    with ThreadPoolExecutor(len(indices)) as pool:
+        for index, timed in zip(indices, pool.map(ask, indices), strict=True):
+            times = () if timed is None else timed.times
+            crowd = (msgspec.structs.replace(unit, together=len(indices)) for unit in times)
             devices[index] = msgspec.structs.replace(devices[index], units=(*devices[index].units, *crowd))
     return msgspec.structs.replace(host, devices=tuple(devices))
 
 
-def _local_rate(host: Host, asked: _Measuring) -> Host:
+def _local_rate(host: Host, measuring: _Measuring) -> Host:
     """Bytes a second that each device of a host sends in an all-reduce over all of them: a ring of 2 (n - 1) steps with
     a part each."""
-    if (n := len(there := asked.working(host))) < 2:
+    if (n := len(indices := measuring.working(host))) < 2:
         return host
-    seconds = _together([(host, index) for index in there], (INSIDE_BYTES,), asked).get(INSIDE_BYTES)
+    seconds = _together([(host, index) for index in indices], (INSIDE_BYTES,), measuring).get(INSIDE_BYTES)
     if seconds is None:
         return host
     return msgspec.structs.replace(host, local_rate=2 * (n - 1) / n * INSIDE_BYTES / seconds)
@@ -203,23 +203,23 @@ def _planned(host: Host, index: int) -> PlannedDevice:
     )  # fmt: skip
 
 
-def _allreduce(cluster: Cluster, asked: _Measuring) -> dict[int, float]:
+def _allreduce(cluster: Cluster, measuring: _Measuring) -> dict[int, float]:
     """Over all devices; nothing where one has failed, as what the others take is no figure of the cluster."""
-    if asked.failed:
+    if measuring.failed:
         return {}
-    asked.say(f"all-reduce over {len(cluster.devices)} devices")
+    measuring.say(f"all-reduce over {len(cluster.devices)} devices")
     every = [(host, index) for host in cluster.hosts for index in range(len(host.devices))]
-    return _together(every, ALLREDUCE_BYTES, asked)
+    return _together(every, ALLREDUCE_BYTES, measuring)
 
 
-def _together(ranks: Sequence[tuple[Host, int]], sizes: Sequence[int], asked: _Measuring) -> dict[int, float]:
+def _together(ranks: Sequence[tuple[Host, int]], sizes: Sequence[int], measuring: _Measuring) -> dict[int, float]:
     """Seconds of all-reduces over these devices; of none where one of them fails, which the others then do, too."""
     meeting, problems = arrange(list({host.name: host for host, _ in ranks}.values())), dict[int, Problem]()
 
     def ask(rank: int) -> dict[int, float]:
         host, index = ranks[rank]
         try:
-            return asked.probes[host.name][index].allreduce(
+            return measuring.probes[host.name][index].allreduce(
                 _planned(host, index), rank, len(ranks), meeting, meeting.interfaces.get(host.name), sizes
             )
         except Refusal as refusal:
@@ -227,13 +227,13 @@ def _together(ranks: Sequence[tuple[Host, int]], sizes: Sequence[int], asked: _M
             return {}
 
     with ThreadPoolExecutor(len(ranks)) as pool:
-        found = list(pool.map(ask, range(len(ranks))))
-    causes = {rank: one for rank, one in problems.items() if one.code != "worker-lost"} or problems
+        seconds = list(pool.map(ask, range(len(ranks))))
+    causes = {rank: problem for rank, problem in problems.items() if problem.code != "worker-lost"} or problems
     for rank, problem in causes.items():
         host, index = ranks[rank]
-        asked.failed[host.name, index] = problem
-        asked.say(f"device {index} of {host.name} has failed: {problem.what} ({problem.fact})")
-    return {} if problems else found[0]
+        measuring.failed[host.name, index] = problem
+        measuring.say(f"device {index} of {host.name} has failed: {problem.what} ({problem.fact})")
+    return {} if problems else seconds[0]
 
 
 def links(cluster: Cluster, activation_bytes: int, say: Callable[[str], None]) -> tuple[Link, ...]:
@@ -244,19 +244,19 @@ def links(cluster: Cluster, activation_bytes: int, say: Callable[[str], None]) -
     with agents(cluster.hosts) as (reached, unreachable):
         for problem in unreachable.values():
             raise Refusal.of(problem)
-        found = []
+        measured = []
         for a, b in _pairs(cluster):
             one_site = cluster.site_of(a.name) is cluster.site_of(b.name)
             names = (a.name, b.name) if one_site else (cluster.site_of(a.name).name, cluster.site_of(b.name).name)
             say(f"link {names[0]} - {names[1]}")
             link = _link(reached[a.name], reached[b.name], activation_bytes)
-            found.append(named(link, names, cluster))
-    return tuple(found)
+            measured.append(named(link, names, cluster))
+    return tuple(measured)
 
 
 def named(link: Link, names: tuple[str, str], cluster: Cluster) -> Link:
     """The link between these names of the cluster, with the loss that was known before where none could be counted."""
-    known = {frozenset((one.a, one.b)): one.loss for one in cluster.links}
+    known = {frozenset((old.a, old.b)): old.loss for old in cluster.links}
     loss = known.get(frozenset(names)) if link.loss is None else link.loss
     return msgspec.structs.replace(link, a=names[0], b=names[1], loss=loss)
 
@@ -269,17 +269,17 @@ def _pairs(cluster: Cluster) -> list[tuple[Host, Host]]:
 def _link(a: Agent, b: Agent, activation_bytes: int) -> Link:
     there, back = _working(reach(a, b, PINGS)), _working(reach(b, a, PINGS))
     rtt = min(there.rtt_s or 0.0, back.rtt_s or 0.0)
-    found = {count: stream(a, b, count, rtt) for count in STREAMS}
-    rates = {count: one.rate for count, one in found.items()}
+    streamed = {count: stream(a, b, count, rtt) for count in STREAMS}
+    rates = {count: sent.rate for count, sent in streamed.items()}
     # The way back is timed where the line decides; the slower way counts.
     back_again = stream(b, a, STREAMS[-1], rtt)
     bandwidth = min(max(rates.values()), back_again.rate)
-    kept = [one.busy_s for one in (*found.values(), back_again) if one.busy_s is not None]
+    kept = [sent.busy_s for sent in (*streamed.values(), back_again) if sent.busy_s is not None]
     limited = bandwidth > LIMITED * rates[1]
     return Link(
         a=a.host.name, b=b.host.name, rtt_s=rtt, jitter_s=max(there.jitter_s or 0.0, back.jitter_s or 0.0),
         bandwidth=bandwidth, window=round(rates[1] * rtt) if limited else None,
-        in_flight={count: round(found * rtt) for count, found in rates.items()},
+        in_flight={count: round(rate * rtt) for count, rate in rates.items()},
         transfer_s={activation_bytes: _transfer(a, b, activation_bytes, rtt)},
         loss=_loss(a, b), busy_s=statistics.median(kept) if kept else None, origin="measured",
     )  # fmt: skip

@@ -98,10 +98,10 @@ def nodes_of(job: Job) -> dict[str, str]:
     deadline = time.monotonic() + JOIN_S
     while True:
         alive = [node for node in ray.nodes() if node["Alive"]]
-        found = {name: node["NodeID"] for name in job.hosts for node in alive if name in _names(node)}
-        missing = [name for name in job.hosts if name not in found]
+        node_ids = {name: node["NodeID"] for name in job.hosts for node in alive if name in _names(node)}
+        missing = [name for name in job.hosts if name not in node_ids]
         if not missing:
-            return found
+            return node_ids
         if time.monotonic() > deadline:
             known = ", ".join(node["NodeManagerHostname"] for node in alive)
             raise Refusal(
@@ -121,15 +121,15 @@ def run(job: Job, secret: str) -> list[WorkerEnd | None]:
     nodes = nodes_of(job)
     remote: Any = ray.remote(RankActor)
     # A GPU that an actor asks for is given to nobody else as long as it lives.
-    made = [
+    created = [
         remote.options(
             num_cpus=0, num_gpus=int(gpu is not None), label_selector={"ray.io/node-id": nodes[host]}
         ).remote()
         for host, gpu in zip(job.ranks, job.gpus, strict=True)
     ]
-    spots = _spots(job, made)
+    spots = _spots(job, created)
     order = takers(job, spots)
-    actors, places = [made[k] for k in order], [spots[k] for k in order]
+    actors, places = [created[k] for k in order], [spots[k] for k in order]
     for rank, (host, actor, place) in enumerate(zip(job.ranks, actors, places, strict=True)):
         environment = worker_environment(job.threads[rank]) | {
             "RANK": str(rank), "WORLD_SIZE": str(len(actors)), "MASTER_ADDR": places[0].address,
@@ -155,10 +155,10 @@ def _spots(job: Job, actors: list[Any]) -> list[Spot]:
             raise
         counts = {host: sum(at == host and gpu is not None for at, gpu in zip(job.ranks, job.gpus, strict=True))
                   for host in job.hosts}  # fmt: skip
-        asked = ", ".join(f"{count} on {host}" for host, count in counts.items() if count)
+        wanted = ", ".join(f"{count} on {host}" for host, count in counts.items() if count)
         raise Refusal(
             "device-missing", what="Ray does not give the GPUs that the plan needs", where=job.address,
-            fact=f"it needs {asked}; within {JOIN_S:.0f} s they were not free",
+            fact=f"it needs {wanted}; within {JOIN_S:.0f} s they were not free",
             remedy=f"ray status --address={job.address}",
         ) from None  # fmt: skip
 
@@ -166,7 +166,7 @@ def _spots(job: Job, actors: list[Any]) -> list[Spot]:
 def takers(job: Job, spots: Sequence[Spot]) -> list[int]:
     """The actor that each rank takes, of those on its host. Ray chooses who gets which GPU: a rank takes the one with
     its planned GPU, else one with a GPU of that kind, else any."""
-    found: dict[int, int] = {}
+    chosen: dict[int, int] = {}
     for fits in (
         lambda spot, gpu: gpu is None or spot.gpu == str(gpu[0]),
         lambda spot, gpu: is_kind(spot.name, gpu[1]),
@@ -175,11 +175,11 @@ def takers(job: Job, spots: Sequence[Spot]) -> list[int]:
         for rank, (host, gpu) in enumerate(zip(job.ranks, job.gpus, strict=True)):
             free = (
                 k for k, spot in enumerate(spots)
-                if job.ranks[k] == host and (job.gpus[k] is None) == (gpu is None) and k not in found.values()
+                if job.ranks[k] == host and (job.gpus[k] is None) == (gpu is None) and k not in chosen.values()
             )  # fmt: skip
-            if rank not in found and (taken := next((k for k in free if fits(spots[k], gpu)), None)) is not None:
-                found[rank] = taken
-    return [found[rank] for rank in range(len(spots))]
+            if rank not in chosen and (taken := next((k for k in free if fits(spots[k], gpu)), None)) is not None:
+                chosen[rank] = taken
+    return [chosen[rank] for rank in range(len(spots))]
 
 
 def watch(job: Job, actors: list[Any]) -> list[WorkerEnd | None]:
@@ -189,7 +189,7 @@ def watch(job: Job, actors: list[Any]) -> list[WorkerEnd | None]:
         for rank, actor in enumerate(actors):
             if ended[rank] is None:
                 ended[rank] = _poll(job, rank, actor)
-        if failed_at is None and any(one is not None and one.problem for one in ended):
+        if failed_at is None and any(end is not None and end.problem for end in ended):
             failed_at = time.monotonic()
         if failed_at is not None and time.monotonic() - failed_at > GRACE_S:
             for rank, actor in enumerate(actors):
@@ -242,18 +242,18 @@ def describe(address: str) -> list[Node]:
 def _cards(nodes: list[str]) -> dict[str, tuple[Gpu, ...]]:
     """The GPUs that the driver of each of these nodes lists; none of a node that does not say."""
     remote: Any = ray.remote(nvidia)
-    asked = {
+    pending = {
         node: remote.options(num_cpus=0, num_gpus=0, label_selector={"ray.io/node-id": node}).remote() for node in nodes
     }
-    if asked:
-        ray.wait(list(asked.values()), num_returns=len(asked), timeout=CARDS_S)
-    found = {}
-    for node, answer in asked.items():
+    if pending:
+        ray.wait(list(pending.values()), num_returns=len(pending), timeout=CARDS_S)
+    cards = {}
+    for node, answer in pending.items():
         try:
-            found[node] = msgspec.convert(ray.get(answer, timeout=0.1), Nvidia).gpus
+            cards[node] = msgspec.convert(ray.get(answer, timeout=0.1), Nvidia).gpus
         except ray.exceptions.RayError:
             continue
-    return found
+    return cards
 
 
 def main() -> int:
@@ -276,11 +276,11 @@ def main() -> int:
             code="launcher-unusable", what="Ray cannot be used", where=job.address,
             fact=" ".join(str(error).split())[:400], remedy="ray status, with the same RAY_AUTH_TOKEN",
         ))}  # fmt: skip
-    problems = {rank: one for rank, one in ended.items() if one is not None and one.problem}
-    for rank, one in problems.items():
-        if one.said:
-            save(one.problem, logs / f"rank-{rank}.problem.json")
-    save({rank: one.problem for rank, one in problems.items() if not one.said}, logs / LOST)
+    problems = {rank: end for rank, end in ended.items() if end is not None and end.problem}
+    for rank, end in problems.items():
+        if end.said:
+            save(end.problem, logs / f"rank-{rank}.problem.json")
+    save({rank: end.problem for rank, end in problems.items() if not end.said}, logs / LOST)
     return 1 if problems else 0
 
 

@@ -138,7 +138,7 @@ class RemoteRun:
                 fact=f"{words[0]}: {error.strerror}", remedy="farspan doctor --cluster, with the same cluster",
             ) from None  # fmt: skip
 
-    def _put(self, files: Iterable[tuple[Path, str]], folder: Path, made: dict[str, bytes] | None = None) -> None:
+    def _put(self, files: Iterable[tuple[Path, str]], folder: Path, contents: dict[str, bytes] | None = None) -> None:
         where = quoted(folder)
         with self._started(
             f"umask 077 && mkdir -p {where}/logs && tar -xf - -C {where}", stdin=subprocess.PIPE, stderr=subprocess.PIPE
@@ -146,7 +146,7 @@ class RemoteRun:
             assert process.stdin is not None and process.stderr is not None
             try:
                 with process.stdin, tarfile.open(fileobj=process.stdin, mode="w|") as archive:
-                    for name, content in (made or {}).items():
+                    for name, content in (contents or {}).items():
                         member = tarfile.TarInfo(name)
                         member.size = len(content)
                         archive.addfile(member, io.BytesIO(content))

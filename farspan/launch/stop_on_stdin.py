@@ -87,11 +87,11 @@ def first_line() -> str:
 
 def _started(words: Sequence[str], environment: Mapping[str, str] | None, adopt: bool) -> subprocess.Popen[bytes]:
     """The command, before any other thread runs here, which could hold a lock while its process is made."""
-    linux, here = sys.platform == "linux", os.getpid()
+    linux, parent = sys.platform == "linux", os.getpid()
 
     def follow() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != here:  # Killed in between.
+        if os.getppid() != parent:  # Killed in between.
             os._exit(128 + signal.SIGTERM)
 
     if adopt and linux:

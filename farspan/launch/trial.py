@@ -74,8 +74,8 @@ def predicted_s(plan: Plan, cluster: Cluster, step_s: float, steps: int, warmup:
     if plan.sync is None:
         return (warmup + steps) * step_s
     short = shortened(plan, steps, warmup)
-    found = estimate(short, models.graph(plan.model), cluster, engine(plan.engine))
-    return short.train.steps * max(step_s, found.step_s)
+    predicted = estimate(short, models.graph(plan.model), cluster, engine(plan.engine))
+    return short.train.steps * max(step_s, predicted.step_s)
 
 
 def start_s(plan: Plan, cluster: Cluster, corpus: Path) -> float:
@@ -225,24 +225,24 @@ def _records(run: RunFolder, world: int) -> dict[int, list[Event]]:
 
 def peaks(records: Mapping[int, Sequence[Event]]) -> dict[int, int]:
     """The most bytes that each rank said it held."""
-    held = {rank: [one.memory_bytes for one in events if isinstance(one, Step)] for rank, events in records.items()}
+    held = {rank: [step.memory_bytes for step in events if isinstance(step, Step)] for rank, events in records.items()}
     return {rank: max(sizes) for rank, sizes in held.items() if sizes}
 
 
 def computing(records: Mapping[int, Sequence[Event]], plan: Plan) -> dict[int, float]:
     """Seconds of each rank's passes and update in the quickest step that it traced."""
-    found = {}
+    seconds = {}
     for rank, events in records.items():
-        traced = [one for one in events if isinstance(one, Traced)]
+        traced = [event for event in events if isinstance(event, Traced)]
         if traced and plan.devices[rank].backend in IN_STEP:
-            found[rank] = min(
-                sum(span.end - span.start for span in one.spans if span.kind in COMPUTE) for one in traced
+            seconds[rank] = min(
+                sum(span.end - span.start for span in step.spans if span.kind in COMPUTE) for step in traced
             )
-    return found
+    return seconds
 
 
 def _environment(records: Mapping[int, Sequence[Event]]) -> Environment | None:
-    return next((one.environment for one in records.get(0, ()) if isinstance(one, Started)), None)
+    return next((event.environment for event in records.get(0, ()) if isinstance(event, Started)), None)
 
 
 def _forget(plan: Plan, run: RunFolder, cluster: Cluster) -> None:
@@ -299,11 +299,11 @@ def follow(parent: int) -> None:
 
 
 def main() -> None:
-    asked = msgspec.json.decode(sys.stdin.buffer.read(), type=TrialQuery)
+    query = msgspec.json.decode(sys.stdin.buffer.read(), type=TrialQuery)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     threading.Thread(target=follow, args=(int(sys.argv[1]),), daemon=True).start()
-    made = trial(asked.plan, Path(asked.corpus), asked.cluster, asked.launcher, asked.within)
-    sys.stdout.buffer.write(msgspec.json.encode(made))
+    outcome = trial(query.plan, Path(query.corpus), query.cluster, query.launcher, query.within)
+    sys.stdout.buffer.write(msgspec.json.encode(outcome))
 
 
 if __name__ == "__main__":

@@ -331,8 +331,8 @@ class Workers:
             return
         # Workers that lost a peer fail too. The cause is a problem that is about something else, or a worker that was
         # killed before it could say anything.
-        problems = [found for process in failed for found in self._problems(process)]
-        said, cause = min(problems, key=lambda found: (found[1].code == "worker-lost", found[0]))
+        problems = [entry for process in failed for entry in self._problems(process)]
+        said, cause = min(problems, key=lambda entry: (entry[1].code == "worker-lost", entry[0]))
         killed = any((process.poll() or 0) < 0 for process in failed)
         if self._interrupted_at is not None and killed and not said:
             raise Refusal(
@@ -380,14 +380,14 @@ class Workers:
 
     def _memory(self, process: Process, rank: int) -> str:
         """What a worker was predicted to need, and what it held when it was last heard."""
-        told, folder = "", run_folder(process.host, self.plan, self.run)
+        fact, folder = "", run_folder(process.host, self.plan, self.run)
         if self.run.estimate.exists() and rank < len(memory := load(self.run.estimate, Estimate).memory):
-            told += f"; it was predicted to need {format_bytes(memory[rank].total)}"
+            fact += f"; it was predicted to need {format_bytes(memory[rank].total)}"
         log = folder.events if rank == 0 else folder.logs / f"rank-{rank}.events.jsonl"
         lines, held = (process.read(log) or b"").split(b"\n")[:-1], 0
         for event in decoded(lines, log):  # Of this start: before it may have been another plan.
             held = event.memory_bytes if isinstance(event, Step) else 0 if isinstance(event, Started) else held
-        return told + (f"; held {format_bytes(held)}" if held else "")
+        return fact + (f"; held {format_bytes(held)}" if held else "")
 
     def _signal(self, number: signal.Signals, services: bool = False) -> None:
         for process in self.processes:

@@ -180,12 +180,12 @@ def _demand_windows(config: RunConfig, corpus: CorpusManifest, seq_len: int) -> 
     longest = _longest(corpus)
     if seq_len <= longest:
         return
-    there = f"{corpus.train.tokens} tokens to train on and {corpus.val.tokens} to validate on"
+    sizes = f"{corpus.train.tokens} tokens to train on and {corpus.val.tokens} to validate on"
     fits = longest >= SHORTEST_CONTEXT
     if config.model.context is not None and fits:
-        raise out_of_range("model.context", seq_len, f"the corpus has {there}", f"set model.context: {longest}")
+        raise out_of_range("model.context", seq_len, f"the corpus has {sizes}", f"set model.context: {longest}")
     raise Refusal(
         "corpus-too-small", what="the corpus cannot fill one training and one validation window of the model",
-        where=corpus.source, fact=f"there are {there}; each needs at least {seq_len + 1}",
+        where=corpus.source, fact=f"there are {sizes}; each needs at least {seq_len + 1}",
         remedy=f"set model.context: {longest}" if fits else f"add text to {corpus.source}",
     )  # fmt: skip

@@ -117,13 +117,13 @@ def _precision(config: RunConfig, cluster: Cluster, probe: ProbeResult) -> tuple
 def _limits(config: RunConfig, model: ModelSpec, corpus: CorpusManifest, timed: bool) -> list[tuple[float, str]]:
     """Bounds of the run's tokens, and where each came from: those that run.yaml gives, or else a default."""
     asked = config.train
-    found: list[tuple[float, str]] = []
+    limits: list[tuple[float, str]] = []
     if asked.tokens is not None:
-        found.append((asked_tokens(asked.tokens, parameters(model)), "run.yaml: train.tokens"))
+        limits.append((asked_tokens(asked.tokens, parameters(model)), "run.yaml: train.tokens"))
     if asked.epochs is not None:
-        found.append((asked.epochs * corpus.train.tokens, "run.yaml: train.epochs"))
-    if found:
-        return found
+        limits.append((asked.epochs * corpus.train.tokens, "run.yaml: train.epochs"))
+    if limits:
+        return limits
     if timed:
         return [(MOST_EPOCHS * corpus.train.tokens, f"default: {MOST_EPOCHS} epochs, before the budget ends")]
     tokens = min(TOKENS_PER_PARAMETER * parameters(model), FRESH_EPOCHS * corpus.train.tokens)
@@ -167,14 +167,14 @@ def _steps(
 ) -> tuple[int, str]:
     """Steps within every limit, one at least, and within `seconds`, which even one step may exceed."""
     asked, budget = config.train, config.budget
-    found = [(max(1, int(tokens // step_tokens)), why) for tokens, why in limits]
+    step_limits = [(max(1, int(tokens // step_tokens)), why) for tokens, why in limits]
     if asked.steps is not None:
-        found = [pair for pair in found if not pair[1].startswith("default")]
-        found.append((asked.steps, "run.yaml: train.steps"))
+        step_limits = [pair for pair in step_limits if not pair[1].startswith("default")]
+        step_limits.append((asked.steps, "run.yaml: train.steps"))
     if seconds < math.inf:
         pace = f"{format_seconds(seconds)} at {format_count(step_tokens / step_s)} tokens/s"
-        found.append((int(seconds // step_s), f"run.yaml and machine: budget, {pace}"))
-    steps, why = min(found)
+        step_limits.append((int(seconds // step_s), f"run.yaml and machine: budget, {pace}"))
+    steps, why = min(step_limits)
     if steps < 1:
         key, value = ("budget.usd", budget.usd) if budget.time is None else ("budget.time", budget.time)
         fact = f"one step takes {format_seconds(step_s)}"
@@ -199,17 +199,17 @@ def _validate_tokens(corpus: CorpusManifest, run_tokens: int, seq_len: int) -> i
 
 
 def _warnings(model: ModelSpec, corpus: CorpusManifest, train: TrainSpec) -> tuple[str, ...]:
-    count, seen, found = parameters(model), train.steps * train.tokens_per_step, []
+    count, seen, warnings = parameters(model), train.steps * train.tokens_per_step, []
     epochs = seen / corpus.train.tokens
     fits = max(SMALLEST, min(FRESH_EPOCHS * corpus.train.tokens, seen) / TOKENS_PER_PARAMETER)
     if seen / count < FAR_TOO_FEW and count > fits * (1 + TOLERANCE):
-        found.append(
+        warnings.append(
             f"the model is too large for what it will see: {format_count(count)} parameters, {format_count(seen)} "
             f"tokens, {seen / count:.2g} a parameter where 20 is compute-optimal; {format_count(fits)} parameters fit"
         )
     if epochs > FRESH_EPOCHS:
-        found.append(
+        warnings.append(
             f"the run reads the corpus {epochs:.3g} times; beyond {FRESH_EPOCHS} repeats teach less and less "
             "(arXiv 2305.16264): more text, or fewer steps"
         )
-    return tuple(found)
+    return tuple(warnings)

@@ -14,10 +14,10 @@ from farspan.planning.rank import Candidate, Ranking
 SAME = 0.001
 
 
-def step_s(one: Candidate) -> float:
+def step_s(candidate: Candidate) -> float:
     """Seconds of a step, and of the further ones that the same loss takes where a token counts for less than one."""
-    assert one.estimate is not None
-    return one.estimate.step_s / one.estimate.token_efficiency
+    assert candidate.estimate is not None
+    return candidate.estimate.step_s / candidate.estimate.token_efficiency
 
 
 def dearer(ranking: Ranking) -> bool:
@@ -25,11 +25,11 @@ def dearer(ranking: Ranking) -> bool:
     return ranking.objective in ("cost", "loss_per_dollar")
 
 
-def factor(ranking: Ranking, one: Candidate, base: Candidate) -> float:
-    """How many times as long, or as many dollars, `one` takes as `base`; infinite without a plan."""
+def factor(ranking: Ranking, candidate: Candidate, base: Candidate) -> float:
+    """How many times as long, or as many dollars, `candidate` takes as `base`; infinite without a plan."""
     if not dearer(ranking):
-        return one.time_s / base.time_s
-    return one.time_s / base.time_s if one.usd is None or not base.usd else one.usd / base.usd
+        return candidate.time_s / base.time_s
+    return candidate.time_s / base.time_s if candidate.usd is None or not base.usd else candidate.usd / base.usd
 
 
 def difference(value: float, words: tuple[str, str] = ("slower", "faster")) -> str:
@@ -53,27 +53,29 @@ def words_of(ranking: Ranking) -> tuple[str, str]:
     return ("dearer", "cheaper") if dearer(ranking) else ("slower", "faster")
 
 
-def verdict(ranking: Ranking, one: Candidate) -> str:
+def verdict(ranking: Ranking, candidate: Candidate) -> str:
     """A few words: chosen, how much slower (or dearer), or that there is no plan."""
-    if one.plan is None:
-        return "does not fit" if one.problem is not None and one.problem.code == "out-of-memory" else "no plan"
+    if candidate.plan is None:
+        return (
+            "does not fit" if candidate.problem is not None and candidate.problem.code == "out-of-memory" else "no plan"
+        )
     if ranking.chosen is None:
         return "not chosen"
     chosen = ranking.candidates[ranking.chosen]
-    if one is chosen:
+    if candidate is chosen:
         return "chosen"
-    return difference(factor(ranking, one, chosen), words_of(ranking))
+    return difference(factor(ranking, candidate, chosen), words_of(ranking))
 
 
 def best_of(ranking: Ranking, technique: str) -> Candidate | None:
     """The first candidate of a technique, with a plan where it has any."""
-    found = [one for one in ranking.candidates if one.technique == technique]
-    return next((one for one in found if one.plan is not None), found[0] if found else None)
+    own = [candidate for candidate in ranking.candidates if candidate.technique == technique]
+    return next((candidate for candidate in own if candidate.plan is not None), own[0] if own else None)
 
 
-def called(one: Candidate) -> str:
+def called(candidate: Candidate) -> str:
     """`zero2 on gat`."""
-    return f"{one.technique} on {one.where}"
+    return f"{candidate.technique} on {candidate.where}"
 
 
 def devices_line(cluster: Cluster, places: Sequence[int]) -> str:
@@ -82,30 +84,30 @@ def devices_line(cluster: Cluster, places: Sequence[int]) -> str:
     return joined([f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)])
 
 
-def bounds(one: Candidate) -> tuple[float, float]:
+def bounds(candidate: Candidate) -> tuple[float, float]:
     """Seconds between which the run is expected to end, queues included; bounds of its tokens count too."""
-    assert one.estimate is not None
-    low, high = one.estimate.interval
-    worst, best = sorted(one.estimate.token_efficiency_interval)
-    run_s = (one.time_s - one.queue_s) * one.estimate.token_efficiency
-    return one.queue_s + low * run_s / max(best, 1e-9), one.queue_s + high * run_s / max(worst, 1e-9)
+    assert candidate.estimate is not None
+    low, high = candidate.estimate.interval
+    worst, best = sorted(candidate.estimate.token_efficiency_interval)
+    run_s = (candidate.time_s - candidate.queue_s) * candidate.estimate.token_efficiency
+    return candidate.queue_s + low * run_s / max(best, 1e-9), candidate.queue_s + high * run_s / max(worst, 1e-9)
 
 
-def spent(one: Candidate) -> str:
+def spent(candidate: Candidate) -> str:
     """`free`, `$1.20`, or `?` where a device's price is unknown."""
-    if one.usd is None:
+    if candidate.usd is None:
         return "?"
-    return "free" if one.usd == 0 else format_usd(one.usd)
+    return "free" if candidate.usd == 0 else format_usd(candidate.usd)
 
 
-def time_line(one: Candidate) -> str:
+def time_line(candidate: Candidate) -> str:
     """`6 min 28 s (5 min 10 s to 8 min 00 s)`."""
-    low, high = bounds(one)
-    return f"{format_seconds(one.time_s)} ({format_seconds(low)} to {format_seconds(high)})"
+    low, high = bounds(candidate)
+    return f"{format_seconds(candidate.time_s)} ({format_seconds(low)} to {format_seconds(high)})"
 
 
-def same_plan(one: Plan | None, other: Plan | None) -> bool:
+def same_plan(plan: Plan | None, other: Plan | None) -> bool:
     """Whether two techniques found the same."""
-    if one is None or other is None:
+    if plan is None or other is None:
         return False
-    return (one.replicas, one.sync, one.devices) == (other.replicas, other.sync, other.devices)
+    return (plan.replicas, plan.sync, plan.devices) == (other.replicas, other.sync, other.devices)

@@ -56,7 +56,7 @@ def difference(a: PlanSide, b: PlanSide, cluster: Cluster) -> PlanDifference:
 def configuration(plan: Plan, cluster: Cluster) -> dict[str, str]:
     """What a plan says, by name."""
     kinds = {host.name: [device.kind for device in host.devices] for host in cluster.hosts}
-    found = {
+    settings = {
         "technique": plan.technique,
         "devices": listed([f"{kinds[device.host][device.index]} in {device.host}" for device in plan.devices]),
         "model": f"{plan.model.family} of {format_count(parameters(plan.model))} parameters",
@@ -67,12 +67,12 @@ def configuration(plan: Plan, cluster: Cluster) -> dict[str, str]:
     layers = plan.model.layers
     for number, replica in enumerate(plan.replicas, start=1):
         of = "" if len(plan.replicas) == 1 else f" of replica {number}"
-        found[f"stages{of}"] = str(len(replica.stages))
-        found[f"microbatches{of}"] = _microbatches(replica)
+        settings[f"stages{of}"] = str(len(replica.stages))
+        settings[f"microbatches{of}"] = _microbatches(replica)
         for i, stage in enumerate(replica.stages, start=1):
-            found[f"stage {i}{of}"] = stage_words(stage, layers)
-            found[f"rows of stage {i}{of}"] = listed([str(rows) for rows in stage.rows])
-    return found
+            settings[f"stage {i}{of}"] = stage_words(stage, layers)
+            settings[f"rows of stage {i}{of}"] = listed([str(rows) for rows in stage.rows])
+    return settings
 
 
 def _replicas(plan: Plan) -> str:
@@ -121,5 +121,5 @@ def _figure(what: str, a: float | None, b: float | None, show: Callable[[float],
 
 def _sent(plan: Plan, cluster: Cluster) -> float:
     costs = costs_of(plan, cluster)
-    found = between_sites(traffic(plan, costs), costs.network)
-    return sum(sum(purposes.values()) for purposes in found.values())
+    by_pair = between_sites(traffic(plan, costs), costs.network)
+    return sum(sum(purposes.values()) for purposes in by_pair.values())

@@ -129,21 +129,21 @@ class _Search:
 
     def limits(self) -> list[tuple[Limit, int]]:
         """The best of each technique that was followed, with its rung's index on the part it uses."""
-        found: dict[str, tuple[Limit, int]] = {}
+        reached: dict[str, tuple[Limit, int]] = {}
         for name in self.ground.names:
-            self._follow(name, found, found.get(name) if name in QUICK else self._best(found))
+            self._follow(name, reached, reached.get(name) if name in QUICK else self._best(reached))
         # What was left out beyond an earlier best is tried beyond the last one, until nothing goes further.
-        while any(self._follow(name, found, self._best(found)) for name in self.ground.names if found):
+        while any(self._follow(name, reached, self._best(reached)) for name in self.ground.names if reached):
             pass
-        return list(found.values())
+        return list(reached.values())
 
-    def _best(self, found: dict[str, tuple[Limit, int]]) -> tuple[Limit, int] | None:
-        return max(found.values(), key=lambda pair: self.hardness(pair[0].amount), default=None)
+    def _best(self, reached: dict[str, tuple[Limit, int]]) -> tuple[Limit, int] | None:
+        return max(reached.values(), key=lambda pair: self.hardness(pair[0].amount), default=None)
 
     def hardness(self, amount: int) -> int:
         return -amount if self.ladder.asked == "memory" else amount
 
-    def _follow(self, name: str, found: dict[str, tuple[Limit, int]], beyond: tuple[Limit, int] | None) -> bool:
+    def _follow(self, name: str, reached: dict[str, tuple[Limit, int]], beyond: tuple[Limit, int] | None) -> bool:
         """Follows one technique on every part beyond what is known; whether it got further."""
         further = False
         for part in self.parts:
@@ -156,7 +156,7 @@ class _Search:
                 low, high = (middle, high) if self.attempt(middle, name, part) else (low, middle)
             # Shapes do not grow evenly: the last rung that fits may be a little smaller than one before it.
             tried = [(limit, i) for i in (start, low) if (limit := self.attempt(i, name, part))]
-            found[name] = beyond = max(tried, key=lambda pair: self.hardness(pair[0].amount))
+            reached[name] = beyond = max(tried, key=lambda pair: self.hardness(pair[0].amount))
             further = True
         return further
 
@@ -197,20 +197,22 @@ class _Search:
         if key not in self._tasks:
             self._tasks[key] = self.task(rung, part)
         task = self._tasks[key]
-        made = candidate(task, part, name)
+        planned = candidate(task, part, name)
         if self.ladder.asked == "batch":
-            return next((limit for one in at_once(task, made) if (limit := self._limit(task, one, rung))), None)
-        return self._limit(task, made, rung)
+            return next(
+                (limit for variant in at_once(task, planned) if (limit := self._limit(task, variant, rung))), None
+            )
+        return self._limit(task, planned, rung)
 
     def task(self, rung: Rung, part: ClusterPart) -> Task:
         only = None if len(part.places) == len(rung.cluster.devices) else part.places
         return Task(rung.model, models.graph(rung.model), rung.cluster, rung.train, self.ground.engine, only=only)
 
-    def _limit(self, task: Task, made: Candidate, rung: Rung) -> Limit | None:
-        if made.plan is None or made.estimate is None:
+    def _limit(self, task: Task, candidate: Candidate, rung: Rung) -> Limit | None:
+        if candidate.plan is None or candidate.estimate is None:
             return None
-        room = fullest(task, made.plan, made.estimate, hosts=self.ladder.asked != "memory")
-        return None if room.spare < 0 else limit_of(made, rung, room)
+        room = fullest(task, candidate.plan, candidate.estimate, hosts=self.ladder.asked != "memory")
+        return None if room.spare < 0 else limit_of(candidate, rung, room)
 
     def lacking(self, rung: Rung, best: Limit) -> Room | None:
         """What the technique of the answer lacks on a harder rung."""
@@ -218,8 +220,10 @@ class _Search:
         if self.ladder.asked == "batch":
             task = self.task(rung, part)
             plans = at_once(task, candidate(task, part, best.technique))
-            found = [fullest(task, one.plan, one.estimate) for one in plans if one.plan and one.estimate]
-            return max(found, key=lambda room: room.spare, default=None)
+            fullest_rooms = [
+                fullest(task, variant.plan, variant.estimate) for variant in plans if variant.plan and variant.estimate
+            ]
+            return max(fullest_rooms, key=lambda room: room.spare, default=None)
         missed = nearest_miss(self.ground, rung, best.technique, part)
         if missed is None:
             return None
@@ -255,9 +259,9 @@ def nearest_miss(ground: Ground, rung: Rung, name: str, part: ClusterPart) -> Mi
     return Miss(max(devices, key=_share), max(hosts, key=_share, default=None))
 
 
-def at_once(task: Task, made: Candidate) -> Iterator[Candidate]:
+def at_once(task: Task, candidate: Candidate) -> Iterator[Candidate]:
     """The candidate's plan with a step's sequences all computed at once, without and with recompute; none if piped."""
-    if made.plan is None or any(len(replica.stages) > 1 for replica in made.plan.replicas):
+    if candidate.plan is None or any(len(replica.stages) > 1 for replica in candidate.plan.replicas):
         return
     for recompute in (True,) if task.train.recompute else (False, True):
         replicas = tuple(
@@ -265,23 +269,24 @@ def at_once(task: Task, made: Candidate) -> Iterator[Candidate]:
                 replica, microbatches=1, in_flight=(1,),
                 stages=tuple(msgspec.structs.replace(stage, recompute=recompute) for stage in replica.stages),
             )
-            for replica in made.plan.replicas
+            for replica in candidate.plan.replicas
         )  # fmt: skip
-        plan = msgspec.structs.replace(made.plan, replicas=replicas)
-        yield msgspec.structs.replace(made, plan=plan, estimate=price(plan, task.costs))
+        plan = msgspec.structs.replace(candidate.plan, replicas=replicas)
+        yield msgspec.structs.replace(candidate, plan=plan, estimate=price(plan, task.costs))
 
 
-def limit_of(made: Candidate, rung: Rung, room: Room) -> Limit:
+def limit_of(candidate: Candidate, rung: Rung, room: Room) -> Limit:
     """A candidate that fits a rung, and what it fills most."""
-    assert made.plan is not None and made.estimate is not None
+    assert candidate.plan is not None and candidate.estimate is not None
     rows = [
         replica.micro_rows(i, c)
-        for replica in made.plan.replicas for i, stage in enumerate(replica.stages) for c in range(len(stage.rows))
+        for replica in candidate.plan.replicas for i, stage in enumerate(replica.stages) for c in range(len(stage.rows))
     ]  # fmt: skip
-    again = any(stage.recompute for replica in made.plan.replicas for stage in replica.stages)
+    again = any(stage.recompute for replica in candidate.plan.replicas for stage in replica.stages)
     return Limit(
-        technique=made.technique, where=made.where, places=made.places, amount=rung.amount, typed=rung.typed,
-        micro_rows=max(rows), recompute=again, binds=room, plan=made.plan, estimate=made.estimate,
+        technique=candidate.technique, where=candidate.where, places=candidate.places, amount=rung.amount,
+        typed=rung.typed, micro_rows=max(rows), recompute=again, binds=room, plan=candidate.plan,
+        estimate=candidate.estimate,
     )  # fmt: skip
 
 
@@ -297,16 +302,16 @@ def _share(room: Room) -> float:
 def rooms(task: Task, plan: Plan, estimate: Estimate, *, hosts: bool = True) -> list[Room]:
     """Every device that a plan uses, and every host whose memory is known."""
     used = sorted(rank for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks)
-    found = []
+    all_rooms = []
     for rank, memory in zip(used, estimate.memory, strict=True):
         device, at = task.costs.network.devices[rank], task.devices[rank]
-        found.append(_room(f"{device.kind}, device {at.index} of {at.host}", memory.total, task.capacity(rank)))
+        all_rooms.append(_room(f"{device.kind}, device {at.index} of {at.host}", memory.total, task.capacity(rank)))
     if hosts:
-        found += [
+        all_rooms += [
             _room(f"host {host.name}'s own memory", host_bytes(task, host.name), host.memory)
             for host in task.cluster.hosts if host.memory is not None
         ]  # fmt: skip
-    return found
+    return all_rooms
 
 
 def _room(name: str, used: float, usable: float) -> Room:

@@ -81,9 +81,9 @@ def learn(cluster: Cluster, seen: Sequence[Observation]) -> Learned:
     parts = sorted(parts_of(cluster, seen))
     if not parts:
         return Learned(cluster, {})
-    computing = [_alone(one, cluster) for one in seen]
-    measured = np.log([s for one, ranks in zip(seen, computing, strict=True)
-                       for s in (one.step_s, *(one.compute_s[rank] for rank in ranks))])  # fmt: skip
+    computing = [_alone(observation, cluster) for observation in seen]
+    measured = np.log([s for observation, ranks in zip(seen, computing, strict=True)
+                       for s in (observation.step_s, *(observation.compute_s[rank] for rank in ranks))])  # fmt: skip
 
     def learned(x: Paces) -> Learned:
         paces = {part: math.exp(value) for part, value in zip(parts, x, strict=True)}
@@ -92,45 +92,47 @@ def learn(cluster: Cluster, seen: Sequence[Observation]) -> Learned:
 
     def predicted(x: Paces) -> Paces:
         paced = learned(x)
-        found: list[float] = []
-        for one, ranks in zip(seen, computing, strict=True):
-            costs = costs_of(one.plan, paced.cluster)
-            times = devices(one.plan, costs) if ranks else {}
-            step_s = price(one.plan, costs, brief=True).step_s * paced.way(one.plan)
-            found += (step_s, *(times[rank].compute_s for rank in ranks))
-        return np.log(found)
+        seconds: list[float] = []
+        for observation, ranks in zip(seen, computing, strict=True):
+            costs = costs_of(observation.plan, paced.cluster)
+            times = devices(observation.plan, costs) if ranks else {}
+            step_s = price(observation.plan, costs, brief=True).step_s * paced.way(observation.plan)
+            seconds += (step_s, *(times[rank].compute_s for rank in ranks))
+        return np.log(seconds)
 
     doubt = np.array([DOUBT[part.what] for part in parts])
     x: Paces = np.zeros(len(parts))
     for _ in range(ROUNDS):
-        here = predicted(x)
-        slopes = np.stack([(predicted(x + STEP * unit) - here) / STEP for unit in np.eye(len(parts))], axis=1)
+        current = predicted(x)
+        slopes = np.stack([(predicted(x + STEP * unit) - current) / STEP for unit in np.eye(len(parts))], axis=1)
         # The prior as further rows: all in units of their standard deviations.
         rows = np.concatenate([slopes / NOISE, np.diag(1 / doubt)])
-        lacking = np.concatenate([(measured - here) / NOISE, -x / doubt])
+        lacking = np.concatenate([(measured - current) / NOISE, -x / doubt])
         x = x + np.linalg.lstsq(rows, lacking, rcond=None)[0]
     return learned(x)
 
 
-def _alone(one: Observation, cluster: Cluster) -> list[int]:
+def _alone(observation: Observation, cluster: Cluster) -> list[int]:
     """The ranks whose passes hold nothing but arithmetic: what they compute says how fast they are."""
-    if not one.compute_s:
+    if not observation.compute_s:
         return []
-    times = devices(one.plan, costs_of(one.plan, cluster))
-    return [rank for rank in one.compute_s if rank in times and times[rank].compute_s and not times[rank].inside_s]
+    times = devices(observation.plan, costs_of(observation.plan, cluster))
+    return [
+        rank for rank in observation.compute_s if rank in times and times[rank].compute_s and not times[rank].inside_s
+    ]
 
 
 def parts_of(cluster: Cluster, seen: Sequence[Observation]) -> frozenset[Paced]:
     """All that any of the plans uses: kinds by host, links between its hosts, and ways."""
-    found: set[Paced] = set()
-    for one in seen:
-        hosts = {at.host for at in one.plan.devices}
+    parts: set[Paced] = set()
+    for observation in seen:
+        hosts = {at.host for at in observation.plan.devices}
         by_name = {host.name: host for host in cluster.hosts if host.name in hosts}
-        found |= {Paced("device", at.host, by_name[at.host].devices[at.index].kind) for at in one.plan.devices}
+        parts |= {Paced("device", at.host, by_name[at.host].devices[at.index].kind) for at in observation.plan.devices}
         ends = hosts | {cluster.site_of(name).name for name in hosts}
-        found |= {Paced("link", link.a, link.b) for link in cluster.links if {link.a, link.b} <= ends}
-        found |= {Paced("way", way) for way in ways_of(one.plan)}
-    return frozenset(found)
+        parts |= {Paced("link", link.a, link.b) for link in cluster.links if {link.a, link.b} <= ends}
+        parts |= {Paced("way", way) for way in ways_of(observation.plan)}
+    return frozenset(parts)
 
 
 def with_paces(cluster: Cluster, paces: Mapping[Paced, float]) -> Cluster:

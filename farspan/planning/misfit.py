@@ -51,11 +51,11 @@ def misfit(ground: Ground, model: ModelSpec) -> Misfit | None:
     rung = Rung(parameters(model), model, ground.train_for(model, ground.cluster), ground.cluster)
     names = [name for name in ground.names if name in QUICK or len(ground.cluster.devices) <= MOST_SEARCHED]
     misses = {name: nearest_miss(ground, rung, name, whole(ground.cluster)) for name in names}
-    found = {name: miss for name, miss in misses.items() if miss is not None}
-    if not found:
+    lacking = {name: miss for name, miss in misses.items() if miss is not None}
+    if not lacking:
         return None
-    name = min(found, key=lambda name: found[name].device.used / found[name].device.usable)
-    device, host = found[name]
+    name = min(lacking, key=lambda name: lacking[name].device.used / lacking[name].device.usable)
+    device, host = lacking[name]
     host = host if host is not None and host.spare < 0 else None
     if device.spare >= 0 and host is None:
         return None
@@ -72,11 +72,11 @@ def misfit(ground: Ground, model: ModelSpec) -> Misfit | None:
 def largest_tried(cluster: Cluster, asked: SelectionTask, tried: Sequence[tuple[Candidate, Trial]]) -> Limit | None:
     """The largest model of the family that fits by what plans showed that ran out of memory though they were predicted
     to fit (`held`); None where none that is smaller does."""
-    out = [one for one, trial in tried if trial.status == "oom"]
+    out = [candidate for candidate, trial in tried if trial.status == "oom"]
     less, model = held(cluster, asked.engine, out), asked.model
     ground = Ground(less, asked.engine, lambda model, cluster: asked.train, asked.allow)
-    found = climb(ground, Models(ground, model.family, model.vocab_size, model.context))
-    return None if found is None or found.best.amount >= parameters(model) else found.best
+    fit = climb(ground, Models(ground, model.family, model.vocab_size, model.context))
+    return None if fit is None or fit.best.amount >= parameters(model) else fit.best
 
 
 def _fits(ground: Ground, model: ModelSpec, cluster: Cluster, seq_len: int | None = None) -> bool:
@@ -87,8 +87,8 @@ def _fits(ground: Ground, model: ModelSpec, cluster: Cluster, seq_len: int | Non
     if holds_too_little(Rung(0, model, train, cluster), ground.engine, whole(cluster)):
         return False
     task = Task(model, models.graph(model), cluster, train, ground.engine)
-    made = (candidate(task, whole(cluster), name) for name in ground.names)
-    return any(one.eligible for one in made)
+    answers = (candidate(task, whole(cluster), name) for name in ground.names)
+    return any(answer.eligible for answer in answers)
 
 
 def _shorter(ground: Ground, model: ModelSpec) -> int | None:

@@ -13,26 +13,26 @@ from farspan.planning.rank import Candidate, Ranking
 from farspan.planning.select import Selection, SelectionTask
 
 
-def trial_line(one: Candidate, made: Trial) -> str:
+def trial_line(candidate: Candidate, trial: Trial) -> str:
     """`tried pipeshard on all devices: 1.21 s a step, predicted 1.18 s`."""
-    assert one.estimate is not None
-    text, kept = f"tried {called(one)}: ", "" if made.took_s else ", kept from an earlier trial"
-    if made.step_s is not None:
-        return f"{text}{short_time(made.step_s)} a step, predicted {short_time(one.estimate.step_s)}{kept}"
-    why = "no step was made" if made.problem is None else f"{made.problem.what} ({made.problem.fact})"
-    return f"{text}{'out of memory' if made.status == 'oom' else 'failed'}: {why}{kept}"
+    assert candidate.estimate is not None
+    text, kept = f"tried {called(candidate)}: ", "" if trial.took_s else ", kept from an earlier trial"
+    if trial.step_s is not None:
+        return f"{text}{short_time(trial.step_s)} a step, predicted {short_time(candidate.estimate.step_s)}{kept}"
+    why = "no step was made" if trial.problem is None else f"{trial.problem.what} ({trial.problem.fact})"
+    return f"{text}{'out of memory' if trial.status == 'oom' else 'failed'}: {why}{kept}"
 
 
 def why(selection: Selection) -> str:
     """What was tried, what came out, and why it ended there, in a few sentences."""
     ranking, tried = selection.ranking, selection.tried
-    done = [one for one, made in tried if made.step_s is not None]
+    done = [candidate for candidate, trial in tried if trial.step_s is not None]
     ended = {
         "clear": "no other plan could be better by its prediction",
         "unpaid": "more trials would take longer than they could save",
         "budget": f"the budget of {format_seconds(selection.budget_s)} for trials is spent",
     }[selection.ended]
-    text = f"{len(tried)} of {sum(one.plan is not None for one in ranking.candidates)} plans tried"
+    text = f"{len(tried)} of {sum(candidate.plan is not None for candidate in ranking.candidates)} plans tried"
     text += f" in {format_seconds(selection.spent_s)}; {ended}." if tried else f"; {ended}."
     if ranking.chosen is None:
         return f"Nothing is chosen. {text}"
@@ -41,7 +41,9 @@ def why(selection: Selection) -> str:
     how = "measured" if chosen.trial is not None else "predicted"
     head = f"{called(chosen)} is chosen: {short_time(chosen.estimate.step_s)} a step {how}"
     rivals = [
-        one for one in ranking.candidates if one is not chosen and one.eligible and (one.trial is not None or not done)
+        candidate
+        for candidate in ranking.candidates
+        if candidate is not chosen and candidate.eligible and (candidate.trial is not None or not done)
     ]
     if rivals and rivals[0].estimate is not None:
         behind = verdict(ranking, rivals[0])
@@ -53,27 +55,31 @@ def why(selection: Selection) -> str:
 
 def nothing_runs(ranking: Ranking, tried: Sequence[tuple[Candidate, Trial]], asked: SelectionTask) -> Refusal:
     """Why no plan can be chosen: what the trials died of, or what is short, and the largest model that fits."""
-    failed = [(one, made) for one, made in tried if made.step_s is None]
-    ran = [one for one in ranking.candidates if one.trial is not None and one.trial.step_s is not None]
+    failed = [(candidate, trial) for candidate, trial in tried if trial.step_s is None]
+    ran = [
+        candidate
+        for candidate in ranking.candidates
+        if candidate.trial is not None and candidate.trial.step_s is not None
+    ]
     if ran:  # At the pace that was measured it may not be run: a lease ends before it does.
         return Refusal.of(unchosen(ran[0]))
     if failed:
-        one, made = failed[0]
+        candidate, trial = failed[0]
         what = f"all {len(failed)} plans that were tried"
-        fact = made.problem.fact if made.problem else "it made no step"
-        if any(made.status == "oom" for _, made in failed):
-            one, made = next((one, made) for one, made in failed if made.status == "oom")
-            every = all(made.status == "oom" for _, made in failed)
-            fact = made.problem.fact if made.problem else "it made no step"
+        fact = trial.problem.fact if trial.problem else "it made no step"
+        if any(trial.status == "oom" for _, trial in failed):
+            candidate, trial = next((candidate, trial) for candidate, trial in failed if trial.status == "oom")
+            every = all(trial.status == "oom" for _, trial in failed)
+            fact = trial.problem.fact if trial.problem else "it made no step"
             how = "ran out of memory" if every else "ran out of memory or failed"
-            return _short(f"{what} {how}", called(one), fact, tried, asked, ranking)
+            return _short(f"{what} {how}", called(candidate), fact, tried, asked, ranking)
         return Refusal(
-            "cannot-plan", what=f"{what} failed", where=called(one), fact=fact,
+            "cannot-plan", what=f"{what} failed", where=called(candidate), fact=fact,
             remedy="farspan doctor --cluster, with the same cluster",
         )  # fmt: skip
     if ranking.candidates[0].plan is not None:
         return Refusal.of(unchosen(ranking.candidates[0]))
-    problems = [one.problem for one in ranking.candidates if one.problem]
+    problems = [candidate.problem for candidate in ranking.candidates if candidate.problem]
     for problem in problems:
         if problem.code == "out-of-memory":
             return _short(problem.what, problem.where, problem.fact, (), asked, ranking)

@@ -70,23 +70,23 @@ def predicted(
     """What a trial would find, by the estimator: where the cluster is not at hand, or should not be disturbed."""
     speeds: dict[Precision, Speed] = {}
     for precision in precisions:
-        found = on_one_device(model, msgspec.structs.replace(train, precision=precision), cluster, engine)
-        speeds[precision] = Speed(step_s=found.step_s, tokens_per_s=found.tokens_per_s, memory_bytes=found.memory_bytes)
+        alone = on_one_device(model, msgspec.structs.replace(train, precision=precision), cluster, engine)
+        speeds[precision] = Speed(step_s=alone.step_s, tokens_per_s=alone.tokens_per_s, memory_bytes=alone.memory_bytes)
     return ProbeResult(rows=train.batch, seq_len=train.seq_len, speeds=speeds)
 
 
 def calibrated(cluster: Cluster, model: ModelSpec, train: TrainSpec, engine: Engine, probe: ProbeResult) -> Cluster:
     """The cluster whose devices of the first one's kind keep the pace and the memory that a trial measured there."""
     tried = msgspec.structs.replace(train, batch=probe.rows, seq_len=probe.seq_len)
-    speed, found = probe.speeds[train.precision], on_one_device(model, tried, cluster, engine)
+    speed, alone = probe.speeds[train.precision], on_one_device(model, tried, cluster, engine)
     kind = cluster.devices[0].kind
-    framework = max(0, speed.memory_bytes - found.memory_bytes + round(found.memory[0].framework))
+    framework = max(0, speed.memory_bytes - alone.memory_bytes + round(alone.memory[0].framework))
 
     def tried_device(host: Host, index: int) -> Device:
         device = host.devices[index]
         if device.kind != kind:
             return device
-        return msgspec.structs.replace(device, pace=speed.step_s / found.step_s, framework=framework)
+        return msgspec.structs.replace(device, pace=speed.step_s / alone.step_s, framework=framework)
 
     return cluster.with_devices(tried_device)
 

@@ -39,16 +39,16 @@ def all_parts(cluster: Cluster) -> list[ClusterPart]:
     alike the first."""
     spots = [(device, host, site) for site in cluster.sites for host in site.hosts for device in host.devices]
     everything = [_At(place, *spot) for place, spot in enumerate(spots)]
-    found = [whole(cluster)]
-    seen, alike = {found[0].places}, set()
+    parts = [whole(cluster)]
+    seen, alike = {parts[0].places}, set()
     for name, inside in _groups(cluster, everything):
         chosen = [at for at in everything if inside(at)]
         places, key = tuple(at.place for at in chosen), _likeness(cluster, chosen)
         if chosen and places not in seen and key not in alike:
             seen.add(places)
             alike.add(key)
-            found.append(ClusterPart(name=name, places=places))
-    return found
+            parts.append(ClusterPart(name=name, places=places))
+    return parts
 
 
 def _groups(cluster: Cluster, everything: Sequence[_At]) -> Iterator[tuple[str, Callable[[_At], bool]]]:

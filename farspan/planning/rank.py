@@ -66,8 +66,12 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def usd(self) -> float | None:
         """Dollars of what `time_s` tells the seconds of: the whole run, also where a deadline cuts it short."""
-        found = self.estimate
-        return None if found is None or found.usd is None else found.usd * (self.time_s - self.queue_s) / found.run_s
+        estimate = self.estimate
+        return (
+            None
+            if estimate is None or estimate.usd is None
+            else estimate.usd * (self.time_s - self.queue_s) / estimate.run_s
+        )
 
 
 class Ranking(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,37 +93,42 @@ def rank(
     Raises Refusal for an unknown technique, or an objective in money where no price is known.
     """
     graph, names = models.graph(model), tuple(allow) or techniques.names()
-    found: list[Candidate] = []
+    answers: list[Candidate] = []
     memo: dict[object, object] = {}
     for part in all_parts(cluster) if parts else (whole(cluster),):
         only = None if len(part.places) == len(cluster.devices) else part.places
         task = Task(model, graph, cluster, train, engine, corpus, only, memo)
-        found += [candidate(task, part, name) for name in names]
-    candidates, chosen = ordered(_without_repeats(found), objective, tolerance)
+        answers += [candidate(task, part, name) for name in names]
+    candidates, chosen = ordered(_without_repeats(answers), objective, tolerance)
     return Ranking(model=model, cluster=cluster, objective=objective, candidates=candidates, chosen=chosen)
 
 
 def ordered(
-    found: Sequence[Candidate], objective: Objective, tolerance: float = TOLERANCE
+    candidates: Sequence[Candidate], objective: Objective, tolerance: float = TOLERANCE
 ) -> tuple[tuple[Candidate, ...], int | None]:
     """The candidates, best first, and the place of the one to choose."""
-    key = by(objective, found, tolerance)
-    made = tuple(sorted(found, key=lambda one: (not one.eligible, key(one), one.technique, one.places)))
-    return made, 0 if made and made[0].eligible and key(made[0]) < math.inf else None
+    key = by(objective, candidates, tolerance)
+    best_first = tuple(
+        sorted(
+            candidates,
+            key=lambda candidate: (not candidate.eligible, key(candidate), candidate.technique, candidate.places),
+        )
+    )
+    return best_first, 0 if best_first and best_first[0].eligible and key(best_first[0]) < math.inf else None
 
 
 def candidate(task: Task, part: ClusterPart, name: str) -> Candidate:
     """One technique's answer, priced."""
-    made = techniques.plan(name, task)
-    if isinstance(made, Problem):
-        return Candidate(technique=name, where=part.name, places=part.places, problem=made)
-    estimate = price(made, task.costs)
-    sites = [task.cluster.site_of(device.host) for device in made.devices]
+    answer = techniques.plan(name, task)
+    if isinstance(answer, Problem):
+        return Candidate(technique=name, where=part.name, places=part.places, problem=answer)
+    estimate = price(answer, task.costs)
+    sites = [task.cluster.site_of(device.host) for device in answer.devices]
     queue = max(site.queue_s for site in sites)
     lease = min((site.lease_s for site in sites if site.lease_s is not None), default=math.inf)
     return Candidate(
-        technique=name, where=part.name, places=part.places, plan=made, estimate=estimate,
-        time_s=queue + full_s(made, estimate), queue_s=queue, lease_s=lease, barred=_barred(task, estimate),
+        technique=name, where=part.name, places=part.places, plan=answer, estimate=estimate,
+        time_s=queue + full_s(answer, estimate), queue_s=queue, lease_s=lease, barred=_barred(task, estimate),
     )  # fmt: skip
 
 
@@ -145,41 +154,55 @@ def host_bytes(task: Task, host: str) -> float:
     return len(workers) * task.engine.host_framework + state
 
 
-def _without_repeats(found: list[Candidate]) -> list[Candidate]:
+def _without_repeats(candidates: list[Candidate]) -> list[Candidate]:
     """A technique that has no plan on any part says so once, for the largest."""
-    planned = {one.technique for one in found if one.plan is not None}
+    planned = {candidate.technique for candidate in candidates if candidate.plan is not None}
     refused: dict[str, Candidate] = {}
-    for one in found:
-        if one.technique not in planned:
-            refused.setdefault(one.technique, one)
-    return [one for one in found if one.plan is not None] + list(refused.values())
+    for candidate in candidates:
+        if candidate.technique not in planned:
+            refused.setdefault(candidate.technique, candidate)
+    return [candidate for candidate in candidates if candidate.plan is not None] + list(refused.values())
 
 
-def by(objective: Objective, found: Sequence[Candidate], tolerance: float) -> Callable[[Candidate], float]:
+def by(objective: Objective, candidates: Sequence[Candidate], tolerance: float) -> Callable[[Candidate], float]:
     """What the objective orders by; less is better."""
     if objective in ("cost", "loss_per_dollar"):
-        if all(one.estimate is None or one.estimate.usd is None for one in found) and any(one.plan for one in found):
+        if all(candidate.estimate is None or candidate.estimate.usd is None for candidate in candidates) and any(
+            candidate.plan for candidate in candidates
+        ):
             raise Refusal(
                 "out-of-range", what=f"the objective {objective} needs prices", where="--objective",
                 fact="no plan's devices all have a price",
                 remedy="give devices a price in the cluster file: price: 0.50",
             )  # fmt: skip
         return _cost if objective == "cost" else _loss_per_dollar
-    fastest = min((one.time_s for one in found if one.eligible), default=math.inf)
+    fastest = min((candidate.time_s for candidate in candidates if candidate.eligible), default=math.inf)
     if objective == "fewest_devices":
-        return lambda one: len(one.places) + (1e6 if one.time_s > (1 + tolerance) * fastest else 0) + one.time_s * 1e-12
-    return lambda one: one.time_s
+        return lambda candidate: (
+            len(candidate.places)
+            + (1e6 if candidate.time_s > (1 + tolerance) * fastest else 0)
+            + candidate.time_s * 1e-12
+        )
+    return lambda candidate: candidate.time_s
 
 
-def _cost(one: Candidate) -> float:
+def _cost(candidate: Candidate) -> float:
     # A free cluster's plans differ in time alone.
-    return math.inf if one.usd is None else one.usd + 1e-9 * one.time_s
+    return math.inf if candidate.usd is None else candidate.usd + 1e-9 * candidate.time_s
 
 
-def _loss_per_dollar(one: Candidate) -> float:
+def _loss_per_dollar(candidate: Candidate) -> float:
     """Dollars for each nat that the loss falls below a uniform guess (arXiv 2410.19456 with a scaling law's loss)."""
-    if one.estimate is None or one.estimate.usd is None or one.estimate.loss is None or one.plan is None:
+    if (
+        candidate.estimate is None
+        or candidate.estimate.usd is None
+        or candidate.estimate.loss is None
+        or candidate.plan is None
+    ):
         return math.inf
-    gained, spent = math.log(one.plan.model.vocab_size) - one.estimate.loss, one.estimate.usd + 1e-9 * one.time_s
+    gained, spent = (
+        math.log(candidate.plan.model.vocab_size) - candidate.estimate.loss,
+        candidate.estimate.usd + 1e-9 * candidate.time_s,
+    )
     # So few tokens that the law knows of no gain: by dollars, and after all that gain.
     return spent / gained if gained > 0 else NO_GAIN + spent

@@ -94,28 +94,28 @@ def rent(
 ) -> Rent:  # fmt: skip
     """Price every offer. `kinds` and `counts` leave some out; raises Refusal for a kind without a price."""
     asked = _Renting(model, models.graph(model), train_for, engine, budget, tuple(allow))
-    found = [
+    offers = [
         asked.offer(kind, offered(device, count, bandwidth), price)
         for kind, (device, price) in _priced(kinds).items() for count in counts
     ]  # fmt: skip
-    found = asked.searched(found)
-    found.sort(key=lambda offer: (offer.usd, offer.time_s, offer.usd_per_hour, offer.kind, offer.count))
+    offers = asked.searched(offers)
+    offers.sort(key=lambda offer: (offer.usd, offer.time_s, offer.usd_per_hour, offer.kind, offer.count))
     return Rent(
-        offers=tuple(found), frontier=frontier([(offer.time_s, offer.usd) for offer in found]),
-        chosen=_chosen(found, budget), bandwidth=bandwidth, rtt_s=SITE_RTT_S,
+        offers=tuple(offers), frontier=frontier([(offer.time_s, offer.usd) for offer in offers]),
+        chosen=_chosen(offers, budget), bandwidth=bandwidth, rtt_s=SITE_RTT_S,
     )  # fmt: skip
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> tuple[int, ...]:
     """The places of the points that no other beats in one number without losing in the other, by the first number."""
     order = sorted((point, place) for place, point in enumerate(points) if max(point) < math.inf)
-    found: list[int] = []
+    unbeaten: list[int] = []
     least = math.inf
     for (_, second), place in order:
         if second < least:
-            found.append(place)
+            unbeaten.append(place)
             least = second
-    return tuple(found)
+    return tuple(unbeaten)
 
 
 def _chosen(offers: Sequence[Offer], budget: Budget) -> int | None:
@@ -129,18 +129,18 @@ def _chosen(offers: Sequence[Offer], budget: Budget) -> int | None:
 
 def _priced(kinds: Sequence[str]) -> dict[str, tuple[Device, catalog.Price]]:
     """The devices of the catalogue that have a price, or those of them that are named."""
-    found = {}
+    priced = {}
     for kind, entry in catalog.devices().items():
         device = entry.device(kind)
         if entry.price is not None and device is not None:
-            found[kind] = (device, entry.price)
+            priced[kind] = (device, entry.price)
     for kind in kinds:
-        if kind not in found:
+        if kind not in priced:
             raise Refusal(
                 "out-of-range", what=f"the catalogue has no price of {kind!r}", where="--device",
-                fact=f"priced: {', '.join(found)}", remedy="give it a price in a cluster file, and plan for that",
+                fact=f"priced: {', '.join(priced)}", remedy="give it a price in a cluster file, and plan for that",
             )  # fmt: skip
-    return {kind: pair for kind, pair in found.items() if not kinds or kind in kinds}
+    return {kind: pair for kind, pair in priced.items() if not kinds or kind in kinds}
 
 
 def offered(device: Device, count: int, bandwidth: float = SITE_BANDWIDTH) -> Cluster:
@@ -181,23 +181,23 @@ class _Renting(NamedTuple):
     def searched(self, offers: Sequence[Offer]) -> list[Offer]:
         """The offers, with pipelines where these can still beat the others: an offer that would be beaten even at the
         least that any plan takes, or is near it, is left as it is."""
-        found = list(offers)
+        revised = list(offers)
         if self.allow and SEARCHED not in self.allow:
-            return found
-        bounds, left = [self._bound(offer) for offer in found], EFFORT
-        for place in sorted(range(len(found)), key=lambda place: bounds[place] ** 2 * found[place].usd_per_hour):
-            offer, least = found[place], bounds[place]
+            return revised
+        bounds, left = [self._bound(offer) for offer in revised], EFFORT
+        for place in sorted(range(len(revised)), key=lambda place: bounds[place] ** 2 * revised[place].usd_per_hour):
+            offer, least = revised[place], bounds[place]
             near = offer.time_s <= (1 + GAIN) * least
-            if offer.count == 1 or near or offer.count > left or _beaten(offer, least, found):
+            if offer.count == 1 or near or offer.count > left or _beaten(offer, least, revised):
                 continue
             left -= offer.count
             other = self._best(self._task(offer.cluster), [SEARCHED])
             best = min(offer.candidate, other, key=_order)
-            found[place] = msgspec.structs.replace(
+            revised[place] = msgspec.structs.replace(
                 offer, candidate=best, searched=True,
                 meets=self.budget.meets(best.time_s, offer.usd_per_hour * best.time_s / 3600),
             )  # fmt: skip
-        return found
+        return revised
 
     def _bound(self, offer: Offer) -> float:
         """Seconds of the run at least: if one device did a step at once, with all the memory it wants, and all shared
@@ -226,5 +226,5 @@ def _beaten(offer: Offer, least: float, offers: Sequence[Offer]) -> bool:
     return any(other.time_s <= least and other.usd <= usd for other in offers)
 
 
-def _order(one: Candidate) -> tuple[bool, float]:
-    return not one.eligible, one.time_s
+def _order(candidate: Candidate) -> tuple[bool, float]:
+    return not candidate.eligible, candidate.time_s

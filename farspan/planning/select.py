@@ -67,21 +67,22 @@ class SelectionTask(msgspec.Struct, frozen=True, kw_only=True):
     here: bool = False
 
     def rank(self, cluster: Cluster) -> Ranking:
-        found = rank(
+        ranking = rank(
             self.model, cluster, self.train, self.engine, objective=self.objective, allow=self.allow,
             tolerance=self.tolerance, corpus=self.corpus, parts=self.parts,
         )  # fmt: skip
         if not self.here:
-            return found
-        told = f"{cluster.machines[0].name}, which holds the run's folder, takes no part"
+            return ranking
+        reason = f"{cluster.machines[0].name}, which holds the run's folder, takes no part"
         candidates, chosen = ordered(
             [
-                msgspec.structs.replace(one, barred=told) if one.eligible and 0 not in one.places else one
-                for one in found.candidates
+                msgspec.structs.replace(candidate, barred=reason)
+                if candidate.eligible and 0 not in candidate.places else candidate
+                for candidate in ranking.candidates
             ],
             self.objective, self.tolerance,
         )  # fmt: skip
-        return msgspec.structs.replace(found, candidates=candidates, chosen=chosen)
+        return msgspec.structs.replace(ranking, candidates=candidates, chosen=chosen)
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,7 +99,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
 
 def select(
     cluster: Cluster, asked: SelectionTask, measure: Measure, *, budget_s: float | None = None, paying: bool = False,
-    say: Callable[[Candidate, Trial], None] = lambda one, trial: None,
+    say: Callable[[Candidate, Trial], None] = lambda candidate, trial: None,
 ) -> Selection:  # fmt: skip
     """The best plan, by trials of which none begins after `budget_s` seconds of them (by default SHARE of the run,
     LEAST_S at least).
@@ -118,12 +119,12 @@ def select(
         if paying and _gain(ranking, contenders) < each * min(2, len(contenders)):
             ended = "unpaid"
             break
-        one = contenders[0]
-        assert one.plan is not None and one.estimate is not None
-        trial = measure(one.plan, one.estimate.step_s)
+        candidate = contenders[0]
+        assert candidate.plan is not None and candidate.estimate is not None
+        trial = measure(candidate.plan, candidate.estimate.step_s)
         spent += trial.took_s
-        tried[plan_key(one.plan)] = (one, trial)
-        say(one, trial)
+        tried[plan_key(candidate.plan)] = (candidate, trial)
+        say(candidate, trial)
         ranking = _with_evidence(cluster, asked, tried)
     return Selection(
         ranking=_settled(ranking, asked), tried=tuple(tried.values()), spent_s=spent,
@@ -142,38 +143,38 @@ def _share(ranking: Ranking) -> float:
 
 def _contenders(ranking: Ranking, asked: SelectionTask) -> list[Candidate]:
     """The untried plans that could be the best, the one whose best case is best first; none where that is clear."""
-    eligible = [one for one in ranking.candidates if one.eligible]
+    eligible = [candidate for candidate in ranking.candidates if candidate.eligible]
     if not eligible:
         return []
     key = by(asked.objective, ranking.candidates, asked.tolerance)
-    known = [one for one in eligible if one.trial is not None]
+    known = [candidate for candidate in eligible if candidate.trial is not None]
     # What is certain by now: the best trial, or what the best prediction takes at worst.
     sure = (1 - SAME) * min(map(key, known)) if known else key(_at(eligible[0], 1, ranking.cluster))
-    fast = (1 - SAME) * min(one.time_s for one in known) if known else math.inf
+    fast = (1 - SAME) * min(candidate.time_s for candidate in known) if known else math.inf
     open_ = []
-    for one in eligible:
-        at_best = _at(one, 0, ranking.cluster)
+    for candidate in eligible:
+        at_best = _at(candidate, 0, ranking.cluster)
         # Where few devices are asked for, a plan that is faster than all others says how slow the few may be.
         tells = asked.objective == "fewest_devices" and at_best.time_s < fast
-        if one.trial is None and (key(at_best) < sure or tells):
-            open_.append(one)
+        if candidate.trial is None and (key(at_best) < sure or tells):
+            open_.append(candidate)
     # One that stands alone needs no trial, unless others have failed theirs.
-    alone = open_ == eligible[:1] and not any(one.trial for one in ranking.candidates)
-    return [] if alone else sorted(open_, key=lambda one: key(_at(one, 0, ranking.cluster)))
+    alone = open_ == eligible[:1] and not any(candidate.trial for candidate in ranking.candidates)
+    return [] if alone else sorted(open_, key=lambda candidate: key(_at(candidate, 0, ranking.cluster)))
 
 
-def _at(one: Candidate, bound: Literal[0, 1], cluster: Cluster) -> Candidate:
+def _at(candidate: Candidate, bound: Literal[0, 1], cluster: Cluster) -> Candidate:
     """The candidate with its time, and its devices' money, at its least or most."""
-    assert one.estimate is not None
-    return _taking(one, one.estimate.step_s * one.estimate.interval[bound], cluster)
+    assert candidate.estimate is not None
+    return _taking(candidate, candidate.estimate.step_s * candidate.estimate.interval[bound], cluster)
 
 
 def _gain(ranking: Ranking, contenders: Sequence[Candidate]) -> float:
     """Seconds that another plan than the chosen one could save the run: where either takes its least or its most."""
     assert ranking.chosen is not None
     now = ranking.candidates[ranking.chosen]
-    others = [one for one in contenders if one is not now]
-    return max((max(now.time_s - bounds(one)[0], bounds(now)[1] - one.time_s) for one in others), default=0.0)
+    others = [other for other in contenders if other is not now]
+    return max((max(now.time_s - bounds(other)[0], bounds(now)[1] - other.time_s) for other in others), default=0.0)
 
 
 # -- what trials change ------------------------------------------------------------------------------------------------
@@ -182,31 +183,31 @@ def _gain(ranking: Ranking, contenders: Sequence[Candidate]) -> float:
 def _with_evidence(cluster: Cluster, asked: SelectionTask, tried: Mapping[str, tuple[Candidate, Trial]]) -> Ranking:
     """Every technique's plans for the cluster as the trials show it, and every plan that was tried."""
     seen = [
-        Observation(one.plan, trial.step_s, trial.compute_s) for one, trial in tried.values()
-        if one.plan is not None and trial.step_s is not None
+        Observation(candidate.plan, trial.step_s, trial.compute_s) for candidate, trial in tried.values()
+        if candidate.plan is not None and trial.step_s is not None
     ]  # fmt: skip
     learned = learn(cluster, seen)
-    out = [one for one, trial in tried.values() if trial.status == "oom"]
+    out = [candidate for candidate, trial in tried.values() if trial.status == "oom"]
     ranking = asked.rank(held(learned.cluster, asked.engine, out))
     known = parts_of(cluster, seen)
-    found = [_judged(one, trial, cluster) for one, trial in tried.values()]
-    for one in ranking.candidates:
-        if (plan := one.plan) is None or one.estimate is None:
-            found.append(one)
+    updated = [_judged(candidate, trial, cluster) for candidate, trial in tried.values()]
+    for candidate in ranking.candidates:
+        if (plan := candidate.plan) is None or candidate.estimate is None:
+            updated.append(candidate)
         elif plan_key(plan) not in tried:
-            one = _taking(one, one.estimate.step_s * learned.way(plan), cluster)
+            candidate = _taking(candidate, candidate.estimate.step_s * learned.way(plan), cluster)
             known_all = seen and parts_of(cluster, [Observation(plan, 0.0)]) <= known
-            found.append(_within(one, LEARNED) if known_all else one)
-    candidates, chosen = ordered(found, asked.objective, asked.tolerance)
+            updated.append(_within(candidate, LEARNED) if known_all else candidate)
+    candidates, chosen = ordered(updated, asked.objective, asked.tolerance)
     return msgspec.structs.replace(ranking, cluster=learned.cluster, candidates=candidates, chosen=chosen)
 
 
 def held(cluster: Cluster, engine: Engine, out: Sequence[Candidate]) -> Cluster:
     """The cluster whose devices hold less than plans that ran `out` of memory were predicted to fill; of each plan
     the device that is fullest by that prediction tells, with all others of its kind in its host."""
-    for one in out:
-        assert one.estimate is not None
-        needs = {place: need.total for place, need in zip(one.places, one.estimate.memory, strict=True)}
+    for candidate in out:
+        assert candidate.estimate is not None
+        needs = {place: need.total for place, need in zip(candidate.places, candidate.estimate.memory, strict=True)}
         fullest = max(needs, key=lambda place: needs[place] / cluster.devices[place].memory)
         cluster = _holding(cluster, fullest, int(LESS * needs[fullest] / engine.fill))
     return cluster
@@ -225,43 +226,44 @@ def _holding(cluster: Cluster, place: int, most: int) -> Cluster:
     return cluster.with_devices(device_of)
 
 
-def _judged(one: Candidate, trial: Trial, cluster: Cluster) -> Candidate:
+def _judged(candidate: Candidate, trial: Trial, cluster: Cluster) -> Candidate:
     """A tried candidate: at its measured pace, or not to be chosen."""
     if trial.step_s is None:
         why = "it ended without a step" if trial.problem is None else f"{trial.problem.what}: {trial.problem.fact}"
-        return msgspec.structs.replace(one, trial=trial, barred=f"its trial failed, {why}")
-    return msgspec.structs.replace(_within(_taking(one, trial.step_s, cluster), MEASURED), trial=trial)
+        return msgspec.structs.replace(candidate, trial=trial, barred=f"its trial failed, {why}")
+    return msgspec.structs.replace(_within(_taking(candidate, trial.step_s, cluster), MEASURED), trial=trial)
 
 
-def _within(one: Candidate, interval: tuple[float, float]) -> Candidate:
-    assert one.estimate is not None
-    return msgspec.structs.replace(one, estimate=msgspec.structs.replace(one.estimate, interval=interval))
+def _within(candidate: Candidate, interval: tuple[float, float]) -> Candidate:
+    assert candidate.estimate is not None
+    return msgspec.structs.replace(candidate, estimate=msgspec.structs.replace(candidate.estimate, interval=interval))
 
 
-def _taking(one: Candidate, step_s: float, cluster: Cluster) -> Candidate:
+def _taking(candidate: Candidate, step_s: float, cluster: Cluster) -> Candidate:
     """The candidate with another time of a step: what takes time and money follows, bytes and memory do not."""
-    found, plan = one.estimate, one.plan
-    assert found is not None and plan is not None
-    factor, deadline = step_s / found.step_s, plan.train.deadline_s or math.inf
+    estimate, plan = candidate.estimate, candidate.plan
+    assert estimate is not None and plan is not None
+    factor, deadline = step_s / estimate.step_s, plan.train.deadline_s or math.inf
     whole_s = plan.train.steps * step_s / (1 - RESERVE)
     run_s = min(whole_s, deadline)
-    tokens = plan.train.steps * run_s / whole_s * plan.train.tokens_per_step * found.token_efficiency
-    usd_per_s = sum(cluster.devices[place].usd_per_hour or 0.0 for place in one.places) / 3600
+    tokens = plan.train.steps * run_s / whole_s * plan.train.tokens_per_step * estimate.token_efficiency
+    usd_per_s = sum(cluster.devices[place].usd_per_hour or 0.0 for place in candidate.places) / 3600
     changed = msgspec.structs.replace(
-        found, step_s=step_s, compute_s=found.compute_s * factor, communication_s=found.communication_s * factor,
-        bubble_s=found.bubble_s * factor, run_s=run_s, tokens_per_s=found.tokens_per_s / factor,
-        tflops_per_device=found.tflops_per_device / factor, mfu=None if found.mfu is None else found.mfu / factor,
-        usd=None if found.usd is None else found.usd + usd_per_s * (run_s - found.run_s),
-        kwh=None if found.kwh is None else found.kwh * run_s / found.run_s,
-        loss=None if found.loss is None else loss(parameters(plan.model), tokens),
+        estimate, step_s=step_s, compute_s=estimate.compute_s * factor,
+        communication_s=estimate.communication_s * factor, bubble_s=estimate.bubble_s * factor,
+        run_s=run_s, tokens_per_s=estimate.tokens_per_s / factor, tflops_per_device=estimate.tflops_per_device / factor,
+        mfu=None if estimate.mfu is None else estimate.mfu / factor,
+        usd=None if estimate.usd is None else estimate.usd + usd_per_s * (run_s - estimate.run_s),
+        kwh=None if estimate.kwh is None else estimate.kwh * run_s / estimate.run_s,
+        loss=None if estimate.loss is None else loss(parameters(plan.model), tokens),
     )  # fmt: skip
-    return msgspec.structs.replace(one, estimate=changed, time_s=one.queue_s + full_s(plan, changed))
+    return msgspec.structs.replace(candidate, estimate=changed, time_s=candidate.queue_s + full_s(plan, changed))
 
 
 def _settled(ranking: Ranking, asked: SelectionTask) -> Ranking:
     """The ranking whose choice is the best trial, unless a plan that was not tried is predicted to be far better."""
     key = by(asked.objective, ranking.candidates, asked.tolerance)
-    known = [one for one in ranking.candidates if one.eligible and one.trial is not None]
+    known = [candidate for candidate in ranking.candidates if candidate.eligible and candidate.trial is not None]
     if ranking.chosen is None or not known or ranking.candidates[ranking.chosen].trial is not None:
         return ranking
     if key(ranking.candidates[ranking.chosen]) < (1 - UNTRIED) * key(known[0]):

@@ -49,16 +49,16 @@ def shape_for(family: str, target: int, *, vocab_size: int, context: int, knobs:
         shape = abs(math.log(spec.d_model / d_fit)) + abs(math.log(spec.layers / layers_fit))
         return max(0.0, miss - TOLERANCE / 2), shape
 
-    build, found = models.family(family).shape, []
+    build, shapes = models.family(family).shape, []
     problem = ValueError("no shape")
     for fixed in _neighbours(target, knobs):
         try:
-            found.append(build(vocab_size=vocab_size, context=context, **fixed))
+            shapes.append(build(vocab_size=vocab_size, context=context, **fixed))
         except ValueError as error:  # Heads or kv_heads do not divide this width: not a candidate.
             problem = error
-    if not found:
+    if not shapes:
         raise problem
-    return min(found, key=badness)
+    return min(shapes, key=badness)
 
 
 def _neighbours(target: int, knobs: Knobs) -> Iterator[Knobs]:

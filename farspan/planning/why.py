@@ -55,8 +55,8 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
 
 def costs_of(plan: Plan, cluster: Cluster) -> Costs:
     """What a plan's estimate is made from."""
-    found = engine(plan.engine)
-    return Costs(models.graph(plan.model), plan.train, Network(cluster, plan.devices, found))
+    plan_engine = engine(plan.engine)
+    return Costs(models.graph(plan.model), plan.train, Network(cluster, plan.devices, plan_engine))
 
 
 def why(ranking: Ranking) -> Why:
@@ -74,34 +74,34 @@ def choice(ranking: Ranking) -> str:
     if ranking.chosen is None:
         return _nothing(ranking)
     chosen = ranking.candidates[ranking.chosen]
-    found = chosen.estimate
-    assert found is not None and chosen.plan is not None
+    estimate = chosen.estimate
+    assert estimate is not None and chosen.plan is not None
     best = {
         "time": "fastest", "cost": "cheapest", "loss_per_dollar": "best in loss for a dollar",
         "fewest_devices": "on the fewest devices at about the least time",
     }[ranking.objective]  # fmt: skip
-    money = "" if found.usd is None else f", {spent(chosen)}"
+    money = "" if estimate.usd is None else f", {spent(chosen)}"
     parts = {
-        "compute": found.compute_s,
-        "communication that nothing hides": found.communication_s,
-        "waiting for other stages": found.bubble_s,
+        "compute": estimate.compute_s,
+        "communication that nothing hides": estimate.communication_s,
+        "waiting for other stages": estimate.bubble_s,
     }
     split = joined(
-        [f"{part / found.step_s:.0%} {name}" for name, part in parts.items() if part >= 0.005 * found.step_s]
+        [f"{part / estimate.step_s:.0%} {name}" for name, part in parts.items() if part >= 0.005 * estimate.step_s]
     )
     return (
         f"{called(chosen)} ({devices_line(ranking.cluster, chosen.places)}) is {best}: {time_line(chosen)}{money}. "
-        f"A step of {short_time(found.step_s)} is {split}."
+        f"A step of {short_time(estimate.step_s)} is {split}."
     )
 
 
 def _nothing(ranking: Ranking) -> str:
-    listed = [one for one in ranking.candidates if one.plan is not None]
+    listed = [candidate for candidate in ranking.candidates if candidate.plan is not None]
     if listed:
         first = listed[0]
         reason = first.unchosen or "it has no price"
         return f"Nothing is chosen: {called(first)} would take {time_line(first)}, but {reason}."
-    short = [one.problem for one in ranking.candidates if one.problem is not None]
+    short = [candidate.problem for candidate in ranking.candidates if candidate.problem is not None]
     memory = [problem for problem in short if problem.code == "out-of-memory"]
     first_problem = (memory or short)[0]
     return f"Nothing is chosen: {first_problem.what} ({first_problem.fact})."
@@ -112,82 +112,84 @@ def against(ranking: Ranking) -> tuple[str, ...]:
     assert ranking.chosen is not None
     chosen = ranking.candidates[ranking.chosen]
     rivals: list[Candidate] = []
-    for one in ranking.candidates:
-        first = all(other.technique != one.technique for other in (chosen, *rivals))
-        if one is not chosen and one.plan is not None and (first or not rivals):
-            rivals.append(one)
-    same = [one.technique for one in rivals if same_plan(one.plan, chosen.plan)]
-    found = []
+    for candidate in ranking.candidates:
+        first = all(other.technique != candidate.technique for other in (chosen, *rivals))
+        if candidate is not chosen and candidate.plan is not None and (first or not rivals):
+            rivals.append(candidate)
+    same = [rival.technique for rival in rivals if same_plan(rival.plan, chosen.plan)]
+    sentences = []
     if same:
-        found.append(f"{joined(same)} {'finds' if len(same) == 1 else 'find'} the same plan on {chosen.where}.")
-    told: dict[tuple[str, str], list[str]] = {}
-    for one in rivals:
-        if one.technique not in same:
-            told.setdefault((one.where, _versus(ranking, one, chosen)), []).append(one.technique)
-    for (where, text), names in told.items():
-        found.append(f"{joined(names)} on {where} {text.replace('is', 'are', 1) if len(names) > 1 else text}")
-    return tuple(found)
+        sentences.append(f"{joined(same)} {'finds' if len(same) == 1 else 'find'} the same plan on {chosen.where}.")
+    by_text: dict[tuple[str, str], list[str]] = {}
+    for rival in rivals:
+        if rival.technique not in same:
+            by_text.setdefault((rival.where, _versus(ranking, rival, chosen)), []).append(rival.technique)
+    for (where, text), names in by_text.items():
+        sentences.append(f"{joined(names)} on {where} {text.replace('is', 'are', 1) if len(names) > 1 else text}")
+    return tuple(sentences)
 
 
-def _versus(ranking: Ranking, one: Candidate, chosen: Candidate) -> str:
-    how = difference(factor(ranking, one, chosen), words_of(ranking))
-    took = format_seconds(one.time_s) + (f", {spent(one)}" if dearer(ranking) else "")
-    text = f"is {how} on {devices_line(ranking.cluster, one.places)}: {took}"
-    if reasons := _reasons(ranking, one, chosen):
+def _versus(ranking: Ranking, rival: Candidate, chosen: Candidate) -> str:
+    how = difference(factor(ranking, rival, chosen), words_of(ranking))
+    took = format_seconds(rival.time_s) + (f", {spent(rival)}" if dearer(ranking) else "")
+    text = f"is {how} on {devices_line(ranking.cluster, rival.places)}: {took}"
+    if reasons := _reasons(ranking, rival, chosen):
         text += f"; {'; '.join(reasons)}"
-    return f"{text}. It is not chosen, because {one.unchosen}." if one.unchosen else f"{text}."
+    return f"{text}. It is not chosen, because {rival.unchosen}." if rival.unchosen else f"{text}."
 
 
-def _reasons(ranking: Ranking, one: Candidate, base: Candidate) -> list[str]:
+def _reasons(ranking: Ranking, rival: Candidate, base: Candidate) -> list[str]:
     """What takes longer; and where money is compared, what for how long is paid."""
-    found = slower_because(ranking.cluster, one, base)
-    if dearer(ranking) and factor(ranking, one, base) > 1 + SAME and one.estimate and base.estimate:
-        paid = f"{_devices(len(one.places))} for {format_seconds(one.estimate.run_s)}"
-        found = [f"{paid}, not {_devices(len(base.places))} for {format_seconds(base.estimate.run_s)}", *found]
-    return found
+    reasons = slower_because(ranking.cluster, rival, base)
+    if dearer(ranking) and factor(ranking, rival, base) > 1 + SAME and rival.estimate and base.estimate:
+        paid = f"{_devices(len(rival.places))} for {format_seconds(rival.estimate.run_s)}"
+        reasons = [f"{paid}, not {_devices(len(base.places))} for {format_seconds(base.estimate.run_s)}", *reasons]
+    return reasons
 
 
-def slower_because(cluster: Cluster, one: Candidate, base: Candidate) -> list[str]:
-    """What of `one` takes longer than of `base`, the largest part first; empty where nothing does."""
-    a, b = one.estimate, base.estimate
-    assert a is not None and b is not None and one.plan is not None and base.plan is not None
-    steps = one.plan.train.steps
+def slower_because(cluster: Cluster, rival: Candidate, base: Candidate) -> list[str]:
+    """What of `rival` takes longer than of `base`, the largest part first; empty where nothing does."""
+    a, b = rival.estimate, base.estimate
+    assert a is not None and b is not None and rival.plan is not None and base.plan is not None
+    steps = rival.plan.train.steps
     parts: dict[Callable[[Cluster, Candidate, Candidate], str], float] = {
         _compute: a.compute_s - b.compute_s,
         _communication: a.communication_s - b.communication_s,
         _bubble: a.bubble_s - b.bubble_s,
-        _tokens: (step_s(one) - a.step_s) - (step_s(base) - b.step_s),
-        _queue: (one.queue_s - base.queue_s) / steps,
+        _tokens: (step_s(rival) - a.step_s) - (step_s(base) - b.step_s),
+        _queue: (rival.queue_s - base.queue_s) / steps,
     }
     longer = {say: part for say, part in parts.items() if part > 0}
     if sum(parts.values()) <= SAME * b.step_s:
         return []
     said = sorted(longer, key=lambda say: -longer[say])
-    return [say(cluster, one, base) for say in said if longer[say] >= NAMED * sum(longer.values())]
+    return [say(cluster, rival, base) for say in said if longer[say] >= NAMED * sum(longer.values())]
 
 
-def _compute(cluster: Cluster, one: Candidate, base: Candidate) -> str:
-    assert one.plan is not None and base.plan is not None and one.estimate is not None and base.estimate is not None
-    took = short_time(one.estimate.compute_s)
+def _compute(cluster: Cluster, rival: Candidate, base: Candidate) -> str:
+    assert rival.plan is not None and base.plan is not None and rival.estimate is not None and base.estimate is not None
+    took = short_time(rival.estimate.compute_s)
     text = f"its arithmetic takes {took} of a step, not {short_time(base.estimate.compute_s)}"
-    if len(one.places) < len(base.places):
-        return f"{text}: {_devices(len(one.places))} do{'es' * (len(one.places) == 1)} what {len(base.places)} share"
-    peaks = [_peak(cluster, each) for each in (one, base)]
+    if len(rival.places) < len(base.places):
+        return (
+            f"{text}: {_devices(len(rival.places))} do{'es' * (len(rival.places) == 1)} what {len(base.places)} share"
+        )
+    peaks = [_peak(cluster, each) for each in (rival, base)]
     if peaks[0] is not None and peaks[1] is not None and peaks[0] < 0.95 * peaks[1]:
-        sheets = f"{devices_line(cluster, one.places)} have {format_flops(peaks[0])} by their data sheets"
+        sheets = f"{devices_line(cluster, rival.places)} have {format_flops(peaks[0])} by their data sheets"
         return f"{text}: {sheets}, {devices_line(cluster, base.places)} {format_flops(peaks[1])}"
-    if _recomputes(one.plan) and not _recomputes(base.plan):
+    if _recomputes(rival.plan) and not _recomputes(base.plan):
         return f"{text}: to fit it computes activations again in the backward pass"
-    parts = [max(replica.microbatches for replica in each.plan.replicas) for each in (one, base) if each.plan]
+    parts = [max(replica.microbatches for replica in each.plan.replicas) for each in (rival, base) if each.plan]
     if parts[0] > parts[1]:
         return f"{text}: {parts[0]} microbatches where {'one does' if parts[1] == 1 else f'{parts[1]} do'}"
     return text
 
 
-def _peak(cluster: Cluster, one: Candidate) -> float | None:
+def _peak(cluster: Cluster, candidate: Candidate) -> float | None:
     """FLOP/s of a candidate's devices together by their data sheets; None where one is unknown."""
-    assert one.plan is not None
-    known = [cluster.devices[place].flops.get(one.plan.train.precision) for place in one.places]
+    assert candidate.plan is not None
+    known = [cluster.devices[place].flops.get(candidate.plan.train.precision) for place in candidate.places]
     return None if None in known else sum(rate or 0.0 for rate in known)
 
 
@@ -195,45 +197,48 @@ def _recomputes(plan: Plan) -> bool:
     return any(stage.recompute for replica in plan.replicas for stage in replica.stages)
 
 
-def _communication(cluster: Cluster, one: Candidate, base: Candidate) -> str:
-    assert one.plan is not None and one.estimate is not None and base.estimate is not None
-    text = f"communication that nothing hides takes {short_time(one.estimate.communication_s)} of a step"
+def _communication(cluster: Cluster, rival: Candidate, base: Candidate) -> str:
+    assert rival.plan is not None and rival.estimate is not None and base.estimate is not None
+    text = f"communication that nothing hides takes {short_time(rival.estimate.communication_s)} of a step"
     if base.estimate.communication_s > SAME * base.estimate.step_s:
         text += f", not {short_time(base.estimate.communication_s)}"
-    costs = costs_of(one.plan, cluster)
-    longest = next(iter(traffic(one.plan, costs)), None)
+    costs = costs_of(rival.plan, cluster)
+    longest = next(iter(traffic(rival.plan, costs)), None)
     return text if longest is None else f"{text}: {exchange_line(longest, costs)}"
 
 
-def exchange_line(one: Exchange, costs: Costs) -> str:
+def exchange_line(exchange: Exchange, costs: Costs) -> str:
     """What an exchange sends over its slowest link, and what that takes."""
-    name = PURPOSES[one.purpose]
-    if not one.by_hosts:
-        return f"{name} inside one host take {short_time(one.seconds)}"
-    (a, b), size = slowest_pair(one, costs)
+    name = PURPOSES[exchange.purpose]
+    if not exchange.by_hosts:
+        return f"{name} inside one host take {short_time(exchange.seconds)}"
+    (a, b), size = slowest_pair(exchange, costs)
     network = costs.network
-    link, wire = network.link(a, b), network.between(a, b, one.purpose not in ("activations",), costs.engine.streams)
+    link, wire = (
+        network.link(a, b),
+        network.between(a, b, exchange.purpose not in ("activations",), costs.engine.streams),
+    )
     sites = (network.site(a), network.site(b))
     ends = f"between {a} and {b}" if sites[0] == sites[1] else f"between {sites[0]} and {sites[1]}"
     text = f"{format_bytes(size)} of {name} a step {ends} at {format_rate(wire.rate)}"
-    trips = round(one.latency_s / link.rtt_s) if link.rtt_s else 0
-    if one.latency_s >= TRIPS * one.seconds and trips >= 1:
+    trips = round(exchange.latency_s / link.rtt_s) if link.rtt_s else 0
+    if exchange.latency_s >= TRIPS * exchange.seconds and trips >= 1:
         waits = "1 round trip" if trips == 1 else f"{trips:,} round trips"
         text += f" and {waits} of {short_time(link.rtt_s)} one after another"
-    return f"{text}, {short_time(one.seconds)} in all"
+    return f"{text}, {short_time(exchange.seconds)} in all"
 
 
-def slowest_pair(one: Exchange, costs: Costs) -> tuple[tuple[str, str], float]:
+def slowest_pair(exchange: Exchange, costs: Costs) -> tuple[tuple[str, str], float]:
     """The hosts between which an exchange has most to wait for, and the bytes there, both ways together."""
     sums: dict[tuple[str, str], float] = {}
     network = costs.network
-    for (a, b), size in one.by_hosts.items():
+    for (a, b), size in exchange.by_hosts.items():
         # Hosts of the same two sites share the line between these.
         key = (a, b) if network.site(a) == network.site(b) else (network.site(a), network.site(b))
         sums[key] = sums.get(key, 0.0) + size
     hosts = {
         (a, b) if network.site(a) == network.site(b) else (network.site(a), network.site(b)): (a, b)
-        for a, b in reversed(one.by_hosts)
+        for a, b in reversed(exchange.by_hosts)
     }
 
     def load(key: tuple[str, str]) -> float:
@@ -244,70 +249,78 @@ def slowest_pair(one: Exchange, costs: Costs) -> tuple[tuple[str, str], float]:
     return hosts[worst], sums[worst]
 
 
-def _bubble(cluster: Cluster, one: Candidate, base: Candidate) -> str:
-    assert one.plan is not None and one.estimate is not None and base.estimate is not None
-    replica = max(one.plan.replicas, key=lambda each: len(each.stages))
-    text = f"its stages wait {short_time(one.estimate.bubble_s)} of a step for each other"
+def _bubble(cluster: Cluster, rival: Candidate, base: Candidate) -> str:
+    assert rival.plan is not None and rival.estimate is not None and base.estimate is not None
+    replica = max(rival.plan.replicas, key=lambda each: len(each.stages))
+    text = f"its stages wait {short_time(rival.estimate.bubble_s)} of a step for each other"
     if base.estimate.bubble_s > SAME * base.estimate.step_s:
         text += f", not {short_time(base.estimate.bubble_s)}"
     return f"{text}: {len(replica.stages)} stages, {replica.microbatches} microbatches"
 
 
-def _tokens(cluster: Cluster, one: Candidate, base: Candidate) -> str:
-    assert one.plan is not None and one.estimate is not None
+def _tokens(cluster: Cluster, rival: Candidate, base: Candidate) -> str:
+    assert rival.plan is not None and rival.estimate is not None
     every = (
         ""
-        if one.plan.sync is None
-        else f" with {len(one.plan.replicas)} replicas that meet every {one.plan.sync.every} steps"
+        if rival.plan.sync is None
+        else f" with {len(rival.plan.replicas)} replicas that meet every {rival.plan.sync.every} steps"
     )
-    return f"the same loss needs {1 / one.estimate.token_efficiency:.3g} x the tokens{every}"
+    return f"the same loss needs {1 / rival.estimate.token_efficiency:.3g} x the tokens{every}"
 
 
-def _queue(cluster: Cluster, one: Candidate, base: Candidate) -> str:
-    return f"it waits {format_seconds(one.queue_s)} in a queue first"
+def _queue(cluster: Cluster, rival: Candidate, base: Candidate) -> str:
+    return f"it waits {format_seconds(rival.queue_s)} in a queue first"
 
 
 def _misfits(ranking: Ranking) -> tuple[str, ...]:
     """A sentence for every reason why techniques have no plan anywhere."""
     reasons: dict[str, list[str]] = {}
-    for one in ranking.candidates:
-        if one.problem is not None and best_of(ranking, one.technique) is one:
-            reasons.setdefault(reason(one), []).append(one.technique)
+    for candidate in ranking.candidates:
+        if candidate.problem is not None and best_of(ranking, candidate.technique) is candidate:
+            reasons.setdefault(reason(candidate), []).append(candidate.technique)
     return tuple(f"{joined(names)} {'have' if len(names) > 1 else 'has'} no plan: {text}."
                  for text, names in reasons.items())  # fmt: skip
 
 
-def reason(one: Candidate) -> str:
+def reason(candidate: Candidate) -> str:
     """Why a candidate has no plan, without its name: techniques that share a reason are told together."""
-    assert one.problem is not None
-    what = one.problem.what.removeprefix(f"{one.technique} ") if one.problem.what.startswith(one.technique) else None
-    return f"{f'it {what}' if what else one.problem.what} ({one.problem.fact})"
+    assert candidate.problem is not None
+    what = (
+        candidate.problem.what.removeprefix(f"{candidate.technique} ")
+        if candidate.problem.what.startswith(candidate.technique)
+        else None
+    )
+    return f"{f'it {what}' if what else candidate.problem.what} ({candidate.problem.fact})"
 
 
 def left_out(ranking: Ranking) -> tuple[str, ...]:
     """ "Do not use that site": for every site, host or device that the chosen part leaves out, the best with it."""
     assert ranking.chosen is not None
     chosen = ranking.candidates[ranking.chosen]
-    found: dict[int, tuple[Candidate, list[str], list[int]]] = {}
+    by_best: dict[int, tuple[Candidate, list[str], list[int]]] = {}
     for name, places in _unused(ranking.cluster, chosen.places):
-        with_it = [one for one in ranking.candidates if one.plan is not None and set(one.places) & set(places)]
-        joint = [one for one in with_it if set(one.places) > set(chosen.places)] or with_it
+        with_it = [
+            candidate
+            for candidate in ranking.candidates
+            if candidate.plan is not None and set(candidate.places) & set(places)
+        ]
+        joint = [candidate for candidate in with_it if set(candidate.places) > set(chosen.places)] or with_it
         if joint:
-            best = min(joint, key=lambda one: factor(ranking, one, chosen))
+            best = min(joint, key=lambda candidate: factor(ranking, candidate, chosen))
             index = ranking.candidates.index(best)
-            found.setdefault(index, (best, [], []))[1].append(name)
-            found[index][2].extend(places)
+            by_best.setdefault(index, (best, [], []))[1].append(name)
+            by_best[index][2].extend(places)
     return tuple(
         _without(ranking, chosen, best, names if len(names) <= PIECES else [devices_line(ranking.cluster, places)])
-        for best, names, places in found.values()
+        for best, names, places in by_best.values()
     )
 
 
 def _without(ranking: Ranking, chosen: Candidate, best: Candidate, names: Sequence[str]) -> str:
     own = [
-        one
-        for one in ranking.candidates
-        if one.technique == chosen.technique and one.places == best.places and one.plan
+        candidate
+        for candidate in ranking.candidates
+        if candidate.technique == chosen.technique and candidate.places == best.places and candidate.plan
     ]
     text = f"Do not use {joined(list(names))}, because: "
     how = difference(factor(ranking, best, chosen), words_of(ranking))
@@ -328,22 +341,22 @@ def _without(ranking: Ranking, chosen: Candidate, best: Candidate, names: Sequen
 
 def _unused(cluster: Cluster, places: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
     """What of a cluster is left out, in the largest pieces: sites, hosts of used sites, devices of used hosts."""
-    used, found, place = set(places), [], 0
+    used, pieces, place = set(places), [], 0
     for site in cluster.sites:
         hosts = []
         for host in site.hosts:
             hosts.append((host, tuple(range(place, place + len(host.devices)))))
             place += len(host.devices)
         if not used & {each for _, inside in hosts for each in inside}:
-            found.append((site.name, tuple(each for _, inside in hosts for each in inside)))
+            pieces.append((site.name, tuple(each for _, inside in hosts for each in inside)))
             continue
         for host, inside in hosts:
             rest = tuple(each for each in inside if each not in used)
             if rest == inside:
-                found.append((host.name, rest))
+                pieces.append((host.name, rest))
             elif rest:
-                found.append((f"{devices_line(cluster, rest)} of {host.name}", rest))
-    return found
+                pieces.append((f"{devices_line(cluster, rest)} of {host.name}", rest))
+    return pieces
 
 
 def unknown(ranking: Ranking) -> tuple[str, ...]:
@@ -353,28 +366,31 @@ def unknown(ranking: Ranking) -> tuple[str, ...]:
     assert chosen.estimate is not None
     low, high = chosen.estimate.interval
     close = [
-        one for one in ranking.candidates
-        if one.eligible and not same_plan(one.plan, chosen.plan) and factor(ranking, one, chosen) < high
+        candidate for candidate in ranking.candidates
+        if candidate.eligible and not same_plan(candidate.plan, chosen.plan)
+        and factor(ranking, candidate, chosen) < high
     ]  # fmt: skip
-    found = [f"The estimate's interval is {low:.2f} to {high:.2f} times the predicted step."]
+    sentences = [f"The estimate's interval is {low:.2f} to {high:.2f} times the predicted step."]
     if close:
-        names = joined([called(one) for one in close[:4]] + ([f"{len(close) - 4} more"] if len(close) > 4 else []))
+        names = joined(
+            [called(candidate) for candidate in close[:4]] + ([f"{len(close) - 4} more"] if len(close) > 4 else [])
+        )
         lies = "lies" if len(close) == 1 else "lie"
-        found.append(f"{names} {lies} inside it: a trial of each would decide, not this estimate.")
-    return (*found, *(f"Assumed: {one}." for one in assumed(chosen)))
+        sentences.append(f"{names} {lies} inside it: a trial of each would decide, not this estimate.")
+    return (*sentences, *(f"Assumed: {assumption}." for assumption in assumed(chosen)))
 
 
-def assumed(one: Candidate) -> tuple[str, ...]:
+def assumed(candidate: Candidate) -> tuple[str, ...]:
     """The estimate's assumptions; those that say the same of many pairs of sites in one sentence."""
-    assert one.estimate is not None
-    found: dict[str, list[str]] = {}
-    for text in one.estimate.assumptions:
+    assert candidate.estimate is not None
+    by_text: dict[str, list[str]] = {}
+    for text in candidate.estimate.assumptions:
         pair, separator, rest = text.partition(": ")
-        found.setdefault(rest if separator and " - " in pair else text, []).append(pair)
+        by_text.setdefault(rest if separator and " - " in pair else text, []).append(pair)
     return tuple(
         text if len(pairs) == 1 and text.startswith(pairs[0])
         else f"{', '.join(pairs[:2])}{f' and {len(pairs) - 2} other pairs' if len(pairs) > 2 else ''}: {text}"
-        for text, pairs in found.items()
+        for text, pairs in by_text.items()
     )  # fmt: skip
 
 

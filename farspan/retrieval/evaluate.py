@@ -106,8 +106,8 @@ def choose_queries(
         same = {*groups[f"title {forms[number]}"], *groups[f"body {bodies[number].strip()}"]}
         return Query(forms[number], tuple(sorted(n for n in same if bodies[n].strip())))
 
-    asked = {n for number in val + filling for n in query(number).relevant}
-    apart = [query(n) for n in tuning if asked.isdisjoint(query(n).relevant)]
+    relevant = {n for number in val + filling for n in query(number).relevant}
+    apart = [query(n) for n in tuning if relevant.isdisjoint(query(n).relevant)]
     return Queries([query(n) for n in val + filling], apart, len(filling))
 
 
@@ -134,14 +134,14 @@ def evaluate(
     """
     lexical, N = Lexical.build(bodies), len(bodies)
     weight = _fusion_weight(queries.tuning, lexical, owners, sides["model"])
-    found: dict[str, list[Ints]] = {}
+    by_system: dict[str, list[Ints]] = {}
     for row, query in enumerate(queries.reported):
         scored = {"bm25": lexical.scores(query.text)}
         scored |= {name: by_document(owners, side.chunks @ side.reported[row], N) for name, side in sides.items()}
         scored["fused"] = fuse(scored["bm25"], scored["model"], weight)
         for system, scores_N in scored.items():
-            found.setdefault(system, []).append(ranks(scores_N, query.relevant))
-    measured = {system: measure(ranked) for system, ranked in found.items()}
+            by_system.setdefault(system, []).append(ranks(scores_N, query.relevant))
+    measured = {system: measure(ranked) for system, ranked in by_system.items()}
     return Evaluation(
         systems={
             system: Quality(**{metric: float(values_Q.mean()) for metric, values_Q in values.items()})
@@ -164,9 +164,9 @@ def _fusion_weight(tuning: Sequence[Query], lexical: Lexical, owners: npt.ArrayL
     return WEIGHTS[int(gains.argmax())]
 
 
-def measure(found: Sequence[Ints]) -> dict[str, Floats]:
+def measure(rankings: Sequence[Ints]) -> dict[str, Floats]:
     """Each metric of each query, from the ranks of its relevant documents."""
-    return {name: np.array([metric(ranked) for ranked in found]) for name, metric in METRICS.items()}
+    return {name: np.array([metric(ranked) for ranked in rankings]) for name, metric in METRICS.items()}
 
 
 def _compare(measured: Mapping[str, dict[str, Floats]], a: str, b: str, metric: str, seed: int) -> ScoreDifference:

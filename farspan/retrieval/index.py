@@ -151,9 +151,9 @@ def _write(
     titles, owners = title_pairs(documents[:train], bodies, queries)
     fitted = [chunk.indexed for chunk in bodies or chunks]
     heads = [chunk.indexed for chunk in chunks[len(fitted) :]]
-    asked = [query.text for query in (*queries.reported, *queries.tuning)] if recipe.evaluate else []
+    questions = [query.text for query in (*queries.reported, *queries.tuning)] if recipe.evaluate else []
     models = 2 if recipe.evaluate and queries.reported else 1
-    work.expect("embedding", models * _chars(fitted, titles, asked) + _chars(heads))
+    work.expect("embedding", models * _chars(fitted, titles, questions) + _chars(heads))
     work.expect("fitting", models * steps_to_fit(len(titles), recipe.fit))
     work.expect("storing", len(chunks))
     say(f"embedding {len(chunks):,} chunks of {len(documents):,} documents")
@@ -190,9 +190,9 @@ def title_pairs(
 
     Evenly over the documents, without those that the evaluation asks for.
     """
-    asked = {number for query in (*queries.reported, *queries.tuning) for number in query.relevant}
+    relevant = {number for query in (*queries.reported, *queries.tuning) for number in query.relevant}
     first = {chunk.document: row for row, chunk in reversed([*enumerate(bodies)])}
-    usable = [n for n, d in enumerate(documents) if n in first and n not in asked and query_form(d.title)]
+    usable = [n for n, d in enumerate(documents) if n in first and n not in relevant and query_form(d.title)]
     chosen = usable[:: len(usable) // _TITLES + 1]
     return [query_form(documents[n].title) for n in chosen], [first[n] for n in chosen]
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
-import bm25s
 import numpy as np
 import numpy.typing as npt
+
+with warnings.catch_warnings():
+    # In a notebook that lacks its widgets tqdm, which bm25s imports, complains.
+    warnings.simplefilter("ignore")
+    import bm25s
 
 _NAME = re.compile(r"\w+(?:\.\w+)*")
 _SEPARATOR = re.compile(r"[._]+")
@@ -23,14 +28,14 @@ def parts(name: str) -> list[str]:
 
 def words(text: str) -> list[str]:
     """Lower-cased words of a text in order; a name of several parts gives its parts, then itself."""
-    found: list[str] = []
+    collected: list[str] = []
     for match in _NAME.finditer(text):
         name = match[0].strip("_")
         pieces = parts(name)
-        found += pieces
+        collected += pieces
         if len(pieces) > 1:
-            found.append(name.lower())
-    return found
+            collected.append(name.lower())
+    return collected
 
 
 class Lexical:

@@ -20,15 +20,15 @@ def ranks(scores_N: npt.NDArray[np.floating], relevant: Sequence[int]) -> Ints:
     return np.array([np.count_nonzero(others >= score) + place for place, score in enumerate(own, 1)], np.int64)
 
 
-def hit(found: Ints, k: int) -> float:
+def hit(ranks_R: Ints, k: int) -> float:
     """1 where any relevant document is among the first k."""
-    return float(found[0] <= k)
+    return float(ranks_R[0] <= k)
 
 
-def ndcg(found: Ints, k: int) -> float:
+def ndcg(ranks_R: Ints, k: int) -> float:
     """Discounted gain of the relevant documents among the first k over the best possible; gains are 0 and 1."""
-    gain = (1 / np.log2(1 + found[found <= k])).sum()
-    return float(gain / (1 / np.log2(1 + np.arange(1, min(len(found), k) + 1))).sum())
+    gain = (1 / np.log2(1 + ranks_R[ranks_R <= k])).sum()
+    return float(gain / (1 / np.log2(1 + np.arange(1, min(len(ranks_R), k) + 1))).sum())
 
 
 def bootstrap(differences_Q: Floats, *, seed: int, resamples: int = 10_000) -> tuple[float, float]:

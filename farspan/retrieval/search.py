@@ -74,15 +74,15 @@ def _vector_scores(index: Index, query: str) -> Scores:
 
 
 def _result(index: Index, query: str, document: int, scores_N: Scores) -> Result:
-    asked = {*words(query)}
-    chunk = max(index.chunks[document], key=lambda chunk: len(asked & {*words(chunk.indexed)}))
+    terms = {*words(query)}
+    chunk = max(index.chunks[document], key=lambda chunk: len(terms & {*words(chunk.indexed)}))
     text, score = snippet(chunk.text, query), float(scores_N[document])
     return Result(title=chunk.title, score=score, text=text, origin=chunk.origin)
 
 
 def snippet(text: str, query: str) -> str:
     """About SNIPPET_CHARS of the text in one line, from the word before the first one of the query's."""
-    asked, line = {*words(query)}, " ".join(text.split())
-    first = next((match.start() for match in re.finditer(r"\S+", line) if asked & {*words(match[0])}), 0)
+    terms, line = {*words(query)}, " ".join(text.split())
+    first = next((match.start() for match in re.finditer(r"\S+", line) if terms & {*words(match[0])}), 0)
     start = 0 if first < SNIPPET_CHARS // 2 else line.rfind(" ", 0, first - 1) + 1
     return ("… " if start else "") + textwrap.shorten(line[start:], SNIPPET_CHARS, placeholder=" …")

@@ -81,9 +81,9 @@ def installed() -> Wheel:
     error, seen = "", list[TorchGpu]()
     with warnings.catch_warnings(record=True) as caught:  # A driver that is too old is said as a warning.
         warnings.simplefilter("always")
-        there = torch.cuda.is_available()
+        available = torch.cuda.is_available()
     try:
-        for index in range(torch.cuda.device_count() if there else 0):
+        for index in range(torch.cuda.device_count() if available else 0):
             seen.append(TorchGpu(
                 name=torch.cuda.get_device_name(index), capability=torch.cuda.get_device_capability(index)
             ))  # fmt: skip
@@ -92,7 +92,7 @@ def installed() -> Wheel:
     return Wheel(
         torch=str(torch.__version__), cuda=torch.version.cuda, hip=torch.version.hip,
         archs=tuple(torch.cuda.get_arch_list()), seen=tuple(seen),
-        error=" ".join((error or " ".join(str(one.message) for one in caught)).split())[:300],
+        error=" ".join((error or " ".join(str(warning.message) for warning in caught)).split())[:300],
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
     )  # fmt: skip
 

@@ -30,5 +30,5 @@ class Spans:
 
     def take(self) -> tuple[Span, ...]:
         """The spans since the last time."""
-        found, self._found = tuple(self._found), []
-        return found
+        spans, self._found = tuple(self._found), []
+        return spans

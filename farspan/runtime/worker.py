@@ -88,8 +88,8 @@ def check_tokens(group: Group, *files: Windows) -> None:
     """Refuse workers whose hosts have other tokens under the corpus's name."""
     if group.world == 1:
         return
-    found = group.gather(sum(fingerprint(windows.tokens) for windows in files))
-    if others := [rank for rank, one in enumerate(found) if one != found[0]]:
+    fingerprints = group.gather(sum(fingerprint(windows.tokens) for windows in files))
+    if others := [rank for rank, value in enumerate(fingerprints) if value != fingerprints[0]]:
         raise Refusal(
             "plan-mismatch", what="the workers have unlike tokens", where=f"rank {others[0]}",
             fact="its corpus has the same manifest as rank 0's, and other bytes",
@@ -146,11 +146,11 @@ def train(plan: Plan, run: RunFolder, rank: int, world: int, notices: Notices | 
                 if rank == 0:
                     sample(trainer, weights)
         except BaseException as error:
-            if (found := group.lost_by(error)) is not None:
+            if (lost_peer := group.lost_by(error)) is not None:
                 with suppress(OSError):  # The log lies on the disk that may be full.
                     traceback.print_exception(error)
                     sys.stderr.flush()
-                lost(*found)
+                lost(*lost_peer)
             group.leave()
             finish("failed", problem := as_problem(error, plan, run, rank))
             raise Refusal.of(problem) from error
@@ -195,11 +195,11 @@ def launcher_gone() -> Gone:
 
 def started(trainer: Trainer, world: int) -> Started:
     plan, run = trainer.worker.plan, trainer.worker.run
-    here = environment(trainer.worker.group.device)
+    machine = environment(trainer.worker.group.device)
     return Started(
-        at=time.time(), step=trainer.step, plan=plan.hash, world=world, environment=here,
+        at=time.time(), step=trainer.step, plan=plan.hash, world=world, environment=machine,
         estimate=load(run.estimate, Estimate) if run.estimate.exists() else None,
-        peak_flops=catalog.peak_flops(here.device, plan.train.precision, world),
+        peak_flops=catalog.peak_flops(machine.device, plan.train.precision, world),
     )  # fmt: skip
 
 

@@ -67,10 +67,10 @@ class Task:
     @functools.cached_property
     def sites(self) -> dict[str, tuple[int, ...]]:
         """The ranks of each site that has any."""
-        found: dict[str, tuple[int, ...]] = {}
+        ranks: dict[str, tuple[int, ...]] = {}
         for rank, site in enumerate(self.costs.network.sites):
-            found[site] = (*found.get(site, ()), rank)
-        return found
+            ranks[site] = (*ranks.get(site, ()), rank)
+        return ranks
 
     @functools.cached_property
     def costs(self) -> Costs:
@@ -149,19 +149,19 @@ def shortage(task: Task, plan: Plan, estimate: Estimate) -> tuple[float, int]:
 def best(task: Task, plans: Sequence[Plan]) -> Plan | Problem:
     """The fastest plan that fits every device; where none does, what the one that lacks least is short of."""
     priced = [(plan, price(plan, task.costs, brief=True)) for plan in plans]
-    fitting = [(plan, found) for plan, found in priced if shortage(task, plan, found)[0] <= 0]
+    fitting = [(plan, estimate) for plan, estimate in priced if shortage(task, plan, estimate)[0] <= 0]
     if fitting:
         return min(fitting, key=lambda pair: pair[1].step_s / pair[1].token_efficiency)[0]
-    plan, found = min(priced, key=lambda pair: shortage(task, *pair)[0])
-    return out_of_memory(task, plan, found)
+    plan, estimate = min(priced, key=lambda pair: shortage(task, *pair)[0])
+    return out_of_memory(task, plan, estimate)
 
 
-def out_of_memory(task: Task, plan: Plan, found: Estimate) -> Problem:
+def out_of_memory(task: Task, plan: Plan, estimate: Estimate) -> Problem:
     """What is short, on which device, and by how much."""
-    lacking, rank = shortage(task, plan, found)
+    lacking, rank = shortage(task, plan, estimate)
     device, at = task.costs.network.devices[rank], task.devices[rank]
     used = sorted(r for replica in plan.replicas for stage in replica.stages for r in stage.mesh.ranks)
-    memory = found.memory[used.index(rank)]
+    memory = estimate.memory[used.index(rank)]
     parts = sorted(msgspec.structs.asdict(memory).items(), key=lambda part: -part[1])[:3]
     most = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
     return Problem(

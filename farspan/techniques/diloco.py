@@ -42,19 +42,19 @@ def plan(task: Task) -> Plan | Problem:
     for ranks, share in zip(sites, shares, strict=True):
         # Sites that are alike and read alike have the same plan.
         key = ("alone", task.likeness(ranks), share)
-        made = task.memo[key] = task.memo.get(key) or _alone(task, ranks, share)
-        if isinstance(made, Problem):
-            return made
-        replicas.append(_moved(made.replicas[0], ranks))
+        site_plan = task.memo[key] = task.memo.get(key) or _alone(task, ranks, share)
+        if isinstance(site_plan, Problem):
+            return site_plan
+        replicas.append(_moved(site_plan.replicas[0], ranks))
     # Only replicas that are divided alike can round the same numbers together (runtime/parallel/outer_step.py).
     bits = task.train.wan_bits if len(set(map(_form, replicas))) == 1 else 32
     often = task.plan("diloco", replicas, Sync(every=EVERY[0], bits=bits))
     most = max(EVERY[0], min(task.train.steps // 10, ROUND_S / price(often, task.costs, brief=True).step_s))
-    found = [
+    plans = [
         task.plan("diloco", replicas, Sync(every=every, overlap=overlap, bits=bits))
         for every in EVERY if every <= most for overlap in (False, True)
     ]  # fmt: skip
-    return best(task, found)
+    return best(task, plans)
 
 
 def _shares(batch: int, seconds: Sequence[float], least: Sequence[int]) -> list[int]:
@@ -93,14 +93,14 @@ def _pace(task: Task, ranks: Sequence[int], rows: int) -> float:
 
 
 def _alone(task: Task, ranks: Sequence[int], rows: int) -> Plan | Problem:
-    there = _site_task(task, ranks, rows)
-    made = [other.plan(there) for other in (data, zero2, fsdp)]
-    plans = [one for one in made if isinstance(one, Plan)]
-    if not plans or len({there.costs.network.hosts[rank] for rank in there.ranks}) > 1:
+    site_task = _site_task(task, ranks, rows)
+    answers = [other.plan(site_task) for other in (data, zero2, fsdp)]
+    plans = [answer for answer in answers if isinstance(answer, Plan)]
+    if not plans or len({site_task.costs.network.hosts[rank] for rank in site_task.ranks}) > 1:
         # Inside one host a pipeline is of use where nothing else fits.
-        made.append(pipeshard.plan(there))
-        plans += [one for one in made[-1:] if isinstance(one, Plan)]
-    return best(there, plans) if plans else next(one for one in made if isinstance(one, Problem))
+        answers.append(pipeshard.plan(site_task))
+        plans += [answer for answer in answers[-1:] if isinstance(answer, Plan)]
+    return best(site_task, plans) if plans else next(answer for answer in answers if isinstance(answer, Problem))
 
 
 def _moved(replica: Replica, ranks: Sequence[int]) -> Replica:

@@ -19,4 +19,4 @@ def plan(task: Task) -> Plan | Problem:
     if task.train.batch < len(task.ranks):
         return too_few_rows(task, len(task.ranks))
     mesh = Mesh(ranks=tuple(task.ranks), shape=(len(counts), counts[0]), axes=("site", "data"))
-    return best(task, [one for zero in (1, 2, 3) for one in plans(task, "hsdp", mesh, zero=zero)])
+    return best(task, [candidate for zero in (1, 2, 3) for candidate in plans(task, "hsdp", mesh, zero=zero)])

@@ -42,17 +42,17 @@ def plan(task: Task) -> Plan | Problem:
     """The best pipeline, or a single stage where that is faster."""
     if alone := one_device(task, "pipeshard"):
         return alone
-    found = pipelines(task)
+    candidates = pipelines(task)
     single = shard.plan(task)
     if isinstance(single, Plan):
-        found.append((single, price(single, task.costs, brief=True)))
-    if not found:
+        candidates.append((single, price(single, task.costs, brief=True)))
+    if not candidates:
         assert isinstance(single, Problem)
         return single if single.code == "out-of-memory" else cannot(
             "no pipeline fits these devices", "the cluster", f"{len(task.ranks)} devices, batch {task.train.batch}",
             "ask what fits: farspan plan --fit model, with the same cluster",
         )  # fmt: skip
-    return relabelled(min(found, key=lambda pair: pair[1].step_s)[0], "pipeshard")
+    return relabelled(min(candidates, key=lambda pair: pair[1].step_s)[0], "pipeshard")
 
 
 def pipelines(task: Task) -> list[tuple[Plan, Estimate]]:
@@ -68,28 +68,28 @@ def pipelines(task: Task) -> list[tuple[Plan, Estimate]]:
                     objective = solution.objective + tied_s(task, solution)
                     solutions.append((objective, next(count), solution, parts))
             solutions = heapq.nsmallest(most, solutions)
-    found = [made for _, _, solution, parts in solutions if (made := at_best_depth(task, solution, parts))]
+    timed = [pipeline for _, _, solution, parts in solutions if (pipeline := at_best_depth(task, solution, parts))]
     few = len(task.ranks) <= ALL_MOVES
-    if ALL_MOVES < len(task.ranks) <= MOST_EVEN or not found:
-        found += _best_even(task, min((seconds for seconds, _ in found), default=math.inf))
-    if not found:
+    if ALL_MOVES < len(task.ranks) <= MOST_EVEN or not timed:
+        timed += _best_even(task, min((seconds for seconds, _ in timed), default=math.inf))
+    if not timed:
         return []
-    found.sort(key=lambda pair: pair[0])
-    best = min((improved(task, *start) for start in found[: STARTS if few else 1]), key=lambda pair: pair[0])
+    timed.sort(key=lambda pair: pair[0])
+    best = min((improved(task, *start) for start in timed[: STARTS if few else 1]), key=lambda pair: pair[0])
     plan = task.plan("pipeshard", [best[1]])
     return [(plan, price(plan, task.costs, brief=True))]
 
 
 def _best_even(task: Task, best: float) -> list[tuple[float, Replica]]:
     """The even split that beats `best` seconds and fits, if any: what the search's runs of hosts do not contain."""
-    found: list[tuple[float, Replica]] = []
+    even: list[tuple[float, Replica]] = []
     for replica in even_splits(task, microbatch_counts(task)):
         passes = (task.costs.passes(stage, stage.rows, replica.microbatches) for stage in replica.stages)
         if max(replica.microbatches * (p.forward + p.backward) for p in passes) >= best or not task.fits(replica):
             continue
         if (seconds := step(replica, task.costs).seconds) < best:
-            best, found = seconds, [(seconds, replica)]
-    return found
+            best, even = seconds, [(seconds, replica)]
+    return even
 
 
 def tied_s(task: Task, solution: Solution) -> float:
@@ -107,11 +107,11 @@ def microbatch_counts(task: Task) -> list[int]:
     batch = task.train.batch
     fewest = 4 if len(task.ranks) > EVERY_RUN and batch % 4 == 0 else 1
     divisors = [m for m in range(fewest, min(batch, MOST_MICROBATCHES) + 1) if batch % m == 0]
-    found: list[int] = []
+    counts: list[int] = []
     for count in divisors:
-        if not found or count >= 1.4 * found[-1]:
-            found.append(count)
-    return found
+        if not counts or count >= 1.4 * counts[-1]:
+            counts.append(count)
+    return counts
 
 
 def orders(task: Task) -> list[tuple[int, ...]]:
@@ -121,7 +121,7 @@ def orders(task: Task) -> list[tuple[int, ...]]:
     for rank in task.ranks:
         by_site.setdefault(network.sites[rank], []).append(rank)
     names = list(by_site)
-    found, seen = [], set()
+    orders, seen = [], set()
     sites = list(dict.fromkeys(_site_orders(task, names, by_site)))
     # Of many orders only the first is turned: on fast links that saves little, on slow ones the shortest is first.
     turned = [(order, 1) for order in (sites if len(names) <= EVERY_ORDER else sites[:1]) if task.graph.tied]
@@ -135,8 +135,8 @@ def orders(task: Task) -> list[tuple[int, ...]]:
         key = tuple((task.costs.alike[a], _hop(task, a, b)) for a, b in pairs)
         if key not in seen:
             seen.add(key)
-            found.append(ranks)
-    return found
+            orders.append(ranks)
+    return orders
 
 
 def _hop(task: Task, a: int, b: int) -> tuple[object, ...]:
@@ -172,11 +172,11 @@ def _site_orders(task: Task, names: list[str], by_site: dict[str, list[int]]) ->
 def at_best_depth(task: Task, solution: Solution, parts: int) -> tuple[float, Replica] | None:
     """The step of a solution and its replica, with the microbatches in flight of 1F1B, or more as memory lets it: those
     cover round trips, but put off the first backward pass. None where it does not fit after all."""
-    stages, found = [stage_of(cut.ranks, cut.option, cut.units, parts) for cut in solution.cuts], []
+    stages, timed = [stage_of(cut.ranks, cut.option, cut.units, parts) for cut in solution.cuts], []
     for extra in (0, 2, 8, parts) if len(task.ranks) <= EVERY_RUN else (0, 8):
         depths = [min(parts, cut.depth, len(stages) - i + extra) for i, cut in enumerate(solution.cuts)]
         replica = task.replica(stages, parts, depths)
         if not task.fits(replica):
             break
-        found.append((step(replica, task.costs).seconds, replica))
-    return min(found, key=lambda pair: pair[0], default=None)
+        timed.append((step(replica, task.costs).seconds, replica))
+    return min(timed, key=lambda pair: pair[0], default=None)

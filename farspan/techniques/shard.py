@@ -22,20 +22,20 @@ def plan(task: Task) -> Plan | Problem:
     """The best mesh of (data, tensor); raises nothing: what does not fit is told as data parallelism tells it."""
     if alone := one_device(task, "shard"):
         return alone
-    found: list[Plan] = []
+    candidates: list[Plan] = []
     problems: list[Problem] = []
     for other in (data, zero1, zero2, fsdp, hsdp):
-        made = other.plan(task)
-        (problems if isinstance(made, Problem) else found).append(made)
+        answer = other.plan(task)
+        (problems if isinstance(answer, Problem) else candidates).append(answer)
     for ways in widths(task):
-        found += _plans(task, ways)
-    if not found:
+        candidates += _plans(task, ways)
+    if not candidates:
         if any(problem.code != "out-of-memory" for problem in problems[:1]):
             return problems[0]
         mesh = Mesh(ranks=tuple(task.ranks), shape=(len(task.ranks),), axes=("data",))
         # What lacks least of all levels, so that the refusal names the nearest thing that would fit.
-        return best(task, [made for zero in ZEROS for made in plans(task, "shard", mesh, zero=zero)])
-    return relabelled(best(task, found), "shard")
+        return best(task, [candidate for zero in ZEROS for candidate in plans(task, "shard", mesh, zero=zero)])
+    return relabelled(best(task, candidates), "shard")
 
 
 def widths(task: Task) -> tuple[int, ...]:
@@ -62,11 +62,11 @@ def _plans(task: Task, ways: int) -> list[Plan]:
     axes: tuple[Axis, ...] = ("data", "tensor") if coordinates > 1 else ("tensor",)
     mesh = Mesh(ranks=ranks, shape=(coordinates, ways) if coordinates > 1 else (ways,), axes=axes)
     levels = ZEROS if coordinates > 1 else ZEROS[:1]
-    found: list[Plan] = []
+    candidates: list[Plan] = []
     for zero in levels:
         for splits in assignments(task, mesh, zero):
-            found += plans(task, "shard", mesh, zero=zero, splits=splits)
-    return found
+            candidates += plans(task, "shard", mesh, zero=zero, splits=splits)
+    return candidates
 
 
 def assignments(task: Task, mesh: Mesh, zero: Zero) -> list[dict[str, str]]:
@@ -75,16 +75,16 @@ def assignments(task: Task, mesh: Mesh, zero: Zero) -> list[dict[str, str]]:
     coordinates = len(mesh.batch)
     rows = stage_rows(task, mesh, {}, task.train.batch)
     slowest = max(mesh.batch, key=lambda group: task.costs.unit_s(group[0], task.graph.block, max(rows), {}, 1))
-    found = []
+    fitting = []
     for by_rows in (True, False):
         splits = cheapest_splits(task, slowest, rows, coordinates, by_rows=by_rows)
-        made = [one.replicas[0] for one in plans(task, "shard", mesh, zero=zero, splits=splits)]
-        if any(map(task.fits, made)):
-            found.append(splits)
-        if "b" not in splits.values() or all(one.microbatches == 1 and task.fits(one) for one in made):
+        replicas = [candidate.replicas[0] for candidate in plans(task, "shard", mesh, zero=zero, splits=splits)]
+        if any(map(task.fits, replicas)):
+            fitting.append(splits)
+        if "b" not in splits.values() or all(replica.microbatches == 1 and task.fits(replica) for replica in replicas):
             break
-    if found:
-        return found
+    if fitting:
+        return fitting
     tightest = min(task.capacity(rank) for rank in mesh.ranks)
     least = Assignment(
         task, (0, task.graph.units), slowest, 1, zero=zero, data=mesh.size("data"), microbatches=max(rows),

@@ -59,8 +59,8 @@ def run(given: argparse.Namespace, console: Console) -> None:
     config, out = load_config(given), given.out or Path("plan.json")
     refuse_file(out, command("select", *words_again(given), "-o", out.with_stem(f"{out.stem}-2")))
     other = None if given.algorithm == OWN else algorithm(given.algorithm)
-    if other is not None:
-        other.check(given)
+    if other is not None or (given.epsilon, given.delta) != (None, None):
+        (other or algorithm("paper")).check(given)  # Wrong values are refused also where nothing reads them.
     if not 0 <= given.tolerance <= 10:
         raise _refused("--tolerance", given.tolerance, "it lies between 0 and 10", f"--tolerance {TOLERANCE}")
     budget_s = None if given.budget is None else positive(parse_seconds, given.budget, "--budget", "2m")

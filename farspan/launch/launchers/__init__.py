@@ -34,5 +34,5 @@ def split(name: str) -> tuple[str, str]:
 def launch(name: str, plan: Plan, run: RunFolder, cluster: Cluster) -> Workers:
     """The workers of `plan` on hosts of `cluster`, started by entering them. Raises Refusal (launcher-unusable)."""
     kind, argument = split(name)
-    made: Workers = importlib.import_module(f"{__name__}.{kind}").Launch(plan, run, cluster, argument)
-    return made
+    workers: Workers = importlib.import_module(f"{__name__}.{kind}").Launch(plan, run, cluster, argument)
+    return workers

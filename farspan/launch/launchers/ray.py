@@ -89,7 +89,7 @@ def read_cluster(where: str) -> Cluster:
         raise _unusable(where, (done.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1])
     nodes = msgspec.json.decode(done.stdout, type=list[Node])
     sites = {node.site: [other for other in nodes if other.site == node.site] for node in nodes}
-    return Cluster(sites=tuple(Site(name=site, hosts=tuple(map(_host, here))) for site, here in sites.items()))
+    return Cluster(sites=tuple(Site(name=site, hosts=tuple(map(_host, members))) for site, members in sites.items()))
 
 
 def _host(node: Node) -> Host:
@@ -148,8 +148,8 @@ class Launch(Workers):
 
     def lost(self, process: Process) -> dict[int, Problem]:
         """What the driver saw of workers that ended without a word."""
-        found = self.run.logs / LOST
-        return load(found, dict[int, Problem]) if found.exists() else super().lost(process)
+        path = self.run.logs / LOST
+        return load(path, dict[int, Problem]) if path.exists() else super().lost(process)
 
     def _node(self, host: Host, meeting: Rendezvous, token: dict[str, str]) -> HostProcess:
         where = _ip(address(host))

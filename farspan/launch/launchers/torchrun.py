@@ -49,28 +49,28 @@ class Launch(Workers):
         """All failures of which torchrun tells at its end. Of those that it sees at one glance it takes the lowest rank
         for the first, which may have failed because of another."""
         log = self.words(self.run.logs / f"rank-{process.ranks[0]}.log")
-        told = reversed(FAILURE.findall(log.rpartition("\nFailures:\n")[2]))  # What it takes for the first is its last.
-        return {int(rank): self.wordless(process, int(rank), int(code)) for rank, code in told} or super().lost(process)
+        ends = reversed(FAILURE.findall(log.rpartition("\nFailures:\n")[2]))  # What it takes for the first is its last.
+        return {int(rank): self.wordless(process, int(rank), int(code)) for rank, code in ends} or super().lost(process)
 
 
 def commands(plan: Plan, run: RunFolder, hosts: tuple[Host, ...], meeting: Rendezvous) -> list[list[str]]:
     """The command that each host runs, in node order."""
-    made = []
+    per_host = []
     for node, host in enumerate(hosts):
-        here = [device for device in plan.devices if device.host == host.name]
+        devices = [device for device in plan.devices if device.host == host.name]
         folder = run_folder(host, plan, run)
-        made.append(with_environment(
+        per_host.append(with_environment(
             # By itself it kills workers that still save 30 s after it was told to end.
-            worker_environment(max(device.threads for device in here)) | place(host, meeting)
+            worker_environment(max(device.threads for device in devices)) | place(host, meeting)
             | {
                 "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{SAVE_S:.0f}", STORE_PORT: str(meeting.port),
                 HOME: str(run.path.absolute()),
             },
             [
                 interpreter(host), "-m", "torch.distributed.run", f"--nnodes={len(hosts)}", f"--node-rank={node}",
-                f"--nproc-per-node={len(here)}", f"--master-addr={meeting.address}",
+                f"--nproc-per-node={len(devices)}", f"--master-addr={meeting.address}",
                 f"--master-port={meeting.torchrun_port}", "--max-restarts=0", "-m", "farspan.runtime.worker",
                 str(folder.plan), str(folder.path),
             ],
         ))  # fmt: skip
-    return made
+    return per_host

@@ -71,16 +71,16 @@ def system(name: str) -> System:
 
 def export(plan: Plan, name: str) -> Exported:
     """The plan in a system's own configuration; raises Refusal (cannot-export) with every reason why not."""
-    found, parts = system(name), plan.replicas[0].microbatches
+    target, parts = system(name), plan.replicas[0].microbatches
     plan = evened(plan)
-    if reasons := found.reasons(plan):
+    if reasons := target.reasons(plan):
         raise Refusal(
             "cannot-export", what=f"{name} cannot run this plan of {plan.technique}", where=f"--export {name}",
             fact="; ".join(reasons), remedy="farspan plan --technique fsdp, with the same model and cluster",
         )  # fmt: skip
-    notes = list(found.notes(plan))
+    notes = list(target.notes(plan))
     if (now := plan.replicas[0].microbatches) != parts:
         notes.append(
             f"gradients are accumulated over {now} parts, all alike; the plan has {parts} parts of unlike size"
         )
-    return Exported(system=name, version=found.VERSION, file=found.FILE, text=found.write(plan), notes=tuple(notes))
+    return Exported(system=name, version=target.VERSION, file=target.FILE, text=target.write(plan), notes=tuple(notes))

@@ -51,15 +51,15 @@ def _edges(plan: Plan) -> list[str]:
 
 
 def _unlike_stages(stages: tuple[Stage, ...]) -> list[str]:
-    found = []
+    reasons = []
     meshes = {(stage.mesh.axes, stage.mesh.shape) for stage in stages}
     if len(meshes) > 1:
         words = (" x ".join(map(str, stage.mesh.shape)) for stage in stages)
-        found.append(f"its stages have unlike meshes: {', '.join(words)}")
+        reasons.append(f"its stages have unlike meshes: {', '.join(words)}")
     for field, word in (("zero", "ZeRO levels"), ("recompute", "choices of recompute"), ("splits", "operator splits")):
         if any(getattr(a, field) != getattr(b, field) for a, b in itertools.pairwise(stages)):
-            found.append(f"its stages have unlike {word}")
-    return found
+            reasons.append(f"its stages have unlike {word}")
+    return reasons
 
 
 def _unlike_rows(stages: tuple[Stage, ...]) -> list[str]:
@@ -70,12 +70,12 @@ def _unlike_rows(stages: tuple[Stage, ...]) -> list[str]:
 
 
 def _sums(stages: tuple[Stage, ...]) -> list[str]:
-    found = []
+    reasons = []
     if any(stage.grad_sync.topology == "hierarchical" for stage in stages):
-        found.append("gradients are summed inside each site first and between sites once")
+        reasons.append("gradients are summed inside each site first and between sites once")
     if bits := [stage.grad_sync.bits for stage in stages if stage.grad_sync.bits != 32]:
-        found.append(f"gradients are sent in {bits[0]} bits")
-    return found
+        reasons.append(f"gradients are sent in {bits[0]} bits")
+    return reasons
 
 
 def evened(plan: Plan) -> Plan:

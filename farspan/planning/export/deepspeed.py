@@ -19,35 +19,35 @@ FILE = "ds_config.json"
 
 def reasons(plan: Plan) -> list[str]:
     """Why DeepSpeed cannot run this plan."""
-    if found := irregular(plan):
-        return found
+    if reasons := irregular(plan):
+        return reasons
     parts = regular(plan)
     if parts.tensor > 1:
-        found.append(
+        reasons.append(
             f"operators are divided over {parts.tensor} devices, which DeepSpeed leaves to the model's own code"
         )
     if parts.sites > 1 and parts.zero:
-        found.append("state is divided inside each site and copied between sites: MiCS, which did that, was removed")
+        reasons.append("state is divided inside each site and copied between sites: MiCS, which did that, was removed")
     if parts.stages > 1:
-        found += _pipeline(plan)
+        reasons += _pipeline(plan)
     if plan.train.schedule.kind == "wsd":
-        found.append("it has no schedule that warms up, stays and decays (wsd)")
+        reasons.append("it has no schedule that warms up, stays and decays (wsd)")
     if node_order(plan) is None:
-        found.append("no numbering of the hosts puts the ranks in the plan's order")
-    return found
+        reasons.append("no numbering of the hosts puts the ranks in the plan's order")
+    return reasons
 
 
 def _pipeline(plan: Plan) -> list[str]:
-    parts, found = regular(plan), []
+    parts, reasons = regular(plan), []
     if parts.zero > 1:
-        found.append(f"its pipelines go with ZeRO 0 and 1, not {parts.zero}")
+        reasons.append(f"its pipelines go with ZeRO 0 and 1, not {parts.zero}")
     if parts.cuts != uniform(plan.model.layers + 2, parts.stages):
-        found.append(
+        reasons.append(
             f"stages are cut before units {', '.join(map(str, parts.cuts[1:-1]))}, and its own cuts are even ones"
         )
     if not one_forward_one_backward(plan):
-        found.append("more microbatches are in flight than 1F1B has")
-    return found
+        reasons.append("more microbatches are in flight than 1F1B has")
+    return reasons
 
 
 def uniform(items: int, parts: int) -> tuple[int, ...]:
@@ -105,19 +105,19 @@ def _scheduler(plan: Plan) -> dict[str, Any]:
 def notes(plan: Plan) -> list[str]:
     """What the file leaves to the training script."""
     parts, train = regular(plan), plan.train
-    found = [
+    notes = [
         launch_note(plan, "the deepspeed launcher, its hostfile"),
         f"the script brings the model ({plan.model.family}, {plan.model.layers} layers x {plan.model.d_model}), its "
         f"sequences of {train.seq_len} tokens and {train.steps} steps",
     ]
     if parts.recompute:
-        found.append("the model's blocks must call deepspeed.checkpointing.checkpoint: the plan computes them again")
+        notes.append("the model's blocks must call deepspeed.checkpointing.checkpoint: the plan computes them again")
     if parts.stages > 1:
         tied = "; the tied table as TiedLayerSpec" if plan.model.tied else ""
-        found.append(
+        notes.append(
             f"PipelineModule(layers=[embedding, {plan.model.layers} blocks, norm with head], "
             f"num_stages={parts.stages}, partition_method='uniform'){tied}"
         )
     if train.optimizer.weight_decay:
-        found.append("pass matrices and other parameters as two groups: the plan decays matrices only")
-    return found
+        notes.append("pass matrices and other parameters as two groups: the plan decays matrices only")
+    return notes

@@ -31,23 +31,25 @@ SPLITS = {
 
 def reasons(plan: Plan) -> list[str]:
     """Why torchtitan cannot run this plan."""
-    if found := irregular(plan):
-        return found
+    if reasons := irregular(plan):
+        return reasons
     parts, model, train = regular(plan), plan.model, plan.train
     if model.family != "llama" or model.bias:
-        found.append(f"it has no {model.family} model{' with biases' if model.family == 'llama' else ''}, only a Llama")
+        reasons.append(
+            f"it has no {model.family} model{' with biases' if model.family == 'llama' else ''}, only a Llama"
+        )
     if train.precision == "fp16":
-        found.append("it trains in bfloat16 or float32, not in fp16")
+        reasons.append("it trains in bfloat16 or float32, not in fp16")
     if train.attention == "vanilla":
-        found.append("it has no attention that keeps its score matrices")
+        reasons.append("it has no attention that keeps its score matrices")
     if parts.zero == 1:
-        found.append("FSDP2 divides gradients along with the optimizer's state, so ZeRO 1 has no counterpart")
-    found += _tensor(plan, parts)
+        reasons.append("FSDP2 divides gradients along with the optimizer's state, so ZeRO 1 has no counterpart")
+    reasons += _tensor(plan, parts)
     if parts.stages > 1:
-        found += _pipeline(plan)
+        reasons += _pipeline(plan)
     if node_order(plan) is None:
-        found.append("no numbering of the hosts puts the ranks in the plan's order")
-    return found
+        reasons.append("no numbering of the hosts puts the ranks in the plan's order")
+    return reasons
 
 
 def _tensor(plan: Plan, parts: Regular) -> list[str]:
@@ -62,14 +64,14 @@ def _tensor(plan: Plan, parts: Regular) -> list[str]:
 
 
 def _pipeline(plan: Plan) -> list[str]:
-    found = []
+    reasons = []
     if plan.model.tied:
-        found.append("it has no pipelines of models with tied embeddings")
+        reasons.append("it has no pipelines of models with tied embeddings")
     if schedule(plan) is None:
-        found.append(
+        reasons.append(
             "its schedules have 1F1B's microbatches in flight, or all of them (GPipe), and the plan has others"
         )
-    return found
+    return reasons
 
 
 def schedule(plan: Plan) -> str | None:
@@ -92,7 +94,7 @@ def write(plan: Plan) -> str:
 def _parallelism(plan: Plan) -> dict[str, Any]:
     parts = regular(plan)
     sharded = parts.zero >= 2
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "data_parallel_replicate_degree": parts.sites if sharded else parts.sites * parts.data,
         "data_parallel_shard_degree": parts.data if sharded else 1,
         "tensor_parallel_degree": parts.tensor,
@@ -102,15 +104,15 @@ def _parallelism(plan: Plan) -> dict[str, Any]:
     }
     if sharded:
         # Gathered again for the backward pass (ZeRO 3), or kept from the forward pass (ZeRO 2).
-        found["fsdp_reshard_after_forward"] = "always" if parts.zero == 3 else "never"
+        settings["fsdp_reshard_after_forward"] = "always" if parts.zero == 3 else "never"
     if parts.stages > 1:
-        found["pipeline_parallel_schedule"] = schedule(plan)
-        found["pipeline_parallel_microbatch_size"] = parts.micro_rows
-        found["module_fqns_per_model_part"] = [
+        settings["pipeline_parallel_schedule"] = schedule(plan)
+        settings["pipeline_parallel_microbatch_size"] = parts.micro_rows
+        settings["module_fqns_per_model_part"] = [
             [name for unit in range(first, last) for name in _names(unit, plan.model.layers)]
             for first, last in zip(parts.cuts, parts.cuts[1:], strict=False)
         ]
-    return found
+    return settings
 
 
 def _names(unit: int, layers: int) -> list[str]:

@@ -29,8 +29,8 @@ class QdrantStore:
             limit=k, query=qdrant.Query.Nearest(vector_D.tolist()), with_payload=True,
             filter=qdrant.Filter(must=[qdrant.FieldCondition(key, match=qdrant.MatchValue(v)) for key, v in equal]),
         )  # fmt: skip
-        found = self._shard.query(request)
-        return [Hit(id=int(hit.id), score=hit.score, payload=hit.payload or {}) for hit in found]
+        hits = self._shard.query(request)
+        return [Hit(id=int(hit.id), score=hit.score, payload=hit.payload or {}) for hit in hits]
 
     def count(self) -> int:
         return self._shard.count(qdrant.CountRequest(exact=True))

@@ -336,11 +336,11 @@ def check_tensors(path: Path, files: Mapping[str, Shapes]) -> None:
             raise Corrupt(f"its {_STATE} names no {name}")
         with _reading(path), safe_open(_file(path, name), "pt") as file:
             views = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
-            found = {key: (view.get_dtype(), tuple(view.get_shape())) for key, view in views.items()}
-        for key in sorted(shapes.keys() | found.keys()):
+            stored = {key: (view.get_dtype(), tuple(view.get_shape())) for key, view in views.items()}
+        for key in sorted(shapes.keys() | stored.keys()):
             wanted = ("F32", shapes[key]) if key in shapes else None
-            if found.get(key) != wanted:
-                raise Corrupt(f"{name} has {_said(found.get(key))} for {key} where the plan has {_said(wanted)}")
+            if stored.get(key) != wanted:
+                raise Corrupt(f"{name} has {_said(stored.get(key))} for {key} where the plan has {_said(wanted)}")
 
 
 def _said(tensor: tuple[str, tuple[int, ...]] | None) -> str:

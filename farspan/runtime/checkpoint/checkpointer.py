@@ -54,11 +54,11 @@ class Checkpointer:
         return self._whole.collect(self._state.master if outer is None else outer.anchor)
 
     def _named(self, replica: int, *, moments: bool = False, masters: bool = False) -> dict[str, Tensor]:
-        state, found = self._state, dict[str, Tensor]()
+        state, tensors = self._state, dict[str, Tensor]()
         kinds = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq} if moments else {}
         for kind, flats in (kinds | ({"master": state.master} if masters else {})).items():
-            found |= _prefixed(kind, self._whole.collect(flats, replica))
-        return found
+            tensors |= _prefixed(kind, self._whole.collect(flats, replica))
+        return tensors
 
     def write(self, progress: TrainingProgress, group: Group) -> tuple[Path, int] | None:
         """Write a checkpoint; rank 0 returns its path and bytes. Raises Unsaved on every worker where it cannot be

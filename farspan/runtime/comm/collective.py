@@ -150,9 +150,9 @@ class Group:
         peers = [self._ranks[end] for end in connections.named_in(str(error)) if end in self._ranks]
         if not peers or self._heartbeat is None:
             return None
-        found = self._heartbeat.tell(peers[0], "connection")
+        lost_peer = self._heartbeat.tell(peers[0], "connection")
         self._heartbeat.stay()
-        return found
+        return lost_peer
 
     def sum(self, *values: float) -> list[float]:
         """Each value summed over all workers, in double precision."""

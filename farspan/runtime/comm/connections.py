@@ -30,19 +30,19 @@ def pace(rate: int) -> None:
     there costs round trips. A rate that the option cannot hold, 2 GB/s and more, needs no pacing."""
     if rate >= 2**31:
         return
-    for one in _connections():
-        if _rtt_s(one) > SITE_S:
-            one.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, rate)
+    for connection in _connections():
+        if _rtt_s(connection) > SITE_S:
+            connection.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, rate)
 
 
 def expire(seconds: float) -> None:
     """Let every connection that this process has open now fail once the other side's machine has not answered for so
     long, idle or not: by itself the kernel tries for a quarter of an hour, and for ever where nothing is to be sent."""
-    for one in _connections():
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, round(seconds / 3)))
-        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, round(seconds / 3)))
-        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1e3 * seconds))
+    for connection in _connections():
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, round(seconds / 3)))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, round(seconds / 3)))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1e3 * seconds))
 
 
 def listening(address: str) -> str:
@@ -54,16 +54,16 @@ def listening(address: str) -> str:
         interface: [entry.address for entry in entries if entry.family == socket.AF_INET]
         for interface, entries in psutil.net_if_addrs().items()
     }
-    here = {own for addresses in by_interface.values() for own in addresses if not own.startswith("127.")}
-    meant = ip in here or (ip == address and ip.startswith("127."))  # Workers of one host meet on its loopback.
+    assigned = {own for addresses in by_interface.values() for own in addresses if not own.startswith("127.")}
+    meant = ip in assigned or (ip == address and ip.startswith("127."))  # Workers of one host meet on its loopback.
     return ip if name is None or meant else next(iter(by_interface.get(name, ())), ip)
 
 
 def own() -> list[str]:
     """The addresses of this process's ends, as gloo's messages on the other side name them, `[10.0.0.5]:41235`: the
     bytes of a port as they go over the line, which most machines read the other way round."""
-    found = dict.fromkeys(one.getsockname()[:2] for one in _sockets())
-    return [f"[{host}]:{socket.htons(port)}" for host, port in found]
+    ends = dict.fromkeys(sock.getsockname()[:2] for sock in _sockets())
+    return [f"[{host}]:{socket.htons(port)}" for host, port in ends]
 
 
 def named_in(text: str) -> list[str]:
@@ -73,12 +73,12 @@ def named_in(text: str) -> list[str]:
 
 def _connections() -> Iterator[socket.socket]:
     """The TCP connections that this process has open."""
-    for one in _sockets():
+    for sock in _sockets():
         try:
-            one.getpeername()
+            sock.getpeername()
         except OSError:
             continue
-        yield one
+        yield sock
 
 
 def _sockets() -> Iterator[socket.socket]:
@@ -89,14 +89,14 @@ def _sockets() -> Iterator[socket.socket]:
         except OSError:  # The one that the folder was read by.
             continue
         try:
-            one = socket.socket(fileno=copy)
+            sock = socket.socket(fileno=copy)
         except OSError:
             os.close(copy)
             continue
-        with one:
-            if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
-                yield one
+        with sock:
+            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
+                yield sock
 
 
-def _rtt_s(one: socket.socket) -> float:
-    return float(_INFO.unpack(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))[0]) / 1e6
+def _rtt_s(connection: socket.socket) -> float:
+    return float(_INFO.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))[0]) / 1e6

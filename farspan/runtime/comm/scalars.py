@@ -48,6 +48,6 @@ class ScalarExchange:
     def hear(self) -> dict[int, Sequence[float]]:
         """All workers' parts of the oldest exchange that was not heard yet, by rank."""
         mine, posted = self._mine.popleft(), self._waiting.popleft()
-        found: dict[int, Sequence[float]] = {rank: one.wait().tolist() for rank, one in posted.items()}
-        found[self._rank] = mine
-        return {rank: found[rank] for rank in sorted(found)}
+        parts: dict[int, Sequence[float]] = {rank: receive.wait().tolist() for rank, receive in posted.items()}
+        parts[self._rank] = mine
+        return {rank: parts[rank] for rank in sorted(parts)}

@@ -84,10 +84,10 @@ class Topology:
 
     def sites(self, ranks: Sequence[int]) -> dict[str, list[int]]:
         """These ranks by their site."""
-        found: dict[str, list[int]] = {}
+        by_site: dict[str, list[int]] = {}
         for rank in ranks:
-            found.setdefault(self.site(rank), []).append(rank)
-        return found
+            by_site.setdefault(self.site(rank), []).append(rank)
+        return by_site
 
     def site(self, rank: int) -> str:
         device = self.plan.devices[rank]
@@ -144,9 +144,9 @@ class ProcessGroups:
         self._make(ranks, purpose, local=False)
 
     def _make(self, ranks: Sequence[int], purpose: str, *, local: bool) -> None:
-        made = dist.new_group(
+        group = dist.new_group(
             list(ranks), timedelta(seconds=BUSY_S), self._topology.backend(ranks), use_local_synchronization=local,
             sort_ranks=False,
         )  # fmt: skip
-        if isinstance(made, dist.ProcessGroup):
-            self._made[tuple(ranks), purpose] = made
+        if isinstance(group, dist.ProcessGroup):
+            self._made[tuple(ranks), purpose] = group

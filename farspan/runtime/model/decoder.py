@@ -274,9 +274,9 @@ class Decoder(nn.Module):
         else:
             logits_BSV = layouts.between(F.linear(x_BSD, self.head_VD), "head", "loss")
             losses_N = logits_losses(logits_BSV.flatten(0, 1), targets.flatten(), shard)
-        rows, here = losses_N.new_zeros(len(targets_BS)), len(targets)
-        first = layouts.axis.coordinate * here if here < len(targets_BS) else 0
-        rows[first : first + here] = losses_N.view_as(targets).sum(dim=1)
+        rows, count = losses_N.new_zeros(len(targets_BS)), len(targets)
+        first = layouts.axis.coordinate * count if count < len(targets_BS) else 0
+        rows[first : first + count] = losses_N.view_as(targets).sum(dim=1)
         return layouts.between(rows, "loss", TOTAL)
 
     def loss(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
@@ -293,9 +293,9 @@ def load_whole(model: Decoder, name: str, whole: Tensor) -> None:
 
 def initialise(model: Decoder, seed: int) -> None:
     """Give every parameter, or the slice that is held of it, its first value, as `drawn` says."""
-    here = {name for name, _ in model.named_parameters()}
+    names = {name for name, _ in model.named_parameters()}
     for name, whole in drawn(model.spec, seed):
-        if name in here:
+        if name in names:
             load_whole(model, name, whole)
 
 

@@ -67,23 +67,23 @@ def read(folder: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
     """
     spec = models.from_config(parse_json(read_bytes(folder / "config.json"), dict, folder / "config.json"))
     family = models.family(spec.family)
-    found = _full_names(family, {name: t for path in _weight_files(folder) for name, t in _load(path).items()})
+    tensors = _full_names(family, {name: t for path in _weight_files(folder) for name, t in _load(path).items()})
     with torch.device("meta"):
         shapes = {name: parameter.shape for name, parameter in Decoder(spec).named_parameters()}
     state = {}
     for entry in family.tensors(spec):
-        if missing := [name for name in entry.theirs if name not in found]:
+        if missing := [name for name in entry.theirs if name not in tensors]:
             raise _misfit(folder, f"tensor {missing[0]!r} is missing")
-        parts = [found.pop(name) for name in entry.theirs]
+        parts = [tensors.pop(name) for name in entry.theirs]
         tensor = torch.cat([part.t() for part in parts] if entry.transpose else parts)
         if tensor.shape != shapes[entry.ours]:
             fact = f"{' + '.join(entry.theirs)} gives {list(tensor.shape)}, config.json {list(shapes[entry.ours])}"
             raise _misfit(folder, fact)
         state[entry.ours] = tensor.contiguous()
-    if spec.tied and HEAD in found and torch.equal(found[HEAD], state["tok.weight"]):
-        del found[HEAD]
-    if found:
-        raise _misfit(folder, f"tensor {min(found)!r} is left over")
+    if spec.tied and HEAD in tensors and torch.equal(tensors[HEAD], state["tok.weight"]):
+        del tensors[HEAD]
+    if tensors:
+        raise _misfit(folder, f"tensor {min(tensors)!r} is left over")
     return spec, state
 
 
@@ -93,12 +93,12 @@ def _theirs(entry: TensorMap, state: Mapping[str, Tensor]) -> Iterator[tuple[str
         yield name, (part.t() if entry.transpose else part).clone(memory_format=torch.contiguous_format)
 
 
-def _full_names(family: Family, found: dict[str, Tensor]) -> dict[str, Tensor]:
+def _full_names(family: Family, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors by the names a causal model's file uses: files of the bare model lack the prefix. Buffers are dropped."""
-    bare = not any(name.startswith(family.PREFIX) for name in found)
+    bare = not any(name.startswith(family.PREFIX) for name in tensors)
     return {
         family.PREFIX + name if bare and name != HEAD else name: tensor
-        for name, tensor in found.items()
+        for name, tensor in tensors.items()
         if not name.endswith(family.BUFFERS)
     }
 

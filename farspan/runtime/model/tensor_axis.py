@@ -170,25 +170,25 @@ def edges(graph: OpGraph, units: tuple[int, int], splits: Mapping[str, str]) -> 
     """What must be converted between operators, by the names of writer and reader. The first operator of a unit reads
     the residual stream, which those that `returns_to_residual` write."""
     residual = splits.get(RESIDUAL, COPY)
-    found = {}
+    pairs = {}
     for unit, _ in graph.kinds(*units):
         before, writes = RESIDUAL, residual
         for op in unit:
             plan = strategy(op, splits.get(op.name, ""))
             if op.inputs[0] == "bs":
-                found[TOKENS, op.name] = OperatorEdge(COPY, plan.reads, plan.reads)
+                pairs[TOKENS, op.name] = OperatorEdge(COPY, plan.reads, plan.reads)
             else:
-                found[before, op.name] = OperatorEdge(writes, plan.reads, plan.gradient, sections(graph, op.inputs[0]))
+                pairs[before, op.name] = OperatorEdge(writes, plan.reads, plan.gradient, sections(graph, op.inputs[0]))
             before, writes = op.name, plan.writes
             if returns_to_residual(op):
-                found[op.name, RESIDUAL] = OperatorEdge(writes, residual, residual)
+                pairs[op.name, RESIDUAL] = OperatorEdge(writes, residual, residual)
                 before, writes = RESIDUAL, residual
             if op.kind == "loss":
                 rows = "b" if plan.split == "b" else COPY
-                found[TOKENS, op.name] = OperatorEdge(COPY, rows, rows)
+                pairs[TOKENS, op.name] = OperatorEdge(COPY, rows, rows)
                 # Each rank's rows are a summand of the loss; a part of the vocabulary has been summed by the kernel.
-                found[op.name, TOTAL] = OperatorEdge(PARTIAL if rows else COPY, COPY, COPY)
-    return {pair: edge for pair, edge in found.items() if not edge.idle}
+                pairs[op.name, TOTAL] = OperatorEdge(PARTIAL if rows else COPY, COPY, COPY)
+    return {pair: edge for pair, edge in pairs.items() if not edge.idle}
 
 
 # -- parameters --------------------------------------------------------------------------------------------------------
@@ -215,13 +215,13 @@ def held(
     parameters are whole, and so is a table that embedding and head use unlike each other."""
     graph = models.graph(spec)
     whole = {TABLE} if _mixed(graph, units, splits) else set[str]()
-    found = {}
+    slices = {}
     for name, weight, split in _uses(graph, units, splits):
         if ways > 1 and split and split in weight.dims and name not in whole:
             # "d" is never divided: it is the rows of a matrix that writes it, else the columns.
             cut = DimSplit(1 if weight.dims[0] == "d" else 0, sections(graph, weight.dims))
-            found[name] = cut.slice(graph.size(weight.dims.replace("d", "")), ways, coordinate)
-    return found
+            slices[name] = cut.slice(graph.size(weight.dims.replace("d", "")), ways, coordinate)
+    return slices
 
 
 def summands(spec: ModelSpec, units: tuple[int, int], splits: Mapping[str, str], ways: int) -> frozenset[str]:
@@ -230,8 +230,8 @@ def summands(spec: ModelSpec, units: tuple[int, int], splits: Mapping[str, str],
     graph = models.graph(spec)
     if ways == 1:
         return frozenset()
-    found = {name for name, _, split in _uses(graph, units, splits) if split == "b"}
-    return frozenset(found | ({TABLE} if _mixed(graph, units, splits) else set()))
+    names = {name for name, _, split in _uses(graph, units, splits) if split == "b"}
+    return frozenset(names | ({TABLE} if _mixed(graph, units, splits) else set()))
 
 
 def _demand_even(graph: OpGraph, splits: Mapping[str, str], ways: int) -> None:

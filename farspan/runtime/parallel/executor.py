@@ -195,9 +195,9 @@ class Executor:
 
     def load(self, values: Iterable[tuple[str, Tensor]]) -> None:
         """Take the whole values of all parameters of the model: of each, what is held here."""
-        here = set(self.state.names)
+        held = set(self.state.names)
         slices = self.model.slices
-        self.state.load((n, slices[n].of(whole) if n in slices else whole) for n, whole in values if n in here)
+        self.state.load((n, slices[n].of(whole) if n in slices else whole) for n, whole in values if n in held)
         self.publish()
         if self.outer is not None:
             self.outer.start()

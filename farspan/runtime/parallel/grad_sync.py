@@ -124,7 +124,7 @@ class GradReducer:
                 self._active.append(_Running(bucket, self._phases(bucket, self._last, self._round)))
         self.progress()
         if self._state.division.zero >= 2:
-            self._wait(lambda: 4 * sum(self._state.buckets[one.bucket].size for one in self._active[:-1]) > UNDER_WAY)
+            self._wait(lambda: 4 * sum(self._state.buckets[sync.bucket].size for sync in self._active[:-1]) > UNDER_WAY)
 
     def progress(self) -> bool:
         """Let every bucket go as far as what it waits for has come; whether any went on."""
@@ -211,7 +211,7 @@ class GradReducer:
                 posted[k] = self._messenger.post(size, full.dtype, rank, number)
                 leaving += self._messenger.send(full[k * size : (k + 1) * size], rank, number)
         # Neither may it change nor does it stay in memory: it is waited for until it has left, too.
-        yield [self._waiters[Channel.SCATTER].submit(one.wait) for one in (*posted.values(), *leaving)]
+        yield [self._waiters[Channel.SCATTER].submit(message.wait) for message in (*posted.values(), *leaving)]
         mine = self._data.index(self._topology.rank)
         parts = [full[k * size : (k + 1) * size] if k == mine else posted[k].buffer for k in range(len(self._data))]
         total = parts[0].to(full.device, copy=True)
@@ -238,8 +238,8 @@ class GradReducer:
         for rank in posted:
             self._messenger.send(sent, rank, self._number(b))
         del sent
-        yield [self._waiters[Channel.ACROSS].submit(one.wait) for one in posted.values()]
-        contents = {rank: one.buffer.to(full.device) for rank, one in posted.items()}
+        yield [self._waiters[Channel.ACROSS].submit(receive.wait) for receive in posted.values()]
+        contents = {rank: receive.buffer.to(full.device) for rank, receive in posted.items()}
         order = sorted([*contents, own])
         # The first two of a sum may change places, so that most begin with what is here already.
         first = own if own in order[:2] else order[0]
@@ -262,11 +262,11 @@ class _Running:
         self._waits: Waits = next(phases)
 
     def ready(self) -> bool:
-        return all(one.done() if isinstance(one, Future) else one.is_completed() for one in self._waits)
+        return all(work.done() if isinstance(work, Future) else work.is_completed() for work in self._waits)
 
     def advance(self) -> None:
-        for one in self._waits:
-            one.result() if isinstance(one, Future) else one.wait()
+        for work in self._waits:
+            work.result() if isinstance(work, Future) else work.wait()
         self.phase += 1
         try:
             self._waits = next(self._phases)

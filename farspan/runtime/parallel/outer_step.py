@@ -127,10 +127,10 @@ class OuterStep:
         number, self._count = self._count, self._count + 1
         for r, route in self._routes.items():
             self._coming[r] = _Exchange(
-                [self._post(one, r, number) for one in route.receives],
+                [self._post(send, r, number) for send in route.receives],
                 [self._messenger.post(
-                    one.stop - one.start, torch.float32, one.source, tag(Channel.OUTER + r, number, inside=True)
-                ) for one in route.handed],
+                    send.stop - send.start, torch.float32, send.source, tag(Channel.OUTER + r, number, inside=True)
+                ) for send in route.handed],
             )  # fmt: skip
         pairs = zip(self.anchor, self._state.master, strict=True)
         self._own = own = torch.cat([anchor - master for anchor, master in pairs]).cpu()
@@ -142,17 +142,17 @@ class OuterStep:
             self._space.put(own, start, content)
         for r, route in self._routes.items():
             self._coming[r].leaving = deque(
-                (part, one.target) for one in route.sends for part in encoded[one.start, one.stop].split(PART)
+                (part, send.target) for send in route.sends for part in encoded[send.start, send.stop].split(PART)
             )
             # While steps go on nobody looks after the exchange: then all leaves at once.
             least = PART + self._feedback.codec.encoded_size(route.ahead)
             self._leave(r, max(least, ON_THE_LINE // route.senders) if self._left is None else None)
 
-    def _post(self, one: Send, r: int, number: int) -> list[Posted]:
+    def _post(self, send: Send, r: int, number: int) -> list[Posted]:
         """Receives for the parts of one range of replica `r`."""
-        size = self._feedback.codec.encoded_size(one.stop - one.start)
+        size = self._feedback.codec.encoded_size(send.stop - send.start)
         sizes = (min(PART, size - at) for at in range(0, size, PART))
-        return [self._messenger.post(part, torch.uint8, one.source, tag(Channel.OUTER + r, number)) for part in sizes]
+        return [self._messenger.post(part, torch.uint8, send.source, tag(Channel.OUTER + r, number)) for part in sizes]
 
     def _leave(self, r: int, limit: int | None) -> None:
         """Send the next parts to replica `r`, of so many bytes or all."""
@@ -184,21 +184,21 @@ class OuterStep:
 
     def _received(self, r: int, route: _Route) -> Tensor:
         """What replica `r` changed, of what this worker owns; handed on to those of its site that own it too."""
-        found = torch.zeros(self._space.size)  # What fills up a bucket comes from nobody.
-        for one, parts in zip(route.receives, self._coming[r].receives, strict=True):
+        change = torch.zeros(self._space.size)  # What fills up a bucket comes from nobody.
+        for send, parts in zip(route.receives, self._coming[r].receives, strict=True):
             came = []
             for posted in parts:
                 came.append(posted.wait())
                 # The other side has room again for as much as came: both do the same.
                 self._leave(r, PART)
-            self._space.put(found, one.start, self._feedback.codec.decode(torch.cat(came), one.stop - one.start))
+            self._space.put(change, send.start, self._feedback.codec.decode(torch.cat(came), send.stop - send.start))
         self._leave(r, None)
-        for one in route.hands:
-            content = self._space.read(found, one.start, one.stop)
-            self._messenger.send(content, one.target, tag(Channel.OUTER + r, self._count - 1, inside=True))
-        for one, handed in zip(route.handed, self._coming.pop(r).handed, strict=True):
-            self._space.put(found, one.start, handed.wait())
-        return found
+        for send in route.hands:
+            content = self._space.read(change, send.start, send.stop)
+            self._messenger.send(content, send.target, tag(Channel.OUTER + r, self._count - 1, inside=True))
+        for send, handed in zip(route.handed, self._coming.pop(r).handed, strict=True):
+            self._space.put(change, send.start, handed.wait())
+        return change
 
 
 class _Exchange:
@@ -236,37 +236,39 @@ class _Space:
     """
 
     def __init__(self, manifests: Sequence[BucketManifest], rank: int) -> None:
-        pieces = [piece for manifest in manifests for one in manifest.pieces for piece in one]
+        pieces = [piece for manifest in manifests for bucket in manifest.pieces for piece in bucket]
         shapes = {piece.name: piece.shape for piece in pieces}
         self._dims = {piece.name: piece.slice.dim for piece in pieces if piece.slice is not None}
         bounds: dict[str, set[int]] = {name: set() for name in shapes}
         for piece in pieces:
             bounds[piece.name].update(bound for part in self._held(piece) for bound in part)
-        self._bounds = {name: sorted(found) for name, found in bounds.items()}
+        self._bounds = {name: sorted(cuts) for name, cuts in bounds.items()}
         self._first: dict[tuple[str, int], int] = {}
         end = 0
         for name, shape in sorted(shapes.items()):
             for low, high in pairwise(self._bounds[name]):
                 self._first[name, low] = end
                 end += math.prod(shape) // shape[self._dims.get(name, 0)] * (high - low)
-        self.parts = [[HeldRange(r, one.start, one.stop) for one in self._ranges(m)] for r, m in enumerate(manifests)]
+        self.parts = [
+            [HeldRange(r, part.start, part.stop) for part in self._ranges(m)] for r, m in enumerate(manifests)
+        ]
         self.replicas = [m.replica for m in manifests]
         self._mine, self._lengths = self._ranges(manifests[rank]), manifests[rank].sizes
         #: Elements of this worker's buckets, and those of parameters: a bucket is filled up so that all owners have as
         #: many.
-        self.size, self.owned = sum(self._lengths), sum(one.stop - one.start for one in self._mine)
+        self.size, self.owned = sum(self._lengths), sum(part.stop - part.start for part in self._mine)
 
     def _held(self, piece: Piece) -> tuple[tuple[int, int], ...]:
         """The ranges of the dim that a parameter is divided along, of which a worker has the slice."""
         return piece.slice.ranges if piece.slice else ((0, piece.shape[self._dims.get(piece.name, 0)]),)
 
     def _ranges(self, manifest: BucketManifest) -> list[_Range]:
-        found, before = list[_Range](), 0
+        ranges, before = list[_Range](), 0
         for pieces, size in zip(manifest.pieces, manifest.sizes, strict=True):
             for piece in pieces:
-                found += self._of(piece, before + piece.at - piece.start)
+                ranges += self._of(piece, before + piece.at - piece.start)
             before += size
-        return sorted(found)
+        return sorted(ranges)
 
     def _of(self, piece: Piece, at: int) -> Iterator[_Range]:
         """The ranges of one piece, of which the slice would begin at `at` among the worker's own."""
@@ -286,7 +288,7 @@ class _Space:
         return [part for r, parts in zip(self.replicas, self.parts, strict=True) if r == replica for part in parts]
 
     def owns(self, start: int, stop: int) -> bool:
-        return sum(max(0, min(one.stop, stop) - max(one.start, start)) for one in self._mine) == stop - start
+        return sum(max(0, min(part.stop, stop) - max(part.start, start)) for part in self._mine) == stop - start
 
     def read(self, own: Tensor, start: int, stop: int) -> Tensor:
         """Elements [start, stop) from this worker's own."""
@@ -302,10 +304,10 @@ class _Space:
 
     def _overlaps(self, start: int, stop: int) -> Iterator[tuple[slice, slice | Tensor]]:
         """Every part of a range that this worker owns, and its places among the worker's own."""
-        for one in self._mine:
-            low, high = max(one.start, start), min(one.stop, stop)
+        for part in self._mine:
+            low, high = max(part.start, start), min(part.stop, stop)
             if high > low:
-                yield slice(low - start, high - start), one.places(low, high)
+                yield slice(low - start, high - start), part.places(low, high)
 
 
 def _counted(end: int, width: int, stride: int) -> int:
@@ -322,15 +324,15 @@ class _Route:
         out, _ = transfer(mine, theirs, topology.site)
         into, spread = transfer(theirs, mine, topology.site)
         # In the order of elements: what `_ahead` says holds for that alone.
-        self.sends = sorted((one for one in out if one.source == topology.rank), key=lambda one: one.start)
+        self.sends = sorted((send for send in out if send.source == topology.rank), key=lambda send: send.start)
         #: Workers of this replica that send to the other one.
-        self.senders = max(1, len({one.source for one in out}))
-        self.receives = sorted((one for one in into if one.target == topology.rank), key=lambda one: one.start)
+        self.senders = max(1, len({send.source for send in out}))
+        self.receives = sorted((send for send in into if send.target == topology.rank), key=lambda send: send.start)
         self.ahead = _ahead(self.sends, self.receives)
-        self.handed = [one for one in spread if one.target == topology.rank]
-        self.hands = [one for one in spread if one.source == topology.rank]
+        self.handed = [send for send in spread if send.target == topology.rank]
+        self.hands = [send for send in spread if send.source == topology.rank]
         #: The ranges that are rounded together, of those that this worker owns.
-        self.chunks = tuple(dict.fromkeys((one.start, one.stop) for one in out if space.owns(one.start, one.stop)))
+        self.chunks = tuple(dict.fromkeys((send.start, send.stop) for send in out if space.owns(send.start, send.stop)))
 
 
 def _ahead(sends: Sequence[Send], receives: Sequence[Send]) -> int:
@@ -339,9 +341,9 @@ def _ahead(sends: Sequence[Send], receives: Sequence[Send]) -> int:
     waits for: whoever waits for it has all before it, so this worker has what comes to it from before, too."""
     changes: dict[int, int] = {}
     for sign, ranges in ((1, sends), (-1, receives)):
-        for one in ranges:
-            changes[one.start] = changes.get(one.start, 0) + sign
-            changes[one.stop] = changes.get(one.stop, 0) - sign
+        for send in ranges:
+            changes[send.start] = changes.get(send.start, 0) + sign
+            changes[send.stop] = changes.get(send.stop, 0) - sign
     most = now = slope = before = 0
     for place in sorted(changes):
         now, before = now + slope * (place - before), place

@@ -36,7 +36,7 @@ class ParamGather:
             if state.device.type == "cpu":
                 give_back(LARGE)
             for name, block in blocks.items():
-                held = (state.home[i][0] for i, one in enumerate(state.names) if one.startswith(f"{name}."))
+                held = (state.home[i][0] for i, parameter in enumerate(state.names) if parameter.startswith(f"{name}."))
                 self._hook(block, len(self._blocks))
                 self._blocks.append(tuple(b for b in dict.fromkeys(held) if state.buckets[b].ways > 1))
             for bucket in range(len(state.buckets)):

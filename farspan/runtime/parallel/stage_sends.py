@@ -31,8 +31,8 @@ class StageSends:
     def __init__(self, topology: Topology, groups: ProcessGroups, messenger: Messenger, depths: list[int]) -> None:
         self._topology, self._groups, self._messenger = topology, groups, messenger
         for replica in topology.plan.replicas:
-            for edge, one in enumerate(replica.edges):
-                for k in range(one.streams if one.streams > 1 else 0):
+            for edge, boundary in enumerate(replica.edges):
+                for k in range(boundary.streams if boundary.streams > 1 else 0):
                     groups.together(*_stream(replica, edge, k))
         s = topology.stage_index
         # A stage is ahead of the next by what it has in flight, and maybe the first message of its next step.
@@ -60,10 +60,10 @@ class StageMessages:
         ends = (edge + 1, edge) if channel == Channel.GRADIENTS else (edge, edge + 1)
         held, wanted = (rows_held(replica, stage) for stage in ends)
         first, second = transfer(held, wanted, topology.site)
-        self._sends = [one for one in first if one.source == topology.rank]
-        self._receives = [one for one in first if one.target == topology.rank]
-        self._hands = [one for one in second if one.source == topology.rank]
-        self._handed = [one for one in second if one.target == topology.rank]
+        self._sends = [send for send in first if send.source == topology.rank]
+        self._receives = [send for send in first if send.target == topology.rank]
+        self._hands = [send for send in second if send.source == topology.rank]
+        self._handed = [send for send in second if send.target == topology.rank]
         (mine,) = (part for part in (*held, *wanted) if part.rank == topology.rank)
         self._start, self._rows = mine.start, mine.stop - mine.start
         self._row = (plan.train.seq_len, plan.model.d_model)
@@ -74,10 +74,10 @@ class StageMessages:
 
     def send(self, x: Tensor) -> None:
         """Send this worker's rows (rows, S, D) of the next message."""
-        for one in self._sends:
-            part = self._part(x.detach().contiguous(), one)
+        for send in self._sends:
+            part = self._part(x.detach().contiguous(), send)
             content = part if self._codec is None else self._codec.encode(part)
-            self._messenger.send(content, one.target, tag(self._channel, self._sent), self._groups)
+            self._messenger.send(content, send.target, tag(self._channel, self._sent), self._groups)
         self._sent += 1
 
     def take(self) -> Tensor:
@@ -85,15 +85,15 @@ class StageMessages:
         self.post()
         x = torch.empty((self._rows, *self._row), dtype=self._dtype, device=self._device)
         arrived = self._waiting.popleft()
-        for one, posted in arrived[: len(self._receives)]:
-            into = self._part(x, one)
+        for send, posted in arrived[: len(self._receives)]:
+            into = self._part(x, send)
             content = posted.wait().to(self._device)
             into.copy_(content if self._codec is None else self._codec.decode(content, into.numel()))
         # Before waiting for what others hand on: they may wait for this.
-        for one in self._hands:
-            self._messenger.send(self._part(x, one), one.target, tag(self._channel, self._taken, inside=True))
-        for one, posted in arrived[len(self._receives) :]:
-            self._part(x, one).copy_(posted.wait())
+        for send in self._hands:
+            self._messenger.send(self._part(x, send), send.target, tag(self._channel, self._taken, inside=True))
+        for send, posted in arrived[len(self._receives) :]:
+            self._part(x, send).copy_(posted.wait())
         self._taken += 1
         self.post()
         return x
@@ -102,41 +102,41 @@ class StageMessages:
         """Wait in advance for as many messages as may be under way."""
         while len(self._waiting) < self._ahead:
             number = self._taken + len(self._waiting)
-            posted = [(one, self._receive(one, number)) for one in self._receives]
+            posted = [(send, self._receive(send, number)) for send in self._receives]
             inside = tag(self._channel, number, inside=True)
             posted += [
-                (one, self._messenger.post(self._elements(one), self._dtype, one.source, inside))
-                for one in self._handed
+                (send, self._messenger.post(self._elements(send), self._dtype, send.source, inside))
+                for send in self._handed
             ]
             self._waiting.append(posted)
 
-    def _receive(self, one: Send, number: int) -> Posted:
-        size, dtype = self._elements(one), self._dtype
+    def _receive(self, send: Send, number: int) -> Posted:
+        size, dtype = self._elements(send), self._dtype
         if self._codec is not None:
             size, dtype = self._codec.encoded_size(size), torch.uint8
-        return self._messenger.post(size, dtype, one.source, tag(self._channel, number), self._groups)
+        return self._messenger.post(size, dtype, send.source, tag(self._channel, number), self._groups)
 
-    def _part(self, x: Tensor, one: Send) -> Tensor:
+    def _part(self, x: Tensor, send: Send) -> Tensor:
         """The rows of one message, flattened."""
-        return x[one.start - self._start : one.stop - self._start].view(-1)
+        return x[send.start - self._start : send.stop - self._start].view(-1)
 
-    def _elements(self, one: Send) -> int:
-        return (one.stop - one.start) * self._row[0] * self._row[1]
+    def _elements(self, send: Send) -> int:
+        return (send.stop - send.start) * self._row[0] * self._row[1]
 
 
 def rows_held(replica: Replica, stage: int) -> list[HeldRange]:
     """The rows of a microbatch that each worker of a stage has: those of its batch coordinate, or the tensor axis'
     share of them where the residual stream is divided over it by rows."""
-    found: list[HeldRange] = []
+    held: list[HeldRange] = []
     mesh, start = replica.stages[stage].mesh, 0
     for c, ranks in enumerate(mesh.batch):
         rows = replica.part(stage, c, 0)
         ways = len(ranks) if replica.stages[stage].splits.get(RESIDUAL) == "b" else 1
         for t, rank in enumerate(ranks):
             low, high = (t * rows // ways, (t + 1) * rows // ways) if ways > 1 else (0, rows)
-            found.append(HeldRange(rank, start + low, start + high))
+            held.append(HeldRange(rank, start + low, start + high))
         start += rows
-    return found
+    return held
 
 
 def streams(topology: Topology, edge: int, groups: ProcessGroups) -> list[dist.ProcessGroup | None]:

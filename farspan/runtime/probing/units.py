@@ -40,7 +40,7 @@ def unit_times(
     more is left out."""
     blocks = min(BLOCKS, spec.layers)
     ends = {"embedding": (0, 1), "block": (1, 1 + blocks), "head": (spec.layers + 1, spec.layers + 2)}
-    hash_, found, left_out = models.graph(spec).units_hash, list[UnitTime](), list[LeftOut]()
+    hash_, measured, left_out = models.graph(spec).units_hash, list[UnitTime](), list[LeftOut]()
     for dtype in dtypes:
         units = dict[str, _Unit]()
         for place, count in enumerate(sorted(rows)):
@@ -59,7 +59,7 @@ def unit_times(
                 break
             for name, (forward, backward) in times.items():
                 share = blocks if name == "block" else 1
-                found.append(UnitTime(
+                measured.append(UnitTime(
                     model=hash_, unit=name, dtype=dtype, rows=count, seq_len=seq_len,  # type: ignore[arg-type]
                     forward_s=forward / share, backward_s=backward / share,
                 ))  # fmt: skip
@@ -69,7 +69,7 @@ def unit_times(
         while units:
             units.popitem()[1].end()
         release(device)
-    return UnitTimes(times=tuple(found), left_out=tuple(left_out))
+    return UnitTimes(times=tuple(measured), left_out=tuple(left_out))
 
 
 def bytes_needed(spec: ModelSpec, seq_len: int, rows: int, dtype: DType, backend: str) -> tuple[int, int]:
@@ -139,8 +139,8 @@ def _timed(
         unit.clear()
     kept = min(WARMUP, passes - 1)
     return {
-        name: (statistics.fmean(f for f, _ in found[kept:]), statistics.fmean(b for _, b in found[kept:]))
-        for name, found in times.items()
+        name: (statistics.fmean(f for f, _ in pairs[kept:]), statistics.fmean(b for _, b in pairs[kept:]))
+        for name, pairs in times.items()
     }
 
 

@@ -75,20 +75,20 @@ class FullState:
             )
             for rank, b in sources
         ]
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         parts: dict[tuple[str, TensorSlice | None], Tensor] = {}
-        for rank, b, one in posted:
-            content = flats[b].reshape(-1) if one is None else one.wait()
+        for rank, b, receive in posted:
+            content = flats[b].reshape(-1) if receive is None else receive.wait()
             for piece in self.manifests[rank].pieces[b]:
-                self._place(found, parts, piece, content[piece.at : piece.at + piece.stop - piece.start])
+                self._place(tensors, parts, piece, content[piece.at : piece.at + piece.stop - piece.start])
         for (name, cut), local in parts.items():
             if cut is not None:
-                into(found.setdefault(name, torch.empty(tuple(self._shapes[name]))), cut, local)
-        return found
+                into(tensors.setdefault(name, torch.empty(tuple(self._shapes[name]))), cut, local)
+        return tensors
 
     def _place(
         self,
-        found: dict[str, Tensor],
+        tensors: dict[str, Tensor],
         parts: dict[tuple[str, TensorSlice | None], Tensor],
         piece: Piece,
         content: Tensor,
@@ -96,28 +96,30 @@ class FullState:
         """Put a piece where it belongs; one that is a whole parameter is not copied."""
         size = torch.Size(piece.shape).numel()
         if piece.slice is None and piece.stop - piece.start == size:
-            found[piece.name] = content.view(piece.shape).cpu()
+            tensors[piece.name] = content.view(piece.shape).cpu()
             return
         key = (piece.name, piece.slice)
         if key not in parts:
             parts[key] = torch.empty(piece.shape)
             if piece.slice is None:
-                found[piece.name] = parts[key]
+                tensors[piece.name] = parts[key]
         parts[key].view(-1)[piece.start : piece.stop] = content.cpu()
 
     def hand_out(self, flats: Sequence[Tensor], whole: Mapping[str, Tensor] | None, replica: int | None = None) -> None:
         """Fill every worker's buckets (of one replica, or of all) from whole parameters, which rank 0 gives."""
         number, self._count = tag(Channel.FULL_STATE, self._count), self._count + 1
-        wanted = [rank for rank, one in enumerate(self.manifests) if replica is None or one.replica == replica]
+        wanted = [
+            rank for rank, manifest in enumerate(self.manifests) if replica is None or manifest.replica == replica
+        ]
         if self._rank != 0:
             if self._rank in wanted:
                 posted = [self._messenger.post(len(flat), torch.float32, 0, number) for flat in flats]
-                for flat, one in zip(flats, posted, strict=True):
-                    flat.copy_(one.wait())
+                for flat, receive in zip(flats, posted, strict=True):
+                    flat.copy_(receive.wait())
             return
         assert whole is not None
         for b in range(max(len(self.manifests[rank].pieces) for rank in wanted)):
-            for rank in (one for one in wanted if b < len(self.manifests[one].pieces)):
+            for rank in (receiver for receiver in wanted if b < len(self.manifests[receiver].pieces)):
                 content = self._content(rank, b, whole)
                 if rank == 0:
                     flats[b].copy_(content)
@@ -137,14 +139,14 @@ class FullState:
 
     def _sources(self, replica: int) -> list[tuple[int, int]]:
         """The first worker that owns each bucket of a replica, and the bucket's number there."""
-        seen, found = set(), []
+        seen, sources = set(), []
         for rank, manifest in enumerate(self.manifests):
             for b, pieces in enumerate(manifest.pieces):
                 key = tuple((piece.name, piece.slice, piece.start, piece.stop) for piece in pieces)
                 if manifest.replica == replica and not manifest.copies[b] and key not in seen:
                     seen.add(key)
-                    found.append((rank, b))
-        return found
+                    sources.append((rank, b))
+        return sources
 
 
 def _manifest(topology: Topology, state: TrainState, slices: Mapping[str, TensorSlice]) -> BucketManifest:

@@ -56,14 +56,14 @@ class TiedEmbedding:
         rank, embedding = self._topology.rank, not self._topology.first
         self._received = [
             [
-                (one, self._messenger.post(self._size(one), torch.float32, one.source, self._tag(embedding, hop)))
-                for one in sends if one.target == rank
+                (send, self._messenger.post(self._size(send), torch.float32, send.source, self._tag(embedding, hop)))
+                for send in sends if send.target == rank
             ]
             for hop, sends in enumerate((first, second))
         ]  # fmt: skip
         low, high = np.searchsorted(received, self._held[self._topology.rank])
         self._expected = int(low), int(high)
-        self._hands = [one for one in second if one.source == self._topology.rank]
+        self._hands = [send for send in second if send.source == self._topology.rank]
         self._incoming = received
 
     def complete(self) -> None:
@@ -82,22 +82,22 @@ class TiedEmbedding:
         """Send the rows that the other end lacks."""
         rows, first, _ = self._out
         table = self._table()
-        for one in first:
-            if one.source == self._topology.rank:
-                part = table[self._local(rows[one.start : one.stop])].reshape(-1)
-                self._messenger.send(part, one.target, self._tag(self._topology.first, 0))
+        for send in first:
+            if send.source == self._topology.rank:
+                part = table[self._local(rows[send.start : send.stop])].reshape(-1)
+                self._messenger.send(part, send.target, self._tag(self._topology.first, 0))
 
     def add(self) -> None:
         """Add the other end's gradient, and hand it on inside the site."""
         table, (low, high) = self._table(), self._expected
-        found = torch.empty(high - low, table.shape[1])
+        gradient = torch.empty(high - low, table.shape[1])
         for hop, received in enumerate(self._received):
-            for one, posted in received:
-                found[one.start - low : one.stop - low] = posted.wait().view(-1, table.shape[1])
-            for one in self._hands if hop == 0 else ():
-                part = found[one.start - low : one.stop - low].reshape(-1)
-                self._messenger.send(part, one.target, self._tag(not self._topology.first, 1))
-        table.index_add_(0, self._local(self._incoming[low:high]), found.to(table.device))
+            for send, posted in received:
+                gradient[send.start - low : send.stop - low] = posted.wait().view(-1, table.shape[1])
+            for send in self._hands if hop == 0 else ():
+                part = gradient[send.start - low : send.stop - low].reshape(-1)
+                self._messenger.send(part, send.target, self._tag(not self._topology.first, 1))
+        table.index_add_(0, self._local(self._incoming[low:high]), gradient.to(table.device))
 
     def _sends(
         self, rows: NDArray[np.int64], source: Sequence[int], target: Sequence[int]
@@ -105,8 +105,8 @@ class TiedEmbedding:
         """The exchange of some rows, counted by their place among them."""
 
         def parts(ranks: Sequence[int]) -> list[HeldRange]:
-            found = (np.searchsorted(rows, self._held[rank]) for rank in ranks)
-            return [HeldRange(rank, int(low), int(high)) for rank, (low, high) in zip(ranks, found, strict=True)]
+            bounds = (np.searchsorted(rows, self._held[rank]) for rank in ranks)
+            return [HeldRange(rank, int(low), int(high)) for rank, (low, high) in zip(ranks, bounds, strict=True)]
 
         return transfer(parts(source), parts(target), self._topology.site)
 
@@ -118,8 +118,8 @@ class TiedEmbedding:
     def _local(self, rows: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(rows - self._held[self._topology.rank][0]).to(self._state.device)
 
-    def _size(self, one: Send) -> int:
-        return (one.stop - one.start) * self._topology.plan.model.d_model
+    def _size(self, send: Send) -> int:
+        return (send.stop - send.start) * self._topology.plan.model.d_model
 
     def _tag(self, embedding: bool, hop: int) -> int:
         return tag(Channel.EMBEDDING if embedding else Channel.HEAD, self._count, inside=hop > 0)

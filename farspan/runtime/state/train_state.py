@@ -132,11 +132,11 @@ class TrainState:
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None:
                     module._parameters[name] = new[id(parameter)]
-        made = [new[id(parameter)] for parameter in old]
+        parameters = [new[id(parameter)] for parameter in old]
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._collector(i)) for i, parameter in enumerate(made)
+            parameter.register_post_accumulate_grad_hook(self._collector(i)) for i, parameter in enumerate(parameters)
         ]
-        return made
+        return parameters
 
     def _collector(self, index: int) -> Callable[[Tensor], None]:
         return self._into_lasting(index) if self.division.zero < 2 else self._into_leaving(index)
@@ -321,5 +321,5 @@ def length(bucket: Bucket) -> int:
 def segment(bucket: Bucket, decayed: bool) -> slice | None:
     """The part of a bucket's owned elements that weight decay shrinks, or that it does not."""
     middle = min(max(bucket.decayed, bucket.own.start), bucket.own.stop) - bucket.own.start
-    found = slice(0, middle) if decayed else slice(middle, length(bucket))
-    return found if found.stop > found.start else None
+    part = slice(0, middle) if decayed else slice(middle, length(bucket))
+    return part if part.stop > part.start else None

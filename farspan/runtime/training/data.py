@@ -81,6 +81,6 @@ class Order:
         out = np.empty(len(sample), dtype=np.uint64)
         epochs = sample // self.windows
         for epoch in np.unique(epochs):
-            here = epochs == epoch
-            out[here] = permute((sample[here] % self.windows).astype(np.uint64), self.windows, self.seed, int(epoch))
+            mask = epochs == epoch
+            out[mask] = permute((sample[mask] % self.windows).astype(np.uint64), self.windows, self.seed, int(epoch))
         return out

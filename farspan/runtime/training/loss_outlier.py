@@ -46,13 +46,13 @@ class LossOutliers:
         """The worker that strays, given the summed loss of each; none before enough steps were seen."""
         if len(self._tokens) < 2 or not all(math.isfinite(by_rank[rank]) for rank in self._tokens):
             return None
-        found = {rank: self._against_others(by_rank, rank) for rank in self._tokens}
-        rank = max(found, key=lambda one: found[one][2])
-        loss, others, above = found[rank]
+        scores = {rank: self._against_others(by_rank, rank) for rank in self._tokens}
+        rank = max(scores, key=lambda worker: scores[worker][2])
+        loss, others, above = scores[rank]
         far = above >= SPREADS * math.sqrt(self._variance) and loss - others >= LEAST_NATS
         if self._seen < FIRST or not far:
             self._seen += 1
-            squares = sum(one[2] ** 2 for one in found.values()) / len(found)
+            squares = sum(score[2] ** 2 for score in scores.values()) / len(scores)
             self._variance += (squares - self._variance) / min(self._seen, MEMORY)
             self._last, self._steps = None, 0
             return None

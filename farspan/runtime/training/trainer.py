@@ -270,22 +270,22 @@ class Trainer:
             "was not made",
             where=f"rank {', '.join(map(str, outcome.faulty)) or 'any'}, among samples {samples[0]} to {samples[-1]}",
             fact=f"loss {loss}, gradient norm {norm}, learning rate so far up to "
-            f"{self.worker.plan.train.optimizer.lr:g}; {self.saves.kept}",
+            f"{self.worker.plan.train.optimizer.lr:g}; {self.checkpointer.kept}",
             remedy=LOWER,
         )
 
     def _refuse_stray(self, step: int, outcome: Outcome) -> None:
         """Warn of a worker whose loss is far above the others', and do not go on with one whose loss stays there."""
-        found = self.strays.look({rank: loss for rank, (loss, _) in outcome.by_rank.items()})
-        if found is None:
+        outlier = self.strays.look({rank: loss for rank, (loss, _) in outcome.by_rank.items()})
+        if outlier is None:
             return
-        device, samples = self.worker.plan.devices[found.rank], self.worker.executor.topology.replica_samples(step)
-        fact = f"{found.loss:.2f} nats a token where the others have {found.others:.2f}"
-        where = f"rank {found.rank} ({device.backend} {device.index} of {device.host})"
-        if found.steps == 1 and self.worker.group.rank == 0:
+        device, samples = self.worker.plan.devices[outlier.rank], self.worker.executor.topology.replica_samples(step)
+        fact = f"{outlier.loss:.2f} nats a token where the others have {outlier.others:.2f}"
+        where = f"rank {outlier.rank} ({device.backend} {device.index} of {device.host})"
+        if outlier.steps == 1 and self.worker.group.rank == 0:
             message = f"step {step + 1}: the loss of {where} is {fact}, among samples {samples[0]} to {samples[-1]}"
             self.worker.emit(Warned(at=self.worker.clock(), message=message))
-        if found.steps < PATIENCE:
+        if outlier.steps < PATIENCE:
             return
         raise Refusal(
             "loss-spike", what=f"the loss of one worker is far above the others' for {PATIENCE} steps on end",
@@ -311,7 +311,7 @@ class Trainer:
                 "non-finite", what=f"the validation loss is not finite after step {self.step}",
                 where="the validation split", remedy=LOWER,
                 fact=f"loss {sums.mean}, though losses in training were finite; "
-                f"{'these weights are kept' if saved else self.saves.kept}",
+                f"{'these weights are kept' if saved else self.checkpointer.kept}",
             )  # fmt: skip
         self._validated_step, self._sample = self.step, sample
         before = self.progress.best_loss
@@ -406,15 +406,15 @@ class Trainer:
 
     def restore(self) -> None:
         """Go on from the newest whole checkpoint, if any. Rank 0 reads it and hands every worker its part."""
-        found = None
+        newest = None
         if self.worker.group.rank == 0:
-            found = self.checkpointer.find(self._adopt, self._warn)
-        packed = self.worker.group.share(msgspec.json.encode((self._current(), found is not None)))
-        progress, there = msgspec.json.decode(packed, type=tuple[TrainingProgress, bool])
+            newest = self.checkpointer.find(self._adopt, self._warn)
+        packed = self.worker.group.share(msgspec.json.encode((self._current(), newest is not None)))
+        progress, exists = msgspec.json.decode(packed, type=tuple[TrainingProgress, bool])
         if self.worker.group.rank != 0:
             self._adopt(progress)
-        if there:
-            self.checkpointer.restore(found)
+        if exists:
+            self.checkpointer.restore(newest)
             if (outer := self.worker.executor.outer) is not None:
                 # One whose steps all overflowed, or that owns nothing, sees no change: the others may.
                 outer.resume(any(self.worker.group.sum(outer.apart)))

@@ -68,9 +68,9 @@ class Validation:
     ) -> None:  # fmt: skip
         self._plan, self._group, self._executor, self._val, self._to_device = plan, group, executor, val, to_device
         each, count = plan.train.seq_len, val.count
-        asked = plan.train.validate_tokens
+        tokens = plan.train.validate_tokens
         #: Windows that a validation in between reads, and that the last one reads at most.
-        self.first = count if not asked else min(count, -(-asked // each))
+        self.first = count if not tokens else min(count, -(-tokens // each))
         self.most = count if len(val.tokens) <= MOST_TOKENS else max(self.first, MOST_TOKENS // each)
         self._order = permute(np.arange(self.most, dtype=np.uint64), count, SEED, 0)
         topology = executor.topology
@@ -125,9 +125,9 @@ class Validation:
             return manifest.unigram_nats, manifest.bigram_nats
         if count not in self._entropies:
             inputs, targets = self._val.read(self.windows(0, count))
-            there = targets >= 0
-            found = entropies_of(train.tokens, inputs[there], targets[there], manifest.vocab_size)
-            self._entropies[count] = found
+            mask = targets >= 0
+            entropies = entropies_of(train.tokens, inputs[mask], targets[mask], manifest.vocab_size)
+            self._entropies[count] = entropies
         return self._entropies[count]
 
 

@@ -101,9 +101,9 @@ class Assignment:
 
     def solve(self, cap: float = math.inf, deadline_s: float = 10.0) -> tuple[dict[str, str], Choice] | Infeasible:
         """The strategies by operator name, as `Stage.splits` holds them, and what they cost; or what memory lacks."""
-        found = solve(self.costs, self.edges, self.memory, cap, deadline_s)
-        if isinstance(found, Infeasible):
-            return found
+        choice = solve(self.costs, self.edges, self.memory, cap, deadline_s)
+        if isinstance(choice, Infeasible):
+            return choice
         splits = {name: options[pick].split for name, options, pick in
-                  zip(self.names, self.choices, found.picks, strict=True)}  # fmt: skip
-        return {name: split for name, split in splits.items() if split}, found
+                  zip(self.names, self.choices, choice.picks, strict=True)}  # fmt: skip
+        return {name: split for name, split in splits.items() if split}, choice

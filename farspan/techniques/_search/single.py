@@ -68,7 +68,7 @@ def plans(
     fit. Splits of rows need a batch that the tensor axis divides, and as many rows a coordinate as it has ranks."""
     sites = {task.costs.network.sites[rank] for rank in mesh.ranks}
     rows = stage_rows(task, mesh, splits or {}, task.train.batch, row_quantum(mesh, splits or {}))
-    found = []
+    candidates = []
     for recompute in (True,) if task.train.recompute else (False, True):
         for topology, bucket in itertools.product(_topologies(task, mesh, len(sites)), BUCKETS):
             bits = task.train.wan_bits if len(sites) > 1 else 32
@@ -79,8 +79,8 @@ def plans(
                 units=(0, task.graph.units), mesh=mesh, rows=rows, grad_sync=sync, zero=zero, splits=splits or {},
                 recompute=recompute,
             )  # fmt: skip
-            found.append(task.plan(technique, [in_fewest_parts(task, stage)]))
-    return found
+            candidates.append(task.plan(technique, [in_fewest_parts(task, stage)]))
+    return candidates
 
 
 def wan_rate(task: Task, mesh: Mesh, topology: Topology) -> int | None:
@@ -117,11 +117,11 @@ def in_fewest_parts(task: Task, stage: Stage) -> Replica:
         return task.replica([stage], parts, (1,))
 
     def fits(parts: int) -> bool:
-        one = replica(parts)
+        candidate = replica(parts)
         seen = set()
         for c, ranks in enumerate(stage.mesh.batch):
-            key = (task.costs.alike[ranks[0]], one.micro_rows(0, c))
-            if key not in seen and task.costs.memory(one, 0, c).total > task.capacity(ranks[0]):
+            key = (task.costs.alike[ranks[0]], candidate.micro_rows(0, c))
+            if key not in seen and task.costs.memory(candidate, 0, c).total > task.capacity(ranks[0]):
                 return False
             seen.add(key)
         return True

@@ -60,7 +60,7 @@ class PassTable(NamedTuple):
 
 def slices(task: Task, order: Sequence[int]) -> list[DeviceRange]:
     """The runs of an order that may be a stage: inside one site, and of one host or several whole ones."""
-    network, found = task.costs.network, []
+    network, runs = task.costs.network, []
     n = len(order)
     hosts = [network.hosts[rank] for rank in order]
     starts = [i for i in range(n) if i == 0 or hosts[i] != hosts[i - 1]]
@@ -72,8 +72,8 @@ def slices(task: Task, order: Sequence[int]) -> list[DeviceRange]:
             one_host = hosts[start] == hosts[stop - 1]
             whole = start in starts and stop in ends
             if n <= EVERY_RUN or whole or (one_host and _aligned(start, stop, starts, ends)):
-                found.append(DeviceRange(start, stop))
-    return [run for run in found if run.stop - run.start >= n // (4 * MOST_STAGES)]
+                runs.append(DeviceRange(start, stop))
+    return [run for run in runs if run.stop - run.start >= n // (4 * MOST_STAGES)]
 
 
 def _aligned(start: int, stop: int, starts: Sequence[int], ends: Sequence[int]) -> bool:
@@ -96,24 +96,24 @@ class Tables:
         memo = self.task.memo
         if key not in memo:
             memo[key] = self._all(ranks)
-        found: list[PassTable] = memo[key]
-        return found
+        tables: list[PassTable] = memo[key]
+        return tables
 
     def _all(self, ranks: Sequence[int]) -> list[PassTable]:
         """A table for every option that can be best: computing again is of use only where memory is short without."""
-        found: list[PassTable] = []
+        tables: list[PassTable] = []
         full = None
         for option in self.options(ranks):
             if option.recompute and not self.task.train.recompute and full is not None and full.all():
                 continue
             table = self._table(ranks, option)
             full = None if table is None else table.depth[np.isfinite(table.seconds)] >= self.microbatches
-            found += [table] if table is not None else []
-        return found
+            tables += [table] if table is not None else []
+        return tables
 
     def options(self, ranks: Sequence[int]) -> list[Option]:
         """Every way to run a stage on a slice."""
-        found = []
+        options = []
         for ways in tensor_widths(self.task, ranks):
             coordinates = len(ranks) // ways
             if coordinates > self.rows:
@@ -123,8 +123,8 @@ class Tables:
             splits = self._splits(ranks, ways, rows)
             for zero in levels:
                 for recompute in (True,) if self.task.train.recompute else (False, True):
-                    found.append(Option(ways, splits, zero, recompute, rows))
-        return found
+                    options.append(Option(ways, splits, zero, recompute, rows))
+        return options
 
     def _rows(self, ranks: Sequence[int], ways: int) -> tuple[int, ...]:
         groups = [ranks[i : i + ways] for i in range(0, len(ranks), ways)]
@@ -185,8 +185,8 @@ class Tables:
         cycle = (parts - 1) * seconds + time.exposed + time.update
         worst = (-math.inf, 0.0)
         for c in {task.costs.alike[group[0]]: c for c, group in enumerate(stage.mesh.batch)}.values():
-            none, one = (task.costs.memory_of(stage, option.rows[c], depth, c).total for depth in (0, 1))
-            worst = max(worst, (none - task.capacity(stage.mesh.batch[c][0]), float(one - none)))
+            empty, single = (task.costs.memory_of(stage, option.rows[c], depth, c).total for depth in (0, 1))
+            worst = max(worst, (empty - task.capacity(stage.mesh.batch[c][0]), float(single - empty)))
         return seconds, cycle, *worst
 
 
@@ -200,8 +200,8 @@ def cheapest_splits(
     key = ("splits", task.likeness(group), typical, even)
     if key not in task.memo:
         rounded = max(ways, typical - typical % ways) if even else max(1, typical - (typical % ways == 0))
-        found = Assignment(task, (0, task.graph.units), group, rounded, concurrent=concurrent).solve()
-        task.memo[key] = {} if isinstance(found, Infeasible) else found[0]
+        solved = Assignment(task, (0, task.graph.units), group, rounded, concurrent=concurrent).solve()
+        task.memo[key] = {} if isinstance(solved, Infeasible) else solved[0]
     splits: dict[str, str] = task.memo[key]
     return splits
 

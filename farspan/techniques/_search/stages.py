@@ -105,8 +105,8 @@ class StageSearch:
                      np.full((self.most, *t.depth.shape), number)) for number, t in enumerate(tables)
             ]  # fmt: skip
             memo[key] = lanes if exact or len(lanes) < 2 else [_fastest(lanes)]
-        found: list[RangeTable] = memo[key]
-        return found
+        deep_enough: list[RangeTable] = memo[key]
+        return deep_enough
 
     def wire(self, place: int, hosts: int) -> StageLink:
         """From the device before a place to the one there, shared by so many pairs of hosts; none at the end."""
@@ -127,10 +127,10 @@ class StageSearch:
         """Pareto points of (sum, slowest), by falling bound on the slowest stage, while one may be below `limit`."""
         bound, best = math.inf, limit
         while True:
-            found = self._under(bound)
-            if found is None:
+            solved = self._under(bound)
+            if solved is None:
                 return
-            total, slowest, cuts = found
+            total, slowest, cuts = solved
             objective = total + slowest
             yield Solution(objective, cuts)
             best = min(best, objective)
@@ -158,15 +158,15 @@ class StageSearch:
                 least = np.take_along_axis(flat, chosen[place][hosts][..., None], axis=2)[..., 0]
                 value[place][hosts] = np.vstack((np.full((1, self.units + 1), np.inf), least))
         sums = [(float(v[stages, 0]), hosts, stages) for hosts, v in value[0].items() for stages in range(shape[0])]
-        found, hosts, stages = min(sums, default=(math.inf, 0, 0))
-        if not math.isfinite(found):
+        least_sum, hosts, stages = min(sums, default=(math.inf, 0, 0))
+        if not math.isfinite(least_sum):
             return None
-        return found, *self._read(value, chosen, hosts, stages, bound)
+        return least_sum, *self._read(value, chosen, hosts, stages, bound)
 
     def _rest(self, after: dict[int, NDArray[np.float64]], run: DeviceRange, bound: float) -> NDArray[np.float64]:
         """The least sum of what follows a slice, and the way there."""
-        found = [least + self._way(run, hosts, bound) for hosts, least in after.items()]
-        return np.min(found, axis=0) if found else np.full((self.most + 1, self.units + 1), np.inf)
+        totals = [least + self._way(run, hosts, bound) for hosts, least in after.items()]
+        return np.min(totals, axis=0) if totals else np.full((self.most + 1, self.units + 1), np.inf)
 
     def _way(self, run: DeviceRange, hosts: int, bound: float) -> float:
         """Seconds from a slice to the next one, which has so many hosts, and back; infinite at the bound."""

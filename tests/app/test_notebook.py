@@ -1,0 +1,56 @@
+"""The code of docs/python.md in a notebook's kernel, which runs it inside an event loop."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tests.cli.conftest import WORDS
+
+PAGE = Path(__file__).parents[2] / "docs" / "python.md"
+
+
+#: A model that trains in seconds, in place of the time that the page gives.
+SMALL = """budget="6s", tokenizer={"vocab": 300}, model={"layers": 1, "d_model": 16, "heads": 2, "context": 32}"""
+
+
+def cells() -> list[str]:
+    """The page's code, with less to train."""
+    codes = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+    return [code.replace('budget="10m"', SMALL).replace('size="tiny", ', "").replace("% 100", "% 5") for code in codes]
+
+
+def text_of(cell: nbformat.NotebookNode) -> str:
+    return "".join(output.get("text", "") for output in cell.outputs)
+
+
+@pytest.fixture
+def papers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    rng = random.Random(3)
+    (tmp_path / "papers").mkdir()
+    for number in range(60):
+        text = " ".join(rng.choice(WORDS) for _ in range(300))
+        (tmp_path / "papers" / f"paper-{number:02}.txt").write_text(f"Paper {number} on samples\n\n{text}.\n")
+    monkeypatch.setenv("FARSPAN_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def test_the_page_trains_reports_searches_and_refuses(papers: Path) -> None:
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code) for code in cells()])
+    NotebookClient(
+        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(papers)}}
+    ).execute()
+    first, second, third, refusal, ranking = (text_of(cell) for cell in notebook.cells)
+    assert "predicted" in first and "measured" in first and re.search(r"^0\.\d+ paper-\d+", first, re.M)
+    assert second.strip() and "error" not in second
+    assert re.search(r"^\d+ \d\.\d", third, re.M)
+    assert refusal.startswith("path-missing - ")
+    assert re.match(r"\w+ on .* s a step", ranking)
+    assert {path.name for path in (papers / "runs").iterdir()} == {"papers", "small", "another"}
+    outputs = [output for cell in notebook.cells for output in cell.outputs]
+    assert all(output.get("name") == "stdout" for output in outputs), "nothing but what the page prints is printed"
