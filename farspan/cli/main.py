@@ -114,11 +114,16 @@ def main(arguments: list[str] | None = None) -> int:
     except (Exception, KeyboardInterrupt) as error:
         problem = as_refusal(error, words).problem
         print(problem, file=sys.stderr)
-        # Names of files are bytes, and not all of them UTF-8.
-        said = {key: text.encode(errors="backslashreplace") for key, text in msgspec.structs.asdict(problem).items()}
-        console.answer({"problem": {key: text.decode() for key, text in said.items()}})
+        fields = msgspec.to_builtins(problem)
+        printable = {key: _printable(value) if isinstance(value, str) else value for key, value in fields.items()}
+        console.answer({"problem": printable})
         return problem.exit_code
     return 0
+
+
+def _printable(text: str) -> str:
+    """Text as UTF-8 can have it: names of files are bytes."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def as_refusal(error: BaseException, words: list[str]) -> Refusal:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import shlex
 from collections.abc import Iterable
+from typing import Any, Literal
 
 import msgspec
 
@@ -50,14 +51,32 @@ EXIT_CODES = {
 }
 
 
-class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """One refusal: a stable code, what was refused, where, the fact behind it, and one command that mends it."""
+#: Why a worker ended: by an error of its own, or in an exchange, which fails for another worker's sake.
+Cause = Literal["own", "exchange"]
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One refusal: a stable code, what was refused, where, the fact behind it, and one command that mends it; and, where
+    programs go on from it, what they need to know as fields."""
 
     code: str
     what: str
     where: str
     fact: str
     remedy: str
+    #: With which `what` begins, where others share the rest of it.
+    subject: str | None = None
+    cause: Cause | None = None
+    #: The signal that ended a worker ("SIGKILL"), its rank and host, and the last line of its log.
+    signal: str | None = None
+    rank: int | None = None
+    host: str | None = None
+    last_words: str | None = None
+
+    @property
+    def predicate(self) -> str:
+        """`what` without its subject."""
+        return self.what.removeprefix(f"{self.subject} ")
 
     @property
     def exit_code(self) -> int:
@@ -70,10 +89,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 class Refusal(Exception):
     """Raised to refuse; carries the Problem that the command line prints and turns into an exit code."""
 
-    def __init__(self, code: str, *, what: str, where: object, fact: str, remedy: str) -> None:
+    def __init__(self, code: str, *, what: str, where: object, fact: str, remedy: str, **more: Any) -> None:
+        """`more`: the further fields of Problem."""
         if code not in EXIT_CODES:
             raise ValueError(f"unknown problem code {code!r}: add it to EXIT_CODES")
-        self.problem = Problem(code=code, what=what, where=str(where), fact=fact, remedy=remedy)
+        self.problem = Problem(code=code, what=what, where=str(where), fact=fact, remedy=remedy, **more)
         super().__init__(str(self.problem))
 
     def __reduce__(self) -> tuple[object, ...]:

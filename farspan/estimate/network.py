@@ -27,6 +27,14 @@ UNKNOWN_BANDWIDTH = 1e9 / 8
 SEGMENT = 1448
 
 
+class NoLink(Exception):
+    """Two hosts that cannot reach each other, as far as the cluster says."""
+
+    def __init__(self, a: str, b: str) -> None:
+        super().__init__(f"no link between {a} and {b}")
+        self.a, self.b = a, b
+
+
 class NetworkPath(msgspec.Struct, frozen=True):
     """Between two ranks, one way: seconds before the first byte arrives, bytes a second afterwards."""
 
@@ -81,14 +89,14 @@ class Network:
 
     def link(self, a: str, b: str) -> Link:
         """The link between two hosts, as it is given; that of their sites where they have none of their own. Raises
-        KeyError where nothing leads from one to the other."""
+        NoLink where nothing leads from one to the other."""
         pair = (a, b)
         if frozenset(pair) not in self._own:
             pair = (self._site_of[a], self._site_of[b])
         if pair not in self._links:
             link = self.cluster.link(a, b)
             if link is None:
-                raise KeyError(f"no link between {a} and {b}")
+                raise NoLink(a, b)
             self._links[pair] = link
         return self._links[pair]
 

@@ -54,8 +54,8 @@ class ReplicaStep(NamedTuple):
 
 
 def estimate(plan: Plan, graph: OpGraph, cluster: Cluster, engine: Engine) -> Estimate:
-    """Time, memory, money, energy and loss of a plan. Raises KeyError where the cluster lacks one of its devices or has
-    no link that it needs, and ValueError where the plan splits what the model does not have."""
+    """Time, memory, money, energy and loss of a plan. Raises NoLink where two of its hosts are not
+    linked, KeyError where the cluster lacks a device, ValueError where it splits what the model does not have."""
     costs = Costs(graph, plan.train, Network(cluster, plan.devices, engine))
     return price(plan, costs)
 

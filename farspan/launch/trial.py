@@ -108,7 +108,7 @@ def trial(plan: Plan, corpus: Path, cluster: Cluster, launcher: str, within: Lim
             if refusal.problem.code == "interrupted":
                 raise
             # A worker that nobody here has killed was killed by the kernel, which does so for memory.
-            memory = refusal.problem.code == "out-of-memory" or "SIGKILL" in refusal.problem.fact
+            memory = refusal.problem.code == "out-of-memory" or refusal.problem.signal == "SIGKILL"
             return Trial(
                 plan=key, status="oom" if memory else "failed", problem=refusal.problem,
                 environment=_environment(_records(run, len(plan.devices))), took_s=time.monotonic() - began,
@@ -160,10 +160,10 @@ def _run(
         except Refusal as refusal:
             if not deadline.passed:
                 raise
-            _, last, said = refusal.problem.fact.partition("last words: ")
+            said = "" if refusal.problem.last_words is None else f"last words: {refusal.problem.last_words}"
             raise Refusal(
                 "worker-lost", what=f"not done after {deadline.seconds:.0f} s", where=run.path,
-                fact=f"{len(ends)} of {wanted} steps made; {last}{said}", remedy="farspan doctor --cluster",
+                fact=f"{len(ends)} of {wanted} steps made; {said}", remedy="farspan doctor --cluster",
             ) from None  # fmt: skip
     raise Refusal(
         "worker-lost", what="the workers ended early", where=run.path, fact=f"{len(ends)} of {wanted} steps made",

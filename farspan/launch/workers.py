@@ -360,22 +360,22 @@ class Workers:
             if content := process.read(where):
                 said.add(rank)
                 problem = parse_json(content, Problem, where)
-                # What failed in an exchange failed for another's sake.
-                exchange = "gloo" in problem.fact or problem.where.startswith("Dist")
-                own = problem.what.endswith(" failed") and not exchange
-                yield 1 if own else 2, problem
+                yield 1 if problem.cause == "own" else 2, problem
         yield from ((0, problem) for rank, problem in self.lost(process).items() if rank not in said)
 
     def wordless(self, process: Process, rank: int, code: int) -> Problem:
         """What an exit code (negative: a signal) says of a worker that said nothing."""
         log = self.run.logs / f"rank-{process.ranks[0]}.log"
-        cause = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        killed = signal.Signals(-code).name if code < 0 else None
+        cause = f"ended by {killed}" if killed else f"ended with exit code {code}"
         if code == -signal.SIGKILL:
             cause += f", as the kernel does when memory runs out{self._memory(process, rank)}"
         name = next((name for name, number in EXIT_CODES.items() if number == code), "worker-lost")
+        last_words = _last_line(self.words(log))
         return Problem(
             code=name, what=f"rank {rank} on {process.host.name} was lost", where=str(log),
-            fact=f"{cause}; last words: {_last_line(self.words(log))}", remedy=farspan("resume", self.run.path),
+            fact=f"{cause}; last words: {last_words}", remedy=farspan("resume", self.run.path),
+            signal=killed, rank=rank, host=process.host.name, last_words=last_words,
         )  # fmt: skip
 
     def _memory(self, process: Process, rank: int) -> str:

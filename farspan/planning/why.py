@@ -284,13 +284,9 @@ def _misfits(ranking: Ranking) -> tuple[str, ...]:
 
 def reason(candidate: Candidate) -> str:
     """Why a candidate has no plan, without its name: techniques that share a reason are told together."""
-    assert candidate.problem is not None
-    what = (
-        candidate.problem.what.removeprefix(f"{candidate.technique} ")
-        if candidate.problem.what.startswith(candidate.technique)
-        else None
-    )
-    return f"{f'it {what}' if what else candidate.problem.what} ({candidate.problem.fact})"
+    problem = candidate.problem
+    assert problem is not None
+    return f"{f'it {problem.predicate}' if problem.subject else problem.what} ({problem.fact})"
 
 
 def left_out(ranking: Ranking) -> tuple[str, ...]:

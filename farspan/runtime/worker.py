@@ -261,13 +261,14 @@ def as_problem(error: BaseException, plan: Plan | None, run: RunFolder, rank: in
             code="disk-full", what="the disk became full while training", where=str(run.path), fact=message[:300],
             remedy=f"free some space there, then: {run.resume()}",
         )  # fmt: skip
+    host = plan.devices[rank].host if plan else platform.node()
+    # gloo raises RuntimeError, whose message alone says so; a store and NCCL have errors of their own.
+    exchange = isinstance(error, torch.distributed.DistError) or "gloo" in message
     return Problem(
-        code="worker-lost",
-        what=f"rank {rank} on {plan.devices[rank].host if plan else platform.node()} failed",
-        where=f"{type(error).__name__} in {run.logs}/rank-{rank}.log",
-        fact=message[:300] or "no message",
-        remedy=run.resume(),
-    )
+        code="worker-lost", what=f"rank {rank} on {host} failed",
+        where=f"{type(error).__name__} in {run.logs}/rank-{rank}.log", fact=message[:300] or "no message",
+        remedy=run.resume(), cause="exchange" if exchange else "own", rank=rank, host=host,
+    )  # fmt: skip
 
 
 def _predicted_bytes(plan: Plan, run: RunFolder, rank: int) -> int | None:
@@ -281,7 +282,7 @@ def gone(peer: int, how: How, plan: Plan, run: RunFolder) -> Problem:
     fact = f"it has said nothing for {SILENCE_S:.0f} s: the machine, the network or the process stands still"
     return Problem(
         code="worker-lost", what=f"rank {peer} on {plan.devices[peer].host} was lost",
-        where=f"{run.logs}/rank-{peer}.log", remedy=run.resume(),
+        where=f"{run.logs}/rank-{peer}.log", remedy=run.resume(), rank=peer, host=plan.devices[peer].host,
         fact=fact if how == "silence" else "a connection to it broke: it has ended, or the network between is cut",
     )  # fmt: skip
 

@@ -8,6 +8,7 @@ from typing import Protocol, cast
 
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem, Refusal, nearest
+from farspan.estimate.network import NoLink
 from farspan.techniques._task import Task
 
 __all__ = ["Task", "Technique", "names", "plan", "technique"]
@@ -47,10 +48,11 @@ def plan(name: str, task: Task) -> Plan | Problem:
         return Problem(
             code="cannot-plan", what=f"{name} was searched for in vain", where=f"{len(task.devices)} devices",
             fact=str(error), remedy="farspan plan with other techniques: --technique data --technique zero2",
+            subject=name,
         )  # fmt: skip
-    except KeyError as error:  # What Network.link raises.
+    except NoLink as error:
         return Problem(
             code="cannot-plan", what="some hosts cannot reach each other",
-            where=", ".join(dict.fromkeys(device.site for device in task.devices)), fact=str(error.args[0]),
+            where=", ".join(dict.fromkeys(device.site for device in task.devices)), fact=str(error),
             remedy="give the link in the cluster file, or measure it: farspan probe --cluster FILE -o FILE",
         )  # fmt: skip

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farspan.domain.cluster import SITE_BANDWIDTH, SITE_RTT_S, Cluster, Link
-from farspan.estimate.network import LOCAL_DELAY_S, SEGMENT, UNKNOWN_BANDWIDTH, Network
+from farspan.estimate.network import LOCAL_DELAY_S, SEGMENT, UNKNOWN_BANDWIDTH, Network, NoLink
 from tests.estimate.parts import cluster, device, plain, planned
 
 
@@ -97,7 +97,7 @@ def test_a_host_pair_of_its_own_goes_before_its_sites():
     there = network(cluster([[device()], [device()]], [[device()]], links=(own, sites)))
     assert there.wire(0, 2, collective=False).delay_s == 0.05
     assert there.wire(1, 2, collective=False).delay_s == 0.25
-    with pytest.raises(KeyError):
+    with pytest.raises(NoLink, match="no link between a0 and b0"):
         network(cluster([[device()]], [[device()]])).wire(0, 1, collective=False)
 
 

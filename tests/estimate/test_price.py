@@ -15,6 +15,7 @@ from farspan.domain.model import train_flops_per_token
 from farspan.domain.plan import Edge, GradSync, Plan, Replica, Sync
 from farspan.estimate.devices import devices
 from farspan.estimate.loss import loss
+from farspan.estimate.network import NoLink
 from farspan.estimate.price import RESERVE, Tie, _tie, edges, estimate, step
 from farspan.estimate.replicas import token_efficiency
 from farspan.estimate.stage_time import stage_time
@@ -347,7 +348,7 @@ def test_plans_for_other_clusters_and_models_are_refused():
     made, graph = plan(there, single(mesh(0, 1), (4, 4))), models.graph(TIED)
     with pytest.raises(KeyError):
         estimate(made, graph, cluster([[device()]]), plain())
-    with pytest.raises(KeyError):
+    with pytest.raises(NoLink):
         estimate(made, graph, cluster([[device()]], [[device()]]), plain())
     wrong = single(mesh(0, 1, tensor=2), (8,), splits={"mlp.up": "n"})
     with pytest.raises(ValueError, match=r"mlp\.up cannot be split"):

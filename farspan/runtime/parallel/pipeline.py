@@ -1,6 +1,6 @@
 """A step of one worker's stage: the passes of its schedule, and the messages to the stages beside it.
 
-The order of passes is the one that the estimator simulates (`estimate.schedule.order`). Every message has a receive
+The order of passes is the one that the estimator simulates (`semantics.pass_order`). Every message has a receive
 that was posted as many messages before as the sender can be ahead, over the end of the step too, so that it travels at
 once; nobody waits for a send. A whole model is a pipeline of one stage.
 """

@@ -160,12 +160,11 @@ def one_device(task: Task, technique: str) -> Problem | None:
     """Why a technique that divides something between devices has no plan for one."""
     if len(task.ranks) > 1:
         return None
-    return cannot(
-        f"{technique} divides work between devices, and here is one",
-        "the cluster",
-        f"one {task.costs.network.devices[0].kind}",
-        "use data: it runs on one device as on many",
-    )
+    problem = cannot(
+        f"{technique} divides work between devices, and here is one", "the cluster",
+        f"one {task.costs.network.devices[0].kind}", "use data: it runs on one device as on many",
+    )  # fmt: skip
+    return msgspec.structs.replace(problem, subject=technique)
 
 
 def relabelled(plan: Plan | Problem, technique: str) -> Plan | Problem:
