@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -115,3 +116,11 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
     targets = [target.split("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text)]
     local = [target for target in targets if target and not target.startswith(("http:", "https:", "mailto:"))]
     assert [target for target in local if not (page.parent / target).exists()] == []
+
+
+def test_the_map_has_every_file_as_it_is_now():
+    spec = importlib.util.spec_from_file_location("file_map", ROOT / "tools" / "file_map.py")
+    assert spec is not None and spec.loader is not None
+    file_map = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(file_map)
+    assert file_map.PAGE.read_text() == file_map.page(), "python tools/file_map.py"
