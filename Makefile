@@ -10,13 +10,18 @@ RUN ?= runs/demo
 demo: $(VENV)/.demo
 	$(BIN)/farspan demo --run $(RUN)
 
-# What measures, or starts processes of its own, has the machine to itself; the rest runs two at a time.
-ALONE := tests/studies tests/cli tests/golden/test_old_run.py tests/lab tests/launch tests/report tests/runtime tests/test_imports.py tests/test_readme.py
+# What measures, or starts many processes of its own, has the machine to itself. What mostly waits, for silence to be
+# noticed or processes to end, runs three at a time; the rest two at a time.
+ALONE := tests/cli tests/lab tests/launch tests/report tests/studies tests/test_imports.py tests/test_readme.py
+WAITING := $(addprefix tests/runtime/test_,by_hand.py collective.py hostile.py resume.py unsaved.py) \
+	$(addprefix tests/launch/test_,ends.py killed.py) $(addprefix tests/cli/test_,embed.py own_files.py) \
+	tests/app tests/golden/test_old_run.py tests/retrieval/test_stopped.py
 
 test: $(VENV)/.test
 	tools/system-packages.sh
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(addprefix --ignore=,$(ALONE)) tests
-	$(BIN)/python -m pytest $(ALONE)
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(addprefix --ignore=,$(ALONE) $(WAITING)) tests
+	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal $(WAITING)
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(WAITING)) $(ALONE)
 
 # Style, types and layers.
 check: $(VENV)/.test
