@@ -40,12 +40,12 @@ def of_lab(status: lab.Status) -> Cluster:
     return Cluster(sites=tuple(sites), links=links)
 
 
-def cpus(made: lab.Lab, site: lab.Site) -> int:
+def cpus(whole: lab.Lab, site: lab.Site) -> int:
     """Cores that a site's workers, a thread for each of their own, would share as they share those they run on."""
     used = {core for device in site.devices for core in device.cpus}
-    there = [device for other in made.sites for device in other.devices if used & set(device.cpus)]
-    asked = sum(device.cores * (1.0 if device.speed is None else device.speed) for device in there)
-    crowd = max(1.0, asked / max(1, len({core for device in there for core in device.cpus})))
+    sharing = [device for other in whole.sites for device in other.devices if used & set(device.cpus)]
+    wanted = sum(device.cores * (1.0 if device.speed is None else device.speed) for device in sharing)
+    crowd = max(1.0, wanted / max(1, len({core for device in sharing for core in device.cpus})))
     return max(1, round(sum(device.cores for device in site.devices) / crowd))
 
 

@@ -53,9 +53,9 @@ def run(given: argparse.Namespace, console: Console) -> None:
 def up(given: argparse.Namespace, console: Console) -> None:
     from farspan_lab import spec, state
 
-    made = state.up(spec.load_lab(given.file))
-    show(made, console)
-    console.say(f"next: farspan lab exec {made.lab.sites[0].name} -- COMMAND, and at the end: farspan lab down")
+    lab_status = state.up(spec.load_lab(given.file))
+    show(lab_status, console)
+    console.say(f"next: farspan lab exec {lab_status.lab.sites[0].name} -- COMMAND, and at the end: farspan lab down")
 
 
 def status(given: argparse.Namespace, console: Console) -> None:
@@ -98,12 +98,12 @@ def chosen(given: argparse.Namespace) -> str:
     """The lab that was named, or the only one."""
     from farspan_lab import state
 
-    there = state.names()
-    if given.lab is None and len(there) != 1:
-        raise Refusal("path-missing", what="which lab?" if there else "there is no lab", where="--lab",
-                      fact=f"labs here: {', '.join(there) or 'none'}",
-                      remedy=f"--lab {there[0]}" if there else "farspan lab up fabric/gat-amst")  # fmt: skip
-    return str(given.lab or there[0])
+    labs = state.names()
+    if given.lab is None and len(labs) != 1:
+        raise Refusal("path-missing", what="which lab?" if labs else "there is no lab", where="--lab",
+                      fact=f"labs here: {', '.join(labs) or 'none'}",
+                      remedy=f"--lab {labs[0]}" if labs else "farspan lab up fabric/gat-amst")  # fmt: skip
+    return str(given.lab or labs[0])
 
 
 def show(status: Status, console: Console) -> None:

@@ -28,9 +28,9 @@ def placed(lab: Lab, cpus: list[int], parents: list[Path]) -> Lab:
     shares, notes = list(_shares(lab, cpus)), list(lab.notes)
     every = [device for site in lab.sites for device in site.devices]
     for cores in sorted(set(shares)):
-        asked = sum((one.speed or 0) * one.cores for one, share in zip(every, shares, strict=True) if share == cores)
-        if asked > len(cores):
-            notes.append(f"devices on cores {list(cores)} ask for {asked:.0%} of a core together: they get less")
+        load = sum((each.speed or 0) * each.cores for each, share in zip(every, shares, strict=True) if share == cores)
+        if load > len(cores):
+            notes.append(f"devices on cores {list(cores)} ask for {load:.0%} of a core together: they get less")
     if len({core for share in shares for core in share}) == len(cpus):
         notes.append("no core is left for the relay alone: what it uses, devices lack")
     if not parents:
@@ -63,7 +63,7 @@ def parents() -> list[Path]:
     """
     lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     own = {controller: path for _, controllers, path in lines for controller in controllers.split(",")}
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         root, mount, kind, options = (line.split()[at] for at in (3, 4, -3, -1))
         if kind == "cgroup2" and "memory" in Path(mount, "cgroup.controllers").read_text():
@@ -73,8 +73,8 @@ def parents() -> list[Path]:
             except OSError:  # Not ours to write, or a container's own group, which has processes in it.
                 return []
         for controller in {"cpu", "memory"} & set(options.split(",")) if kind == "cgroup" else ():
-            found[controller] = Path(mount, os.path.relpath(own[controller], root))
-    return list(found.values()) if len(found) == 2 and all(os.access(path, os.W_OK) for path in found.values()) else []
+            paths[controller] = Path(mount, os.path.relpath(own[controller], root))
+    return list(paths.values()) if len(paths) == 2 and all(os.access(path, os.W_OK) for path in paths.values()) else []
 
 
 def make_groups(lab: Lab) -> None:

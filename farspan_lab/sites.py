@@ -46,11 +46,11 @@ def make(lab: Lab, site: Site, folder: Path) -> Made:
     return Made(site=site, namespaces=namespaces, tun=tun, congestion=congestion, window=window)
 
 
-def join(one: Made, other: Made) -> None:
+def join(first: Made, other: Made) -> None:
     """Lay a veth pair between two sites."""
-    to_one, to_other, there = f"near{one.site.number}", f"near{other.site.number}", other.namespaces["net"]
-    ip(f"link add {to_other} type veth peer name {to_one} netns {there}", f"link set {to_other} up", made=one)
-    ip(f"link set {to_one} up", made=other)
+    to_first, to_other, namespace = f"near{first.site.number}", f"near{other.site.number}", other.namespaces["net"]
+    ip(f"link add {to_other} type veth peer name {to_first} netns {namespace}", f"link set {to_other} up", made=first)
+    ip(f"link set {to_first} up", made=other)
 
 
 def steer(made: Made, links: Sequence[Link], others: dict[str, Made], joined: set[frozenset[str]]) -> None:
@@ -90,15 +90,15 @@ def _tune(lab: Lab) -> tuple[str, int]:
         "tcp_wmem": f"4096 16384 {buffer}", "tcp_slow_start_after_idle": "0", "tcp_no_metrics_save": "1",
         "conf/all/rp_filter": "0", "conf/default/rp_filter": "0",
     }  # fmt: skip
-    found = {}
+    settings = {}
     for name, value in wanted.items():
         with suppress(OSError):  # What counts is what is there afterwards.
             (_SYSCTL / name).write_text(value)
-        found[name] = (_SYSCTL / name).read_text().split()
-        if found[name] != value.split() and name not in ("tcp_rmem", "tcp_wmem"):
+        settings[name] = (_SYSCTL / name).read_text().split()
+        if settings[name] != value.split() and name not in ("tcp_rmem", "tcp_wmem"):
             allowed = (_SYSCTL / "tcp_allowed_congestion_control").read_text().strip()
             raise unavailable(f"{name} cannot be {value} in a site", _SYSCTL / name,
-                              f"it stays {' '.join(found[name])}; namespaces may use: {allowed}",
+                              f"it stays {' '.join(settings[name])}; namespaces may use: {allowed}",
                               f"set congestion: {allowed.split()[0]}, or use: docker run --privileged")  # fmt: skip
-    buffers = [int(found[name][2]) for name in ("tcp_rmem", "tcp_wmem")]
-    return found["tcp_congestion_control"][0], round(min(buffers) / _BUFFER_PER_WINDOW)
+    buffers = [int(settings[name][2]) for name in ("tcp_rmem", "tcp_wmem")]
+    return settings["tcp_congestion_control"][0], round(min(buffers) / _BUFFER_PER_WINDOW)

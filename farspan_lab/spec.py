@@ -91,7 +91,7 @@ def changed(lab: Lab, window: Quantity | None, bandwidth: Quantity | None, memor
         size = quantity("memory", memory, "memory")
         lab = msgspec.structs.replace(lab, sites=tuple(
             msgspec.structs.replace(
-                site, devices=tuple(msgspec.structs.replace(one, memory=size) for one in site.devices)
+                site, devices=tuple(msgspec.structs.replace(device, memory=size) for device in site.devices)
             )
             for site in lab.sites
         ))  # fmt: skip
@@ -125,9 +125,9 @@ def read(file: LabFile, where: str) -> Lab:
 def _devices(entry: SiteEntry, where: str) -> tuple[Device, ...]:
     entries = (DeviceEntry(),) * entry.devices if isinstance(entry.devices, int) else entry.devices
     return tuple(
-        Device(speed=quantity("speed", one.speed, f"{where}[{index}]"), cores=one.cores,
-               memory=quantity("memory", one.memory, f"{where}[{index}]") if one.memory is not None else None)
-        for index, one in enumerate(entries)
+        Device(speed=quantity("speed", device.speed, f"{where}[{index}]"), cores=device.cores,
+               memory=quantity("memory", device.memory, f"{where}[{index}]") if device.memory is not None else None)
+        for index, device in enumerate(entries)
     )  # fmt: skip
 
 

@@ -87,11 +87,11 @@ def change(name: str, between: Sequence[str], values: dict[str, Any], *, one_way
     source, target = between
     pairs = {(source, target)} if one_way else {(source, target), (target, source)}
     links = status(name).lab.links
-    found = [link for link in links if (link.source, link.target) in pairs]
-    if not found:
-        there = ", ".join(f"{link.source} {link.target}" for link in links)
-        raise out_of_range(f"{source} {target}", f"links: {there}", "farspan lab status")
-    return status(name, [msgspec.structs.replace(link, **values) for link in found])
+    matching = [link for link in links if (link.source, link.target) in pairs]
+    if not matching:
+        choices = ", ".join(f"{link.source} {link.target}" for link in links)
+        raise out_of_range(f"{source} {target}", f"links: {choices}", "farspan lab status")
+    return status(name, [msgspec.structs.replace(link, **values) for link in matching])
 
 
 def enter(status: Status, site: str, device: int | None = None) -> list[str]:
@@ -100,12 +100,12 @@ def enter(status: Status, site: str, device: int | None = None) -> list[str]:
     The process becomes the command: it keeps its id, environment and folder. A worker that starts with STARTING set is
     held to its device's speed only when it has written what READY says: a slow device is no slow interpreter.
     """
-    found = next((known for known in status.lab.sites if known.name == site), None)
-    if found is None or not (device is None or 0 <= device < len(found.devices)):
-        there = ", ".join(f"{known.name} with {len(known.devices)} devices" for known in status.lab.sites)
-        raise out_of_range(f"{site} {'' if device is None else device}", f"there are: {there}", "farspan lab status")
-    chosen = found.devices if device is None else [found.devices[device]]
-    cores = ",".join(str(core) for core in sorted({core for one in chosen for core in one.cpus}))
+    entered = next((known for known in status.lab.sites if known.name == site), None)
+    if entered is None or not (device is None or 0 <= device < len(entered.devices)):
+        choices = ", ".join(f"{known.name} with {len(known.devices)} devices" for known in status.lab.sites)
+        raise out_of_range(f"{site} {'' if device is None else device}", f"there are: {choices}", "farspan lab status")
+    chosen = entered.devices if device is None else [entered.devices[device]]
+    cores = ",".join(str(core) for core in sorted({core for chosen_device in chosen for core in chosen_device.cpus}))
     words = ["taskset", "--cpu-list", cores, "nsenter"]
     if not Path(f"/proc/{status.pid}/ns/user").samefile("/proc/self/ns/user"):
         words += [f"--user=/proc/{status.pid}/ns/user", "--preserve-credentials"]
@@ -161,8 +161,8 @@ def _base() -> Path:
     """Where labs have their folders: gone after a restart, as the labs are, and nobody else's to write in."""
     if os.geteuid() == 0:
         return Path("/run")
-    if found := os.environ.get("XDG_RUNTIME_DIR"):
-        return Path(found)
+    if runtime_folder := os.environ.get("XDG_RUNTIME_DIR"):
+        return Path(runtime_folder)
     raise unavailable("a lab needs a folder for its state", "XDG_RUNTIME_DIR", "not set, and only root may use /run",
                       "export XDG_RUNTIME_DIR=$(mktemp -d)")  # fmt: skip
 

@@ -50,7 +50,7 @@ class Supervisor:
 
     def run(self) -> None:
         gc.disable()  # Packets make no cycles, and a collection would hold them up.
-        control, tuns = self._control.fileno(), [made.tun for made in self._made.values()]
+        control, tuns = self._control.fileno(), [site.tun for site in self._made.values()]
         while True:
             ready, _, _ = select.select([control, *tuns], [], [], self._relay.deliver())
             for fd in ready:
@@ -82,9 +82,9 @@ class Supervisor:
         sites.steer(self._made[site], links, self._made, self._joined)
 
     def _status(self) -> Status:
-        made, wires = next(iter(self._made.values())), list(self._wires.values())
+        first, wires = next(iter(self._made.values())), list(self._wires.values())
         lab = msgspec.structs.replace(
-            self._lab, links=tuple(wire.link for wire in wires), congestion=made.congestion, window=made.window
+            self._lab, links=tuple(wire.link for wire in wires), congestion=first.congestion, window=first.window
         )
         traffic = tuple(
             Traffic(source=a, target=b, relayed=not (wire.link.near and frozenset((a, b)) in self._joined),
@@ -92,7 +92,7 @@ class Supervisor:
             for (a, b), wire in self._wires.items()
         )  # fmt: skip
         return Status(
-            lab=lab, pid=os.getpid(), namespaces={name: made.namespaces for name, made in self._made.items()},
+            lab=lab, pid=os.getpid(), namespaces={name: site.namespaces for name, site in self._made.items()},
             traffic=traffic, relay_cpu_s=time.process_time() - self._began_cpu_s,
             up_s=time.monotonic() - self._began_s, realtime=self._realtime,
         )  # fmt: skip

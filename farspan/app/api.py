@@ -127,7 +127,7 @@ def compare(*runs: str | os.PathLike[str] | Run) -> Versus:
     from farspan.report.history import open_run
     from farspan.report.versus import versus
 
-    return versus([open_run(one.path if isinstance(one, Run) else Path(one)) for one in runs])
+    return versus([open_run(run.path if isinstance(run, Run) else Path(run)) for run in runs])
 
 
 def find_cluster(name: str) -> Cluster:

@@ -33,10 +33,10 @@ def check_gpus(config: RunConfig) -> tuple[str, ...]:
 def refuse_existing(path: Path, remedy: str) -> None:
     """Refuse a path where anything lies: nothing is ever written over."""
     # "new/.." is this folder as soon as "new" is made, and until then it does not exist.
-    there = path.resolve()
-    if there.exists() and (not there.is_dir() or any(there.iterdir())):
+    target = path.resolve()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise Refusal(
-            "run-exists", what=f"this {'folder' if there.is_dir() else 'file'} exists already", where=path,
+            "run-exists", what=f"this {'folder' if target.is_dir() else 'file'} exists already", where=path,
             fact="nothing is ever written over", remedy=remedy,
         )  # fmt: skip
 

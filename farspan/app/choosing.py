@@ -47,38 +47,38 @@ class TrialCache:
             kept = load(path, Trial)
             if kept.step_s is None or len(kept.steps) >= (within.steps if least is None else least):
                 return msgspec.structs.replace(kept, took_s=0.0)
-        made = trial(plan, self._resolved.corpus_folder, self._resolved.cluster, self._launcher, within)
+        result = trial(plan, self._resolved.corpus_folder, self._resolved.cluster, self._launcher, within)
         # Another time it may not fail; who was killed may have been so for another program's memory.
-        if made.problem is None or made.problem.code == "out-of-memory":
+        if result.problem is None or result.problem.code == "out-of-memory":
             self._folder.mkdir(parents=True, exist_ok=True)
-            save(made, path)
-        return made
+            save(result, path)
+        return result
 
 
 def question(
-    model: ModelSpec, train: TrainSpec, cluster: Cluster, corpus: str, asked: ParallelConfig,
+    model: ModelSpec, train: TrainSpec, cluster: Cluster, corpus: str, parallel: ParallelConfig,
     tolerance: float = TOLERANCE, few: int = FEW,
 ) -> SelectionTask:  # fmt: skip
     """What is chosen for a run: all parts of a cluster of few devices, or of one named technique the whole."""
     from farspan.domain.engine import engine
 
-    named = asked.technique != "auto"
+    named = parallel.technique != "auto"
     return SelectionTask(
-        model=model, train=train, engine=engine("farspan"), objective=asked.objective, allow=allowed(asked),
-        corpus=corpus, here=launcher(asked) != "local", parts=not named and len(cluster.devices) <= few,
+        model=model, train=train, engine=engine("farspan"), objective=parallel.objective, allow=allowed(parallel),
+        corpus=corpus, here=launcher(parallel) != "local", parts=not named and len(cluster.devices) <= few,
         tolerance=tolerance,
     )  # fmt: skip
 
 
 def question_of(
-    resolved: Resolved, asked: ParallelConfig, tolerance: float = TOLERANCE, few: int = FEW
+    resolved: Resolved, parallel: ParallelConfig, tolerance: float = TOLERANCE, few: int = FEW
 ) -> SelectionTask:
     """`question` for a run.yaml made concrete."""
-    return question(resolved.model, resolved.train, resolved.cluster, resolved.corpus.hash, asked, tolerance, few)
+    return question(resolved.model, resolved.train, resolved.cluster, resolved.corpus.hash, parallel, tolerance, few)
 
 
 def choose(
-    resolved: Resolved, asked: ParallelConfig, progress: Progress = silent, *, paying: bool,
+    resolved: Resolved, parallel: ParallelConfig, progress: Progress = silent, *, paying: bool,
     budget_s: float | None = None, tolerance: float = TOLERANCE, again: bool = False,
 ) -> Selection:  # fmt: skip
     """The best plan by trials, each told as it ends; with `paying` only trials that may save more time than they
@@ -86,7 +86,7 @@ def choose(
     require_torch()
     few = FEW if paying else PARTS
     return select(
-        resolved.cluster, question_of(resolved, asked, tolerance, few),
-        TrialCache(resolved, launcher(asked), again=again), budget_s=budget_s, paying=paying,
-        say=lambda candidate, made: progress(Tried(candidate, made)),
+        resolved.cluster, question_of(resolved, parallel, tolerance, few),
+        TrialCache(resolved, launcher(parallel), again=again), budget_s=budget_s, paying=paying,
+        say=lambda candidate, result: progress(Tried(candidate, result)),
     )  # fmt: skip

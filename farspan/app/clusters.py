@@ -15,8 +15,8 @@ def find(name: str) -> Cluster:
 
     prefix, _, rest = name.partition(":")
     if made_anew(name):
-        found: Cluster = extensions("clusters")[prefix].load()(rest)
-        return found
+        cluster: Cluster = extensions("clusters")[prefix].load()(rest)
+        return cluster
     return clusters.find(name)
 
 
@@ -32,9 +32,9 @@ def reached_by(name: str) -> str | None:
     return name if name.startswith("ray:") else None
 
 
-def launcher(asked: ParallelConfig) -> str:
+def launcher(parallel: ParallelConfig) -> str:
     """What starts the workers: that of a cluster which only one launcher reaches, or the one that is asked for."""
-    return reached_by(asked.cluster or "") or asked.launcher
+    return reached_by(parallel.cluster or "") or parallel.launcher
 
 
 def given_cluster(config: RunConfig, *, reach: bool) -> Cluster | None:

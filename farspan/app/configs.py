@@ -98,8 +98,8 @@ def read_again(key: str, value: object) -> bool:
 def _values(config: RunConfig) -> dict[str, Any]:
     """All keys of a run.yaml, however they are written there."""
     whole = msgspec.structs.replace(config, data=config.data_config, tokenizer=config.tokenizer_config)
-    found: dict[str, Any] = msgspec.to_builtins(whole)
-    return found
+    values: dict[str, Any] = msgspec.to_builtins(whole)
+    return values
 
 
 def _differences(before: dict[str, Any], after: dict[str, Any], folder: str = "") -> Iterator[tuple[str, Any, Any]]:

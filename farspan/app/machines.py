@@ -66,7 +66,7 @@ def probe(
     from farspan.planning.question import model_of
 
     require_torch()
-    spec, there = model_of(model), clusters.find(cluster)
+    spec, described = model_of(model), clusters.find(cluster)
     length = spec.context if seq_len is None else seq_len
     if not 1 <= length <= spec.context:
         raise Refusal(
@@ -74,10 +74,10 @@ def probe(
             fact=f"its context is {spec.context}", remedy=f"--seq-len {spec.context}",
         )  # fmt: skip
     refuse_file(out, f"farspan probe --cluster {cluster} -o {out.with_stem(out.stem + '-2')}")
-    measured, failed, left_out = measure(there, spec, notes(progress), seq_len=length)
-    asked = f"--cluster {cluster} --model {model} --seq-len {length}"
+    measured, failed, left_out = measure(described, spec, notes(progress), seq_len=length)
+    arguments = f"--cluster {cluster} --model {model} --seq-len {length}"
     lost = [f"device {index} of {host} has failed: {problem.fact}" for (host, index), problem in failed.items()]
-    save_cluster(measured, out, "\n# ".join((f"Measured by farspan probe {asked}.", *left_out, *lost)))
+    save_cluster(measured, out, "\n# ".join((f"Measured by farspan probe {arguments}.", *left_out, *lost)))
     progress(measured)
     for problem in failed.values():
         others = f"; {len(failed) - 1} more have failed" if len(failed) > 1 else ""

@@ -35,15 +35,15 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def best_plan(
-    resolved: Resolved, asked: ParallelConfig, progress: Progress = silent, *, table: bool = False
+    resolved: Resolved, parallel: ParallelConfig, progress: Progress = silent, *, table: bool = False
 ) -> Planned:
     """The best plan of the techniques that run.yaml allows, on all devices or on some; of one that it names, on all.
 
     With `table` tells how they compare. Raises Refusal where none fits.
     """
-    named, several = asked.technique != "auto", len(resolved.cluster.devices) > 1
-    question = choosing.question_of(resolved, asked)
-    selection = choosing.choose(resolved, asked, progress, paying=True) if several and not named else None
+    named, several = parallel.technique != "auto", len(resolved.cluster.devices) > 1
+    question = choosing.question_of(resolved, parallel)
+    selection = choosing.choose(resolved, parallel, progress, paying=True) if several and not named else None
     ranking = question.rank(resolved.cluster) if selection is None else selection.ranking
     if table:
         progress(Ranked(ranking))
@@ -68,9 +68,9 @@ def write_plan(plan: Plan, cluster: Cluster, path: Path) -> None:
 def read_plan(path: Path) -> Plan:
     """The plan in a file; refuses what is none, and plans of another version."""
     content = read_bytes(path)
-    found = parse_json(content, object, path)
-    version = found.get("version") if isinstance(found, dict) else None
-    if not isinstance(found, dict) or "replicas" not in found:
+    document = parse_json(content, object, path)
+    version = document.get("version") if isinstance(document, dict) else None
+    if not isinstance(document, dict) or "replicas" not in document:
         raise Refusal(
             "file-unreadable", what="this file holds no plan", where=path, fact="it has no key 'replicas'",
             remedy=command("plan", "run.yaml", "-o", path),
@@ -92,15 +92,15 @@ def read_plan(path: Path) -> Plan:
 
 def check_cluster(plan: Plan, cluster: Cluster, path: Path, remedy: str) -> None:
     """Refuse a plan that was made for another cluster, or that names devices which there are none of."""
-    here = identity(cluster)
-    if plan.inputs.cluster != here:
+    actual = identity(cluster)
+    if plan.inputs.cluster != actual:
         devices = ", ".join(dict.fromkeys(device.host for device in plan.devices))
         raise Refusal(
             "plan-mismatch", what="the plan is for another cluster", where=path,
-            fact=f"it is for cluster {plan.inputs.cluster} (hosts {devices}), this is cluster {here}", remedy=remedy,
+            fact=f"it is for cluster {plan.inputs.cluster} (hosts {devices}), this is cluster {actual}", remedy=remedy,
         )  # fmt: skip
-    there = {(host.name, index) for host in cluster.hosts for index in range(len(host.devices))}
-    lacking = [f"{at.host}, device {at.index}" for at in plan.devices if (at.host, at.index) not in there]
+    existing = {(host.name, index) for host in cluster.hosts for index in range(len(host.devices))}
+    lacking = [f"{at.host}, device {at.index}" for at in plan.devices if (at.host, at.index) not in existing]
     if lacking:
         raise Refusal(
             "plan-mismatch", what="the plan names devices which there are none of", where=path,
@@ -140,8 +140,8 @@ def planned_before(path: Path, config: RunConfig, config_path: Path, progress: P
         model=plan.model, train=plan.train, cluster=cluster, corpus=manifest, corpus_folder=folder, warnings=left_out,
         origin={},
     )  # fmt: skip
-    found = estimate(plan, models.graph(plan.model), cluster, engine(plan.engine))
-    return Planned(plan=plan, estimate=found, resolved=resolved)
+    priced = estimate(plan, models.graph(plan.model), cluster, engine(plan.engine))
+    return Planned(plan=plan, estimate=priced, resolved=resolved)
 
 
 def _cluster(config: RunConfig) -> tuple[Cluster, tuple[str, ...]]:

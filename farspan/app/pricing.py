@@ -71,30 +71,30 @@ class PlanQuery(msgspec.Struct, frozen=True, kw_only=True):
 # -- every technique priced --------------------------------------------------------------------------------------------
 
 
-def price_model(asked: PlanQuery) -> Ranking:
+def price_model(query: PlanQuery) -> Ranking:
     """Every technique for a model on a cluster: neither text nor machines are needed."""
-    asked.check()
-    if asked.cluster is None:
+    query.check()
+    if query.cluster is None:
         raise Refusal(
             "usage", what="--model needs --cluster", where="farspan plan",
             fact="without it there is nothing to plan for",
-            remedy=f"farspan plan --model {asked.question.model} --cluster fabric/gat-amst",
+            remedy=f"farspan plan --model {query.question.model} --cluster fabric/gat-amst",
         )  # fmt: skip
-    model, cluster = model_of(asked.question.model), clusters.find(asked.cluster)
+    model, cluster = model_of(query.question.model), clusters.find(query.cluster)
     return rank(
-        model, cluster, asked.train(model, cluster), engine("farspan"), objective=asked.objective or "time",
-        allow=asked.allow, tolerance=asked.tolerance,
+        model, cluster, query.train(model, cluster), engine("farspan"), objective=query.objective or "time",
+        allow=query.allow, tolerance=query.tolerance,
     )  # fmt: skip
 
 
-def price_resolved(resolved: Resolved, parallel: ParallelConfig, asked: PlanQuery) -> Ranking:
+def price_resolved(resolved: Resolved, parallel: ParallelConfig, query: PlanQuery) -> Ranking:
     """Every technique for a run.yaml; what is asked goes before its keys."""
     from farspan.app.resolving import allowed
 
     return rank(
         resolved.model, resolved.cluster, resolved.train, engine("farspan"),
-        objective=asked.objective or parallel.objective, allow=asked.allow or allowed(parallel),
-        tolerance=asked.tolerance, corpus=resolved.corpus.hash,
+        objective=query.objective or parallel.objective, allow=query.allow or allowed(parallel),
+        tolerance=query.tolerance, corpus=resolved.corpus.hash,
     )  # fmt: skip
 
 
@@ -120,22 +120,22 @@ def as_json(candidate: Candidate, ranking: Ranking) -> dict[str, Any]:
 # -- what fits ---------------------------------------------------------------------------------------------------------
 
 
-def _ground(asked: PlanQuery) -> Ground:
+def _ground(query: PlanQuery) -> Ground:
     from farspan.planning.ladders import Ground
 
-    assert asked.cluster is not None
-    return Ground(clusters.find(asked.cluster), engine("farspan"), asked.train, asked.allow)
+    assert query.cluster is not None
+    return Ground(clusters.find(query.cluster), engine("farspan"), query.train, query.allow)
 
 
-def fit(what: Fitting, asked: PlanQuery) -> Fit:
+def fit(what: Fitting, query: PlanQuery) -> Fit:
     """The largest model (of the family that is asked for), the most sequences at once, or the least memory a device.
     Raises Refusal where nothing fits."""
     from farspan.planning import fit as fitting
     from farspan.planning.choose_model import DEFAULT_FAMILY
     from farspan.planning.question import CONTEXT, VOCABULARY
 
-    asked.check()
-    ground, name = _ground(asked), asked.question.model
+    query.check()
+    ground, name = _ground(query), query.question.model
     model = model_of(name) if name else None
     if what == "model":
         shape = (
@@ -146,16 +146,16 @@ def fit(what: Fitting, asked: PlanQuery) -> Fit:
         assert model is not None
         answer = (fitting.largest_batch if what == "batch" else fitting.least_memory)(ground, model)
     if answer is None:
-        raise _nothing_fits(asked, ground, model)
+        raise _nothing_fits(query, ground, model)
     return answer
 
 
-def demand_a_fit(asked: PlanQuery, ranking: Ranking) -> None:
+def demand_a_fit(query: PlanQuery, ranking: Ranking) -> None:
     """Refuses where no technique has a plan on any part because memory is short."""
     if any(candidate.plan is not None for candidate in ranking.candidates):
         return
-    if any(one.problem and one.problem.code == "out-of-memory" for one in ranking.candidates):
-        raise _nothing_fits(asked, _ground(asked), ranking.model)
+    if any(candidate.problem and candidate.problem.code == "out-of-memory" for candidate in ranking.candidates):
+        raise _nothing_fits(query, _ground(query), ranking.model)
 
 
 def reproduced(limit: Limit) -> bool:
@@ -163,21 +163,21 @@ def reproduced(limit: Limit) -> bool:
     return model_of(limit.typed) == limit.plan.model
 
 
-def _nothing_fits(asked: PlanQuery, ground: Ground, model: ModelSpec | None) -> Refusal:
+def _nothing_fits(query: PlanQuery, ground: Ground, model: ModelSpec | None) -> Refusal:
     """Why a model fits nowhere on a cluster, and the nearest thing that does."""
     from farspan.planning.misfit import misfit
 
     miss = None if model is None else misfit(ground, model)
     if model is None or miss is None:
         return Refusal(
-            "cannot-plan", what="no technique has a plan for these devices", where=f"--cluster {asked.cluster}",
+            "cannot-plan", what="no technique has a plan for these devices", where=f"--cluster {query.cluster}",
             fact="memory is not what is lacking", remedy="farspan plan, with the same arguments: it says why for each",
         )  # fmt: skip
     count = format_count(parameters(model))
     return Refusal(
         "out-of-memory",
         what=f"{model.family} of {count} parameters fits nowhere here; least is lacking by {miss.technique}",
-        where=miss.lacks.name, fact=f"{_short_of(miss)}. {_nearest(miss)}", remedy=_remedy(asked, miss),
+        where=miss.lacks.name, fact=f"{_short_of(miss)}. {_nearest(miss)}", remedy=_remedy(query, miss),
     )  # fmt: skip
 
 
@@ -200,14 +200,14 @@ def _nearest(miss: Misfit) -> str:
     return f"What fits: {'; or '.join(fits)}" if fits else "Nothing near it fits: rent more, farspan plan --rent"
 
 
-def _remedy(asked: PlanQuery, miss: Misfit) -> str:
-    model = asked.question.model
+def _remedy(query: PlanQuery, miss: Misfit) -> str:
+    model = query.question.model
     if miss.seq_len is not None:
-        return command("plan", "--model", model, "--cluster", asked.cluster, "--seq-len", miss.seq_len)
+        return command("plan", "--model", model, "--cluster", query.cluster, "--seq-len", miss.seq_len)
     if miss.smaller is not None and reproduced(miss.smaller):
-        return command("plan", "--model", miss.smaller.typed, "--cluster", asked.cluster)
+        return command("plan", "--model", miss.smaller.typed, "--cluster", query.cluster)
     if miss.smaller is not None:
-        return command("plan", "--fit", "model", "--model", model, "--cluster", asked.cluster)
+        return command("plan", "--fit", "model", "--model", model, "--cluster", query.cluster)
     return command("plan", "--rent", "--model", model)
 
 
@@ -215,7 +215,7 @@ def _remedy(asked: PlanQuery, miss: Misfit) -> str:
 
 
 def rent(
-    asked: PlanQuery, *, hours: float | None = None, usd: float | None = None, kinds: Sequence[str] = (),
+    query: PlanQuery, *, hours: float | None = None, usd: float | None = None, kinds: Sequence[str] = (),
     network: str = "10Gbit/s",
 ) -> Rent:  # fmt: skip
     """The catalogue's devices (of these `kinds`, or all) and counts by time and dollars, for a run that may take so
@@ -224,14 +224,14 @@ def rent(
     from farspan.planning.rent import Budget
     from farspan.planning.rent import rent as rank_offers
 
-    asked.check()
-    model = model_of(asked.question.model)
+    query.check()
+    model = model_of(query.question.model)
     budget = Budget(
         *(scale * positive(float, value, f"--{name}", "24") if value is not None else float("inf")
           for name, value, scale in (("hours", hours, 3600.0), ("usd", usd, 1.0)))
     )  # fmt: skip
     return rank_offers(
-        model, asked.train, engine("farspan"), budget=budget, allow=asked.allow, kinds=kinds,
+        model, query.train, engine("farspan"), budget=budget, allow=query.allow, kinds=kinds,
         bandwidth=positive(parse_rate, network, "--network", "100Gbit/s"),
     )  # fmt: skip
 
@@ -244,10 +244,10 @@ def export(plan: Plan, system: str, to: Path | None = None) -> tuple[Path, Expor
     from farspan.domain.codec import write_atomically
     from farspan.planning.export import export as as_system
 
-    made = as_system(plan, system)
-    path = to or Path(made.file)
-    write_atomically(path, made.text.encode())
-    return path, made
+    exported = as_system(plan, system)
+    path = to or Path(exported.file)
+    write_atomically(path, exported.text.encode())
+    return path, exported
 
 
 def exportable(ranking: Ranking, system: str) -> Plan | None:
@@ -265,7 +265,12 @@ def exportable(ranking: Ranking, system: str) -> Plan | None:
     if not reasons:
         return plan
     able = next(
-        (one for one in ranking.candidates if one.eligible and one.plan and not known.reasons(evened(one.plan))), None
+        (
+            candidate
+            for candidate in ranking.candidates
+            if candidate.eligible and candidate.plan and not known.reasons(evened(candidate.plan))
+        ),
+        None,
     )
     fact = "it can run none of the other plans either"
     if able is not None:

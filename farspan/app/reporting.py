@@ -67,20 +67,20 @@ def _planned_again(run: RunHistory, paces: dict[int, float], links: dict[tuple[s
 
     folder, plan = RunFolder(run.folder), run.plan
     try:
-        asked = load_yaml(folder.config, RunConfig).parallel
+        parallel = load_yaml(folder.config, RunConfig).parallel
         cluster = paced(load(folder.cluster, Cluster), {
             (plan.devices[rank].host, plan.devices[rank].index): pace for rank, pace in paces.items()
         }, links)  # fmt: skip
-        ranking = question(plan.model, plan.train, cluster, plan.inputs.corpus, asked).rank(cluster)
+        ranking = question(plan.model, plan.train, cluster, plan.inputs.corpus, parallel).rank(cluster)
     except Refusal:
         return ""
     best = None if ranking.chosen is None else ranking.candidates[ranking.chosen]
     if best is None or best.plan is None or best.estimate is None:
         return ""
     now = estimate(plan, models.graph(plan.model), cluster, engine(plan.engine))
-    speed, old = (one.tokens_per_s * one.token_efficiency for one in (best.estimate, now))
+    speed, old = (priced.tokens_per_s * priced.token_efficiency for priced in (best.estimate, now))
     if (best.plan.replicas, best.plan.devices) == (plan.replicas, plan.devices) or (
-        asked.objective == "time" and speed <= (1 + GAIN) * old
+        parallel.objective == "time" and speed <= (1 + GAIN) * old
     ):
         return "planned again with this pace, no plan would be faster than this one"
     return f"planned again with this pace, {called(best)} would be chosen: {speed / old:.2g}x as many tokens a second"
@@ -98,9 +98,11 @@ def paced(
 
     slower = []
     for (a, b), pace in (links or {}).items():
-        here, there = cluster.site_of(a), cluster.site_of(b)
-        pairs = [(a, b)] if here.name == there.name else [(x.name, y.name) for x in here.hosts for y in there.hosts]
-        found = [link for pair in pairs if (link := cluster.link(*pair)) is not None]
-        slower += [msgspec.structs.replace(link, pace=link.pace * pace) for link in found]
+        site_a, site_b = cluster.site_of(a), cluster.site_of(b)
+        pairs = (
+            [(a, b)] if site_a.name == site_b.name else [(x.name, y.name) for x in site_a.hosts for y in site_b.hosts]
+        )
+        known_links = [link for pair in pairs if (link := cluster.link(*pair)) is not None]
+        slower += [msgspec.structs.replace(link, pace=link.pace * pace) for link in known_links]
     # Of two links between the same hosts the first counts.
     return msgspec.structs.replace(cluster.with_devices(device_of), links=(*slower, *cluster.links))

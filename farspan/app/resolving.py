@@ -90,10 +90,10 @@ def resolve(config: RunConfig, progress: Progress = silent, *, trial: bool) -> R
         cluster = pace.calibrated(cluster, settled.model, settled.train, engine, settled.probe)
     else:
         cluster = given
-        asked = pace.common_precisions(cluster) if config.train.precision == "auto" else (config.train.precision,)
+        precisions = pace.common_precisions(cluster) if config.train.precision == "auto" else (config.train.precision,)
         settled = resolve_config(
-            config, manifest, cluster, matmul_flops=lambda: pace.product_flops(cluster, engine, asked),
-            measure=lambda model, train: pace.predicted(model, train, cluster, engine, asked),
+            config, manifest, cluster, matmul_flops=lambda: pace.product_flops(cluster, engine, precisions),
+            measure=lambda model, train: pace.predicted(model, train, cluster, engine, precisions),
         )  # fmt: skip
     return Resolved(
         model=settled.model, train=settled.train, cluster=cluster, corpus=manifest, corpus_folder=folder,
@@ -101,11 +101,11 @@ def resolve(config: RunConfig, progress: Progress = silent, *, trial: bool) -> R
     )  # fmt: skip
 
 
-def allowed(asked: ParallelConfig) -> tuple[str, ...]:
+def allowed(parallel: ParallelConfig) -> tuple[str, ...]:
     """The techniques that run.yaml lets one compare; none is all. Refuses names that are none."""
     from farspan import techniques
 
-    names = asked.allow if asked.technique == "auto" else (asked.technique,)
+    names = parallel.allow if parallel.technique == "auto" else (parallel.technique,)
     for name in names:
         techniques.technique(name)
     return names

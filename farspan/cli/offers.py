@@ -28,21 +28,21 @@ SHOWN = 12
 
 def takes_offers(parser: argparse.ArgumentParser) -> None:
     """The arguments of the three questions."""
-    asked = parser.add_argument_group("other questions")
-    asked.add_argument(
+    group = parser.add_argument_group("other questions")
+    group.add_argument(
         "--fit", choices=("model", "batch", "memory"),
         help="the largest model (of --model's family), the most sequences at once, or the least\nmemory a device",
     )  # fmt: skip
-    asked.add_argument(
+    group.add_argument(
         "--rent", action="store_true", help="rank the catalogue's devices and counts by time and dollars"
     )
-    asked.add_argument("--hours", type=float, help="with --rent: hours that the run may take")
-    asked.add_argument("--usd", type=float, help="with --rent: dollars that the run may cost")
-    asked.add_argument("--device", action="append", default=[], help="with --rent: this kind only; may be repeated")
-    asked.add_argument("--network", default="10Gbit/s", help="with --rent: between hosts of 8 (default: 10Gbit/s)")
-    asked.add_argument("--export", metavar="SYSTEM", help="the plan as torchtitan's or deepspeed's own configuration")
-    asked.add_argument("--export-to", metavar="FILE", type=Path, help="where --export writes (default: its usual name)")
-    asked.add_argument("--plan", metavar="PLAN.JSON", type=Path, help="export this plan; nothing is ranked")
+    group.add_argument("--hours", type=float, help="with --rent: hours that the run may take")
+    group.add_argument("--usd", type=float, help="with --rent: dollars that the run may cost")
+    group.add_argument("--device", action="append", default=[], help="with --rent: this kind only; may be repeated")
+    group.add_argument("--network", default="10Gbit/s", help="with --rent: between hosts of 8 (default: 10Gbit/s)")
+    group.add_argument("--export", metavar="SYSTEM", help="the plan as torchtitan's or deepspeed's own configuration")
+    group.add_argument("--export-to", metavar="FILE", type=Path, help="where --export writes (default: its usual name)")
+    group.add_argument("--plan", metavar="PLAN.JSON", type=Path, help="export this plan; nothing is ranked")
 
 
 def asked_of(given: argparse.Namespace) -> PlanQuery:
@@ -57,7 +57,7 @@ def asked_of(given: argparse.Namespace) -> PlanQuery:
     )  # fmt: skip
 
 
-def answered(given: argparse.Namespace, asked: PlanQuery, console: Console) -> bool:
+def answered(given: argparse.Namespace, query: PlanQuery, console: Console) -> bool:
     """Answers a question of this page that needs no ranking; whether there was one."""
     if given.export:
         from farspan.planning.export import system
@@ -71,11 +71,11 @@ def answered(given: argparse.Namespace, asked: PlanQuery, console: Console) -> b
         )  # fmt: skip
     if given.fit:
         _need(given, *(("cluster",) if given.fit == "model" else ("cluster", "model")))
-        answer = pricing.fit(given.fit, asked)
+        answer = pricing.fit(given.fit, query)
         say_fit(answer, given, console)
         console.answer(answer)
     elif given.rent:
-        _rent(given, asked, console)
+        _rent(given, query, console)
     elif given.export and given.plan:
         from farspan.app.plans import read_plan
 
@@ -91,22 +91,22 @@ def answered(given: argparse.Namespace, asked: PlanQuery, console: Console) -> b
 def _need(given: argparse.Namespace, *flags: str) -> None:
     for flag in flags:
         if getattr(given, flag) is None:
-            asked = f"--fit {given.fit}" if given.fit else "--rent"
+            question = f"--fit {given.fit}" if given.fit else "--rent"
             examples = {"model": given.model or "gpt2m", "cluster": given.cluster or "fabric/gat-amst"}
             words = [word for name in flags for word in (f"--{name}", examples[name])]
             raise Refusal(
-                "usage", what=f"{asked} needs --{flag}", where="farspan plan", fact=f"no --{flag} was given",
-                remedy=command("plan", *asked.split(), *words),
+                "usage", what=f"{question} needs --{flag}", where="farspan plan", fact=f"no --{flag} was given",
+                remedy=command("plan", *question.split(), *words),
             )  # fmt: skip
 
 
-def say_fit(found: Fit, given: argparse.Namespace, console: Console) -> None:
+def say_fit(fit: Fit, given: argparse.Namespace, console: Console) -> None:
     """The answer in sentences, and each technique's own limit."""
-    best, model = found.best, found.best.plan.model
+    best, model = fit.best, fit.best.plan.model
     shape = f"{model.family}, {model.layers} layers x {model.d_model}"
-    if found.asked == "model":
+    if fit.asked == "model":
         console.say(f"largest model that fits: {shape}, {format_count(best.amount)} parameters")
-    elif found.asked == "batch":
+    elif fit.asked == "batch":
         console.say(f"largest batch computed at once: {best.amount} sequences of {best.plan.train.seq_len} tokens")
         console.say(f"  {best.micro_rows} on the busiest device; gradients are not accumulated, pipelines not counted")
     else:
@@ -114,28 +114,28 @@ def say_fit(found: Fit, given: argparse.Namespace, console: Console) -> None:
     again = ", computing activations again" if best.recompute else ""
     console.say(f"  by {best.technique} on {best.where}{again}")
     console.say(f"  fullest: {best.binds}")
-    if found.next_amount is not None:
-        console.say(f"  next: {_amount(found, found.next_amount)}, which nothing fits; by {best.technique} then")
-        console.say(f"        {found.next_lacks}")
+    if fit.next_amount is not None:
+        console.say(f"  next: {_amount(fit, fit.next_amount)}, which nothing fits; by {best.technique} then")
+        console.say(f"        {fit.next_lacks}")
     console.say()
     rows: list[tuple[str, ...]] = [
-        ("technique", "where", "most" if found.asked != "memory" else "least", "at once", "recompute", "fullest")
+        ("technique", "where", "most" if fit.asked != "memory" else "least", "at once", "recompute", "fullest")
     ]
-    rows += [_row(found, limit) for limit in found.limits]
+    rows += [_row(fit, limit) for limit in fit.limits]
     say_table(rows, console, right={2, 3})
-    if found.asked == "model" and pricing.reproduced(best):
+    if fit.asked == "model" and pricing.reproduced(best):
         console.say(f"\nprice it: {command('plan', '--model', best.typed, '--cluster', given.cluster)}")
 
 
-def _amount(found: Fit, amount: int) -> str:
-    if found.asked == "model":
+def _amount(fit: Fit, amount: int) -> str:
+    if fit.asked == "model":
         return f"{format_count(amount)} parameters"
-    return format_bytes(amount) if found.asked == "memory" else f"{amount} sequences"
+    return format_bytes(amount) if fit.asked == "memory" else f"{amount} sequences"
 
 
-def _row(found: Fit, limit: Limit) -> tuple[str, ...]:
+def _row(fit: Fit, limit: Limit) -> tuple[str, ...]:
     return (
-        limit.technique, limit.where, _amount(found, limit.amount), str(limit.micro_rows),
+        limit.technique, limit.where, _amount(fit, limit.amount), str(limit.micro_rows),
         "yes" if limit.recompute else "no", str(limit.binds).split(" usable")[0],
     )  # fmt: skip
 
@@ -143,11 +143,11 @@ def _row(found: Fit, limit: Limit) -> tuple[str, ...]:
 # -- what to rent ------------------------------------------------------------------------------------------------------
 
 
-def _rent(given: argparse.Namespace, asked: PlanQuery, console: Console) -> None:
+def _rent(given: argparse.Namespace, query: PlanQuery, console: Console) -> None:
     from farspan.planning.rank import Ranking
 
     _need(given, "model")
-    rented = pricing.rent(asked, hours=given.hours, usd=given.usd, kinds=given.device, network=given.network)
+    rented = pricing.rent(query, hours=given.hours, usd=given.usd, kinds=given.device, network=given.network)
     model = model_of(given.model)
     limited = given.hours is not None or given.usd is not None
     say_rent(rented, model, console, limited=limited)
@@ -162,39 +162,39 @@ def _rent(given: argparse.Namespace, asked: PlanQuery, console: Console) -> None
     console.answer(answer)
 
 
-def say_rent(found: Rent, model: ModelSpec, console: Console, *, limited: bool) -> None:
+def say_rent(rented: Rent, model: ModelSpec, console: Console, *, limited: bool) -> None:
     """The frontier, the cheapest others, and what all of it assumes."""
     count = format_count(parameters(model))
     console.say(f"{model.family} of {count} parameters; * is the choice, + the frontier of time against dollars")
     console.say()
-    others = [i for i, offer in enumerate(found.offers) if offer.time_s < float("inf") and i not in found.frontier]
-    others.sort(key=lambda i: (not found.offers[i].meets, i))
+    others = [i for i, offer in enumerate(rented.offers) if offer.time_s < float("inf") and i not in rented.frontier]
+    others.sort(key=lambda i: (not rented.offers[i].meets, i))
     rows: list[tuple[str, ...]] = [
         ("", "devices", "technique", "time", "cost", "an hour", "GB/device", "budget", "price of")
     ]
-    for place in (*found.frontier, *others[:SHOWN]):
-        offer = found.offers[place]
-        mark = ("*" if place == found.chosen else "") + ("+" if place in found.frontier else "")
+    for place in (*rented.frontier, *others[:SHOWN]):
+        offer = rented.offers[place]
+        mark = ("*" if place == rented.chosen else "") + ("+" if place in rented.frontier else "")
         rows.append(_offer_row(mark, offer, limited=limited))
     say_table(rows, console, right={3, 4, 5, 6})
-    misfits = sum(offer.time_s == float("inf") for offer in found.offers)
-    meets = sum(offer.meets for offer in found.offers)
-    console.say(f"\n{len(found.offers)} offers; {misfits} have too little memory" + (
+    misfits = sum(offer.time_s == float("inf") for offer in rented.offers)
+    meets = sum(offer.meets for offer in rented.offers)
+    console.say(f"\n{len(rented.offers)} offers; {misfits} have too little memory" + (
         f"; {meets} meet the budget" if limited else ""))  # fmt: skip
-    dates = sorted(offer.checked for offer in found.offers)
+    dates = sorted(offer.checked for offer in rented.offers)
     console.say(
         f"Assumes list prices of {dates[0]} to {dates[-1]} (catalog/devices.yaml names each source), hosts of up to 8 "
-        f"devices,\n{format_rate(found.bandwidth)} and a round trip of {format_seconds(found.rtt_s)} between hosts."
+        f"devices,\n{format_rate(rented.bandwidth)} and a round trip of {format_seconds(rented.rtt_s)} between hosts."
     )
 
 
 def _offer_row(mark: str, offer: Offer, *, limited: bool) -> tuple[str, ...]:
-    one = offer.candidate
-    assert one.estimate is not None
+    candidate = offer.candidate
+    assert candidate.estimate is not None
     meets = ("meets" if offer.meets else "beyond") if limited else ""
     return (
-        mark, one.where, one.technique, format_seconds(one.time_s), f"${offer.usd:,.2f}", f"${offer.usd_per_hour:,.2f}",
-        f"{one.estimate.memory_bytes / 1e9:.1f}", meets, offer.checked,
+        mark, candidate.where, candidate.technique, format_seconds(candidate.time_s), f"${offer.usd:,.2f}", f"${offer.usd_per_hour:,.2f}",
+        f"{candidate.estimate.memory_bytes / 1e9:.1f}", meets, offer.checked,
     )  # fmt: skip
 
 
@@ -213,8 +213,8 @@ def say_table(rows: Sequence[Sequence[str]], console: Console, right: set[int]) 
 
 def write_export(plan: Plan, given: argparse.Namespace, console: Console) -> dict[str, Any]:
     """The plan as another system's configuration, in a file; what of it `--json` has."""
-    path, made = pricing.export(plan, given.export, given.export_to)
-    console.say(f"\n{path}: {plan.technique} for {made.version}")
-    for note in made.notes:
+    path, exported = pricing.export(plan, given.export, given.export_to)
+    console.say(f"\n{path}: {plan.technique} for {exported.version}")
+    for note in exported.notes:
         console.say(f"  {note}")
-    return {**msgspec.to_builtins(made), "file": str(path)}
+    return {**msgspec.to_builtins(exported), "file": str(path)}

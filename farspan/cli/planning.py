@@ -56,7 +56,7 @@ def question(ranking: Ranking) -> str:
 
     model, cluster = ranking.model, ranking.cluster
     text = f"{model.family}, {model.layers} layers x {model.d_model}, {format_count(parameters(model))} parameters"
-    plan = next((one.plan for one in ranking.candidates if one.plan is not None), None)
+    plan = next((candidate.plan for candidate in ranking.candidates if candidate.plan is not None), None)
     if plan is not None:
         train = plan.train
         tokens = format_count(train.steps * train.tokens_per_step)
@@ -68,43 +68,48 @@ def question(ranking: Ranking) -> str:
 
 def table(ranking: Ranking, *, everything: bool, colours: bool, more: str) -> list[str]:
     """The candidates, a line each (two where the part's name is long), and what of them is not shown."""
-    planned = [i for i, one in enumerate(ranking.candidates) if one.plan is not None]
-    best = {id(best_of(ranking, one.technique)) for one in ranking.candidates}
+    planned = [i for i, candidate in enumerate(ranking.candidates) if candidate.plan is not None]
+    best = {id(best_of(ranking, candidate.technique)) for candidate in ranking.candidates}
     # What one device takes by itself says what all the others are worth.
-    best |= {id(one) for one in [one for one in ranking.candidates if one.eligible and len(one.places) == 1][:1]}
+    best |= {
+        id(candidate)
+        for candidate in [
+            candidate for candidate in ranking.candidates if candidate.eligible and len(candidate.places) == 1
+        ][:1]
+    }
     shown = [i for k, i in enumerate(planned) if everything or k < SHOWN or id(ranking.candidates[i]) in best]
     rows = [_cells(ranking, i) for i in shown]
     lines = _aligned(rows, [_tint(ranking, i) for i in shown], colours) if rows else []
     notes = {row: ranking.candidates[i].unchosen for row, i in enumerate(shown) if ranking.candidates[i].unchosen}
-    found = [paint(line, "soft", colours) for heading in lines[:1] for line in heading]
+    output = [paint(line, "soft", colours) for heading in lines[:1] for line in heading]
     for row, group in enumerate(lines[1:]):
-        found += group
+        output += group
         if row in notes:
-            found.append(paint(paragraph(f"not chosen: {notes[row]}", indent=14), "soft", colours))
+            output.append(paint(paragraph(f"not chosen: {notes[row]}", indent=14), "soft", colours))
     if hidden := len(planned) - len(shown):
-        found.append(paint(f"    {hidden} more, each behind its technique's best: {more}", "soft", colours))
+        output.append(paint(f"    {hidden} more, each behind its technique's best: {more}", "soft", colours))
     if rows:
         tried = "; *: measured in a trial" if any(ranking.candidates[i].trial is not None for i in shown) else ""
-        found.append(paint(paragraph(LEGEND + tried, indent=4), "soft", colours))
-    return found + _refused(ranking, colours)
+        output.append(paint(paragraph(LEGEND + tried, indent=4), "soft", colours))
+    return output + _refused(ranking, colours)
 
 
 def _cells(ranking: Ranking, index: int) -> list[str]:
-    one = ranking.candidates[index]
-    found, plan = one.estimate, one.plan
-    assert found is not None and plan is not None
+    candidate = ranking.candidates[index]
+    priced, plan = candidate.estimate, candidate.plan
+    assert priced is not None and plan is not None
     ranks = sorted(rank for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks)
-    capacity = [ranking.cluster.devices[one.places[rank]].memory for rank in ranks]
+    capacity = [ranking.cluster.devices[candidate.places[rank]].memory for rank in ranks]
     used, of = max(
-        ((part.total, size) for part, size in zip(found.memory, capacity, strict=True)), key=lambda p: p[0] / p[1]
+        ((part.total, size) for part, size in zip(priced.memory, capacity, strict=True)), key=lambda p: p[0] / p[1]
     )
-    low, high = (seconds / 60 for seconds in bounds(one))
-    minutes = f"{_short(one.time_s / 60)} ({_short(low)}-{_short(high)})"
+    low, high = (seconds / 60 for seconds in bounds(candidate))
+    minutes = f"{_short(candidate.time_s / 60)} ({_short(low)}-{_short(high)})"
     return [
-        str(index + 1), one.technique + ("*" if one.trial is not None and one.eligible else ""), one.where,
+        str(index + 1), candidate.technique + ("*" if candidate.trial is not None and candidate.eligible else ""), candidate.where,
         f"{_short(used / 1e9)} of {_short(of / 1e9)}",
-        _split(one), format_count(found.tokens_per_s).replace(" ", ""), f"{found.tflops_per_device:.3g}",
-        minutes, spent(one), verdict(ranking, one),
+        _split(candidate), format_count(priced.tokens_per_s).replace(" ", ""), f"{priced.tflops_per_device:.3g}",
+        minutes, spent(candidate), verdict(ranking, candidate),
     ]  # fmt: skip
 
 
@@ -129,7 +134,7 @@ def _aligned(rows: Sequence[Sequence[str]], tints: Sequence[str], colours: bool)
         heads, rows = NARROW, [[_terse(cell) for cell in row] for row in rows]
         widths, spare = _widths((heads, *rows))
     widths[WHERE] = max(LEAST, widths[WHERE] + min(0, spare))
-    made = []
+    aligned = []
     for row, tint in zip((heads, *rows), ("", *tints), strict=True):
         names = textwrap.wrap(row[WHERE], widths[WHERE]) or [""]
         first = [*row[:WHERE], names[0], *row[WHERE + 1 :]]
@@ -139,8 +144,8 @@ def _aligned(rows: Sequence[Sequence[str]], tints: Sequence[str], colours: bool)
         )
         indent = " " * (sum(widths[:WHERE]) + WHERE)
         lines = [" ".join(cells).rstrip(), *(indent + name for name in names[1:])]
-        made.append([paint(line, tint, colours) for line in lines])
-    return made
+        aligned.append([paint(line, tint, colours) for line in lines])
+    return aligned
 
 
 def _widths(rows: Sequence[Sequence[str]]) -> tuple[list[int], int]:
@@ -161,73 +166,73 @@ def _terse(cell: str) -> str:
 def _refused(ranking: Ranking, colours: bool) -> list[str]:
     """A paragraph for each reason why techniques have no plan."""
     reasons: dict[str, list[Candidate]] = {}
-    for one in ranking.candidates:
-        if one.problem is not None and best_of(ranking, one.technique) is one:
-            reasons.setdefault(reason(one), []).append(one)
-    found = []
-    for text, those in reasons.items():
-        names = ", ".join(one.technique for one in those)
-        found.append(paint(paragraph(f"{names}: {verdict(ranking, those[0])}: {text}", indent=4), "soft", colours))
-    return found
+    for candidate in ranking.candidates:
+        if candidate.problem is not None and best_of(ranking, candidate.technique) is candidate:
+            reasons.setdefault(reason(candidate), []).append(candidate)
+    paragraphs = []
+    for text, alike in reasons.items():
+        names = ", ".join(candidate.technique for candidate in alike)
+        paragraphs.append(paint(paragraph(f"{names}: {verdict(ranking, alike[0])}: {text}", indent=4), "soft", colours))
+    return paragraphs
 
 
 def told(ranking: Ranking, index: int | None) -> Told:
     """What the page says around the pictures of the candidate at `index`."""
-    planned = [i for i, one in enumerate(ranking.candidates) if one.plan is not None]
+    planned = [i for i, candidate in enumerate(ranking.candidates) if candidate.plan is not None]
     from farspan.report.plan_page import Told
 
-    found = why(ranking)
-    parts = (("Why", found.against), ("What is left out", found.left_out), ("What is not known", found.unknown))
-    one = None if index is None else ranking.candidates[index]
+    reasons = why(ranking)
+    parts = (("Why", reasons.against), ("What is left out", reasons.left_out), ("What is not known", reasons.unknown))
+    candidate = None if index is None else ranking.candidates[index]
     instead = "" if index == ranking.chosen else "Another is chosen: "
     return Told(
-        title="Nothing fits" if one is None else called(one), question=question(ranking), choice=instead + found.choice,
-        tiles=() if one is None else _tiles(ranking, one), heads=HEADS,
+        title="Nothing fits" if candidate is None else called(candidate), question=question(ranking), choice=instead + reasons.choice,
+        tiles=() if candidate is None else _tiles(ranking, candidate), heads=HEADS,
         rows=tuple(tuple(_cells(ranking, i)) for i in planned),
         marked=planned.index(index) if index is not None else None,
         refused=tuple(_refused(ranking, colours=False)), why=parts,
     )  # fmt: skip
 
 
-def _tiles(ranking: Ranking, one: Candidate) -> tuple[tuple[str, str, str], ...]:
-    found = one.estimate
-    assert found is not None
-    low, high = bounds(one)
-    peak = "" if found.mfu is None else f" · MFU {found.mfu:.1%}"
-    energy = "energy unknown" if found.kwh is None else f"{_short(found.kwh)} kWh at most"
+def _tiles(ranking: Ranking, candidate: Candidate) -> tuple[tuple[str, str, str], ...]:
+    priced = candidate.estimate
+    assert priced is not None
+    low, high = bounds(candidate)
+    peak = "" if priced.mfu is None else f" · MFU {priced.mfu:.1%}"
+    energy = "energy unknown" if priced.kwh is None else f"{_short(priced.kwh)} kWh at most"
     return (
-        ("Time", format_seconds(one.time_s), f"{format_seconds(low)} to {format_seconds(high)}"),
-        ("Step", short_time(found.step_s), f"compute / communication / waiting {_split(one)} %"),
-        ("Tokens a second", f"{found.tokens_per_s:,.0f}", f"{found.tflops_per_device:.3g} TFLOP/s a device{peak}"),
-        ("Memory", format_bytes(found.memory_bytes), "of the fullest device"),
-        ("Money", spent(one), energy),
-        ("Verdict", verdict(ranking, one), devices_line(ranking.cluster, one.places)),
+        ("Time", format_seconds(candidate.time_s), f"{format_seconds(low)} to {format_seconds(high)}"),
+        ("Step", short_time(priced.step_s), f"compute / communication / waiting {_split(candidate)} %"),
+        ("Tokens a second", f"{priced.tokens_per_s:,.0f}", f"{priced.tflops_per_device:.3g} TFLOP/s a device{peak}"),
+        ("Memory", format_bytes(priced.memory_bytes), "of the fullest device"),
+        ("Money", spent(candidate), energy),
+        ("Verdict", verdict(ranking, candidate), devices_line(ranking.cluster, candidate.places)),
     )
 
 
-def _split(one: Candidate) -> str:
-    found = one.estimate
-    assert found is not None
-    parts = (found.compute_s, found.communication_s, found.bubble_s)
-    return "/".join(f"{100 * part / found.step_s:.0f}" for part in parts)
+def _split(candidate: Candidate) -> str:
+    priced = candidate.estimate
+    assert priced is not None
+    parts = (priced.compute_s, priced.communication_s, priced.bubble_s)
+    return "/".join(f"{100 * part / priced.step_s:.0f}" for part in parts)
 
 
-def say_picture(shown: Picture, one: Candidate, console: Console) -> None:
+def say_picture(shown: Picture, candidate: Candidate, console: Console) -> None:
     """A candidate's plan on the cluster, a step in time, and memory."""
     from farspan.report.plan_terminal import show
 
     colours = painter(json=console.json)
-    console.say(f"\n{called(one)}:")
+    console.say(f"\n{called(candidate)}:")
     for line in show(shown, width()):
         console.say("".join(paint(text, tint, colours) for text, tint in line).rstrip())
 
 
-def say_why(found: Why, console: Console) -> None:
+def say_why(reasons: Why, console: Console) -> None:
     """Every sentence, under a heading each."""
     parts = (
-        ("Against the others", found.against),
-        ("What is left out", found.left_out),
-        ("What is not known", found.unknown),
+        ("Against the others", reasons.against),
+        ("What is left out", reasons.left_out),
+        ("What is not known", reasons.unknown),
     )
     for heading, sentences in parts:
         if sentences:
@@ -236,21 +241,21 @@ def say_why(found: Why, console: Console) -> None:
             console.say(paragraph(f"- {sentence}", hang=2))
 
 
-def say_difference(found: PlanDifference, console: Console) -> None:
+def say_difference(difference: PlanDifference, console: Console) -> None:
     """Two plans side by side: what is configured differently, then what that gives."""
     colours = painter(json=console.json)
-    heads = ("", f"A: {found.names[0]}", f"B: {found.names[1]}", "B / A")
-    if found.configuration:
-        rows = [(row.what, row.a, row.b, "") for row in found.configuration]
+    heads = ("", f"A: {difference.names[0]}", f"B: {difference.names[1]}", "B / A")
+    if difference.configuration:
+        rows = [(row.what, row.a, row.b, "") for row in difference.configuration]
         _say_columns([heads, *rows], console, colours)
         console.say()
     else:
         console.say("the two plans are configured alike")
-    figures = [(row.what, row.a, row.b, "" if row.ratio is None else f"{row.ratio:.3g}") for row in found.figures]
+    figures = [(row.what, row.a, row.b, "" if row.ratio is None else f"{row.ratio:.3g}") for row in difference.figures]
     _say_columns([heads, *figures], console, colours)
-    if found.same:
+    if difference.same:
         console.say()
-        console.say(paragraph(f"The same in both: {', '.join(found.same)}."))
+        console.say(paragraph(f"The same in both: {', '.join(difference.same)}."))
 
 
 def _say_columns(rows: Sequence[Sequence[str]], console: Console, colours: bool) -> None:

@@ -52,24 +52,24 @@ def say_views(given: argparse.Namespace, ranking: Ranking, console: Console) -> 
     from farspan.cli import planning
     from farspan.planning.why import why
 
-    found: dict[str, Any] = {}
+    answer: dict[str, Any] = {}
     planning.say_ranking(ranking, console, everything=given.all, more="add --all")
     if given.why:
-        found["why"] = why(ranking)
-        planning.say_why(found["why"], console)
+        answer["why"] = why(ranking)
+        planning.say_why(answer["why"], console)
     if given.diff:
         from farspan.planning.diff import difference
 
         a, b = (_side(name, ranking) for name in given.diff)
-        found["diff"] = difference(a, b, ranking.cluster)
+        answer["diff"] = difference(a, b, ranking.cluster)
         console.say()
-        planning.say_difference(found["diff"], console)
+        planning.say_difference(answer["diff"], console)
     if not (given.show or given.html or given.out):
-        return found
+        return answer
     index = _index(given.pick, ranking)
     if given.show and index is not None:
-        one = ranking.candidates[index]
-        planning.say_picture(_picture(one, ranking), one, console)
+        candidate = ranking.candidates[index]
+        planning.say_picture(_picture(candidate, ranking), candidate, console)
     if given.html:
         _write_page(given.html, ranking, index, console)
     if given.out and index is not None:
@@ -77,7 +77,7 @@ def say_views(given: argparse.Namespace, ranking: Ranking, console: Console) -> 
         assert plan is not None
         write_plan(plan, ranking.cluster, Path(given.out))
         console.say(f"\nthe plan is in {given.out}")
-    return found
+    return answer
 
 
 def _write_page(path: Path, ranking: Ranking, index: int | None, console: Console) -> None:
@@ -89,24 +89,24 @@ def _write_page(path: Path, ranking: Ranking, index: int | None, console: Consol
     console.say(f"\nthe page is {path}")
 
 
-def _picture(one: Candidate, ranking: Ranking) -> Picture:
+def _picture(candidate: Candidate, ranking: Ranking) -> Picture:
     from farspan.planning.why import costs_of
     from farspan.report.plan_picture import picture
 
-    assert one.plan is not None and one.estimate is not None
-    return picture(one.plan, one.estimate, costs_of(one.plan, ranking.cluster))
+    assert candidate.plan is not None and candidate.estimate is not None
+    return picture(candidate.plan, candidate.estimate, costs_of(candidate.plan, ranking.cluster))
 
 
 def _index(name: str, ranking: Ranking) -> int | None:
     """The place of a candidate with a plan; None where the chosen one is meant and nothing is chosen."""
     if name == "chosen":
         return ranking.chosen
-    found = [i for i, one in enumerate(ranking.candidates) if name in (one.technique, str(i + 1))]
-    if not found:
-        raise _unknown(name, [one.technique for one in ranking.candidates], len(ranking.candidates))
-    planned = [i for i in found if ranking.candidates[i].plan is not None]
+    matching = [i for i, candidate in enumerate(ranking.candidates) if name in (candidate.technique, str(i + 1))]
+    if not matching:
+        raise _unknown(name, [candidate.technique for candidate in ranking.candidates], len(ranking.candidates))
+    planned = [i for i in matching if ranking.candidates[i].plan is not None]
     if not planned:
-        problem = ranking.candidates[found[0]].problem
+        problem = ranking.candidates[matching[0]].problem
         assert problem is not None
         raise Refusal.of(problem)
     return planned[0]
@@ -131,9 +131,9 @@ def _side(name: str, ranking: Ranking) -> PlanSide:
             "cannot-plan", what="nothing is chosen, so nothing compares with it", where=f"--diff {name}",
             fact="the table says why", remedy="name two candidates of the table: --diff 1 2",
         )  # fmt: skip
-    one = ranking.candidates[index]
-    assert one.plan is not None and one.estimate is not None
-    return PlanSide(name=called(one), plan=one.plan, estimate=one.estimate)
+    candidate = ranking.candidates[index]
+    assert candidate.plan is not None and candidate.estimate is not None
+    return PlanSide(name=called(candidate), plan=candidate.plan, estimate=candidate.estimate)
 
 
 def _is_file(name: str) -> bool:

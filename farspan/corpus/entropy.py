@@ -43,8 +43,8 @@ def _crossed(train: Iterable[Tokens], held_out: Tokens, targets: Tokens, vocab_s
     singles, pairs = np.zeros(vocab_size, np.int64), np.zeros(len(wanted), np.int64)
     for block in train:
         singles += np.bincount(block, minlength=vocab_size)
-        there = np.sort(_pairs(block, vocab_size))
-        pairs += np.searchsorted(there, wanted, side="right") - np.searchsorted(there, wanted, side="left")
+        block_pairs = np.sort(_pairs(block, vocab_size))
+        pairs += np.searchsorted(block_pairs, wanted, side="right") - np.searchsorted(block_pairs, wanted, side="left")
     logs = np.log((singles + 1) / (singles.sum() + vocab_size))
     unigram = -float(np.mean(logs[targets]))
     if not len(wanted):

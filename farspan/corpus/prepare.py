@@ -57,8 +57,8 @@ def prepare(
     source = open_source(data.source)
     share = parse_fraction(data.val)
     key = content_hash(_FORMAT, source.fingerprint(), share, data.dedup, tokenizer, _file_digest(tokenizer.use))
-    if found := _known(root, key):
-        return found
+    if prepared := _known(root, key):
+        return prepared
     root.mkdir(parents=True, exist_ok=True)
     work = root / f".work-{key}"
     work.mkdir(exist_ok=True)
@@ -66,12 +66,12 @@ def prepare(
     _sweep(root, time.time())
     _require_space(root, source.size_bytes)
     with _locked(work, say):
-        found = _known(root, key)  # another process may have made it meanwhile
-        if found is None:
-            found = _build(source, data, tokenizer, work, workers, say)
-            write_atomically(root / f".key-{key}", found[1].hash.encode())
+        prepared = _known(root, key)  # another process may have made it meanwhile
+        if prepared is None:
+            prepared = _build(source, data, tokenizer, work, workers, say)
+            write_atomically(root / f".key-{key}", prepared[1].hash.encode())
     shutil.rmtree(work, ignore_errors=True)
-    return found
+    return prepared
 
 
 def _build(
@@ -234,13 +234,13 @@ def _file_digest(path: str | Path | None) -> str:
 
     Empty for a hub id.
     """
-    found = Path(path).expanduser() if path else None
-    if found is None or not found.exists():
+    expanded = Path(path).expanduser() if path else None
+    if expanded is None or not expanded.exists():
         return ""
     # A tokenizer file's end of text is named by the config beside it, where there is one.
-    files = [found, found.with_name("tokenizer_config.json")]
-    if found.is_dir():
-        files = sorted(p for p in found.glob("*") if p.suffix in (".json", ".txt"))
+    files = [expanded, expanded.with_name("tokenizer_config.json")]
+    if expanded.is_dir():
+        files = sorted(p for p in expanded.glob("*") if p.suffix in (".json", ".txt"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file())).hexdigest()
 
 

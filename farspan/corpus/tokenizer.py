@@ -144,6 +144,6 @@ def _end_of_text(inner: tokenizers.Tokenizer, path: Path | None) -> int:
     if path and (config := (path if path.is_dir() else path.parent) / "tokenizer_config.json").is_file():
         named = msgspec.json.decode(config.read_bytes()).get("eos_token")
     for token in (named["content"] if isinstance(named, dict) else named, *_KNOWN_ENDS):
-        if token is not None and (found := inner.token_to_id(token)) is not None:
-            return int(found)
+        if token is not None and (token_id := inner.token_to_id(token)) is not None:
+            return int(token_id)
     raise ValueError(f"no token ends a document: no eos_token in tokenizer_config.json, none of {_KNOWN_ENDS} in it")

@@ -45,11 +45,11 @@ def fingerprint(tokens: npt.NDArray[Any]) -> int:
 
 
 def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
-    found = path.stat().st_size if path.exists() else 0
-    if found != count * dtype.itemsize:
+    size = path.stat().st_size if path.exists() else 0
+    if size != count * dtype.itemsize:
         raise Refusal(
             "source-unreadable", what="a token file is not as large as the corpus manifest says", where=path,
-            fact=f"{found} bytes there, {count * dtype.itemsize} expected",
+            fact=f"{size} bytes there, {count * dtype.itemsize} expected",
             remedy=f"remove the damaged corpus and prepare again: rm -r {path.parent}",
         )  # fmt: skip
     return np.memmap(path, dtype=dtype, mode="r", shape=(count,))

@@ -229,19 +229,19 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         best: dict[str, tuple[tuple[float, float], list[Link]]] = {start: ((0.0, -math.inf), [])}
         open_sites = [start]
         while open_sites:
-            here = min(open_sites, key=lambda name: best[name][0])
-            open_sites.remove(here)
-            (rtt, rate), way = best[here]
-            if here == goal:
+            current = min(open_sites, key=lambda name: best[name][0])
+            open_sites.remove(current)
+            (rtt, rate), way = best[current]
+            if current == goal:
                 return way
             for link in self.links:
-                if here not in (link.a, link.b):
+                if current not in (link.a, link.b):
                     continue
-                there = link.b if link.a == here else link.a
+                neighbour = link.b if link.a == current else link.a
                 cost = rtt + link.rtt_s, max(rate, -math.inf if link.bandwidth is None else -link.bandwidth)
-                if there not in best or cost < best[there][0]:
-                    best[there] = cost, [*way, link]
-                    open_sites += [there] if there not in open_sites else []
+                if neighbour not in best or cost < best[neighbour][0]:
+                    best[neighbour] = cost, [*way, link]
+                    open_sites += [neighbour] if neighbour not in open_sites else []
         return []
 
 

@@ -151,7 +151,7 @@ class _Reader:
             if number is not None and not 0 <= number <= 1e6:
                 raise self._out_of_range(f"{where}.{key}", f"{number} is not a price in dollars")
         lease = self._quantity(parse_seconds, entry.lease, f"{where}.lease", 1, 1e9)
-        hosts = tuple(self._host(host, found, where, entry.price) for host, found in entry.hosts.items())
+        hosts = tuple(self._host(host, host_entry, where, entry.price) for host, host_entry in entry.hosts.items())
         queue = self._quantity(parse_seconds, entry.queue, f"{where}.queue", 0, 1e9) or 0.0
         return Site(
             name=name, hosts=hosts, egress_usd_per_byte=entry.egress / 1e9, lease_s=lease, queue_s=queue
@@ -159,11 +159,11 @@ class _Reader:
 
     def _host(self, name: str, entry: HostEntry, site: str, price: float | None) -> Host:
         where = f"{site}.hosts.{name}"
-        here = name in ("localhost", platform.node())
+        local = name in ("localhost", platform.node())
         if entry.folder is not None and not entry.folder.startswith(("/", "~/")):
             raise self._out_of_range(f"{where}.folder", f"{entry.folder!r} begins neither with / nor with ~/")
         # A host behind ssh has a disk of its own, unless it is said to share this machine's.
-        far = not here and (entry.enter is None or entry.enter[:1] == ("ssh",))
+        far = not local and (entry.enter is None or entry.enter[:1] == ("ssh",))
         devices: list[Device] = []
         for index, written in enumerate(entry.devices):
             given = DeviceEntry(kind=written) if isinstance(written, str) else written
@@ -176,7 +176,7 @@ class _Reader:
             name=name, devices=tuple(devices), cpus=entry.cpus,
             memory=self._quantity(parse_bytes, entry.memory, f"{where}.memory", 2**20, 2**50),
             local_rate=self._quantity(parse_rate, entry.local_rate, f"{where}.local_rate", 1e6, 1e15),
-            address=entry.address, interface=entry.interface, enter=() if here and not entry.enter else entry.enter,
+            address=entry.address, interface=entry.interface, enter=() if local and not entry.enter else entry.enter,
             python=entry.python,
             folder=FAR_FOLDER if far and entry.folder is None else entry.folder,
         )  # fmt: skip
@@ -205,8 +205,8 @@ class _Reader:
             "usd_per_hour": next((price for price in prices if price is not None), None),
             "origin": None if entry == DeviceEntry(kind=entry.kind, count=entry.count) else entry.origin,
         }  # fmt: skip
-        made = msgspec.structs.replace(device, **{key: value for key, value in set_here.items() if value is not None})
-        return _at_its_share(made, entry)
+        merged = msgspec.structs.replace(device, **{key: value for key, value in set_here.items() if value is not None})
+        return _at_its_share(merged, entry)
 
     def _links(self, hosts: set[str], sites: set[str]) -> tuple[Link, ...]:
         seen: set[frozenset[str]] = set()

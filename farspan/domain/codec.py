@@ -180,10 +180,10 @@ def missing_path(path: Path) -> Refusal:
     candidates = {p.name: p for p in parent.iterdir()}
     missing_name = expanded.absolute().relative_to(parent).parts[0]
     match = nearest(missing_name, candidates)
-    there = f"see what is there: ls {shlex.quote(str(parent))}"
+    listing = f"see what is there: ls {shlex.quote(str(parent))}"
     return Refusal(
         "path-missing", what="there is no such file or folder", where=path, fact=f"{parent} has no {missing_name!r}",
-        remedy=f"use {candidates[match]}, the nearest that exists" if match else there,
+        remedy=f"use {candidates[match]}, the nearest that exists" if match else listing,
     )  # fmt: skip
 
 

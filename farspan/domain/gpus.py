@@ -127,7 +127,7 @@ def judge(nvidia: Nvidia, wheel: Wheel, host: str | None = None) -> Verdict:
     cards = _wanted(nvidia.gpus, wheel.visible)
     if wheel.hip and wheel.seen:
         return Verdict(notes=(f"{_names(cards)}: left out, as torch {wheel.torch} is built for ROCm {wheel.hip}",))
-    if any(runs(one.capability, wheel.archs) for one in wheel.seen):
+    if any(runs(gpu.capability, wheel.archs) for gpu in wheel.seen):
         return Verdict(notes=_left_out(cards, wheel))
     driver = next((card.driver for card in cards if card.driver), "")
     why, fix = _cause(cards, driver, wheel)
@@ -157,10 +157,10 @@ def _names(cards: tuple[Gpu, ...]) -> str:
 
 def _left_out(cards: tuple[Gpu, ...], wheel: Wheel) -> tuple[str, ...]:
     """Which GPUs are not used beside others that are."""
-    unable = [one for one in wheel.seen if not runs(one.capability, wheel.archs)]
+    unable = [gpu for gpu in wheel.seen if not runs(gpu.capability, wheel.archs)]
     notes = [
-        f"{one.name} ({_arch(one.capability)}) is left out: {wheel}; {_fix(one.capability, '', wheel)}"
-        for one in unable
+        f"{gpu.name} ({_arch(gpu.capability)}) is left out: {wheel}; {_fix(gpu.capability, '', wheel)}"
+        for gpu in unable
     ]
     divided = any(card.mig for card in cards)  # Of those CUDA sees one instance, whatever their number.
     if not divided and (missing := len(cards) - len(wheel.seen)) > 0:
@@ -172,7 +172,7 @@ def _left_out(cards: tuple[Gpu, ...], wheel: Wheel) -> tuple[str, ...]:
 
 def _cause(cards: tuple[Gpu, ...], driver: str, wheel: Wheel) -> tuple[str, str]:
     """Why no card can be used, and what mends it."""
-    known = [one.capability for one in wheel.seen] or [card.capability for card in cards if card.capability]
+    known = [gpu.capability for gpu in wheel.seen] or [card.capability for card in cards if card.capability]
     newest = max(known, default=None)
     fix = _fix(newest, driver, wheel)
     if wheel.cuda is None:
@@ -180,7 +180,7 @@ def _cause(cards: tuple[Gpu, ...], driver: str, wheel: Wheel) -> tuple[str, str]
     oldest = OLDEST_DRIVER.get(int(wheel.cuda.split(".")[0]))
     if oldest and driver and _numbers(driver) < _numbers(oldest) and not wheel.seen:
         return f"the driver is too old: CUDA {wheel.cuda} needs {oldest} or newer", fix
-    if known and not any(runs(one, wheel.archs) for one in known):
+    if known and not any(runs(capability, wheel.archs) for capability in known):
         return f"the wheel has no code for {', '.join(map(_arch, sorted(set(known))))}", fix
     if any(card.mig for card in cards):
         return "MIG is on, and CUDA finds no instance", "sudo nvidia-smi mig -cgi 0 -C, or: sudo nvidia-smi -mig 0"
@@ -190,14 +190,14 @@ def _cause(cards: tuple[Gpu, ...], driver: str, wheel: Wheel) -> tuple[str, str]
 
 def _fix(capability: Capability | None, driver: str, wheel: Wheel) -> str:
     """The wheel for a card and a driver, or the driver for the wheel."""
-    able = [one for one in BUILDS if capability is None or one.least <= capability <= one.most]
+    able = [build for build in BUILDS if capability is None or build.least <= capability <= build.most]
     if not able:
         return "no wheel of this PyTorch has code for such a card: use another GPU"
-    ready = [one for one in able if not driver or _numbers(driver) >= _numbers(one.driver)]
+    ready = [build for build in able if not driver or _numbers(driver) >= _numbers(build.driver)]
     newer = f"update the NVIDIA driver to {able[0].driver} or newer"
     if not ready:
-        there = wheel.cuda is not None and wheel.cuda.split(".")[0] == able[-1].cuda.split(".")[0]
-        return newer if there else f"{newer}, then: {able[0].install(wheel.torch)}"
+        same_major = wheel.cuda is not None and wheel.cuda.split(".")[0] == able[-1].cuda.split(".")[0]
+        return newer if same_major else f"{newer}, then: {able[0].install(wheel.torch)}"
     install = ready[0].install(wheel.torch)
     # The wheel that is there would do, had it its driver.
     return f"{newer}, or: {install}" if wheel.cuda is not None and ready[0] is not able[0] else install

@@ -76,9 +76,9 @@ class OpGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def kinds(self, first: int, last: int) -> tuple[tuple[tuple[Operator, ...], int], ...]:
         """The distinct units of a stage [first, last), each with how often it occurs."""
         blocks = min(last, self.layers + 1) - max(first, 1)
-        found = [(self.embedding, int(first == 0 < last)), (self.block, max(0, blocks))]
-        found.append((self.head, int(first < last == self.units)))
-        return tuple((unit, count) for unit, count in found if count)
+        counted = [(self.embedding, int(first == 0 < last)), (self.block, max(0, blocks))]
+        counted.append((self.head, int(first < last == self.units)))
+        return tuple((unit, count) for unit, count in counted if count)
 
     def size(self, dims: str, **given: int) -> int:
         """Elements of a tensor over these dims; `b` and `s` are given."""

@@ -42,8 +42,8 @@ def commit() -> str | None:
     if not (root / ".git").exists():
         return None
     with suppress(OSError, subprocess.TimeoutExpired):
-        asked = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
-        return subprocess.run(asked, capture_output=True, text=True, timeout=5).stdout.strip() or None
+        words = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
+        return subprocess.run(words, capture_output=True, text=True, timeout=5).stdout.strip() or None
     return None
 
 

@@ -117,14 +117,14 @@ def format_bytes(size: float) -> str:
 def format_rate(bytes_per_s: float) -> str:
     """A network's rate as its people say it, in bits: `996 Mbit/s`, `10 Gbit/s`."""
     bits = bytes_per_s * 8
-    found = _prefixed(bits, ((1e12, " Tbit/s"), (1e9, " Gbit/s"), (1e6, " Mbit/s"), (1e3, " kbit/s")))
-    return found or f"{bits:.0f} bit/s"
+    prefixed = _prefixed(bits, ((1e12, " Tbit/s"), (1e9, " Gbit/s"), (1e6, " Mbit/s"), (1e3, " kbit/s")))
+    return prefixed or f"{bits:.0f} bit/s"
 
 
 def format_flops(flops_per_s: float) -> str:
     """A rate of arithmetic: `128 GFLOP/s`, `2.25 PFLOP/s`."""
-    found = _prefixed(flops_per_s, ((1e15, " PFLOP/s"), (1e12, " TFLOP/s"), (1e9, " GFLOP/s")))
-    return found or f"{flops_per_s / 1e6:.3g} MFLOP/s"
+    prefixed = _prefixed(flops_per_s, ((1e15, " PFLOP/s"), (1e12, " TFLOP/s"), (1e9, " GFLOP/s")))
+    return prefixed or f"{flops_per_s / 1e6:.3g} MFLOP/s"
 
 
 def short_time(seconds: float) -> str:

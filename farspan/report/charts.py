@@ -54,13 +54,13 @@ class Chart(msgspec.Struct, frozen=True):
     @property
     def text(self) -> str:
         """Where the series begin and end: what a reader who sees no picture needs."""
-        told = []
-        for one in self.series:
-            values = [value for value in one.values if value is not None]
-            if values and one.kind != "faint":
-                told.append(f"{one.name} goes from {values[0]:.4g} to {values[-1]:.4g}, lowest {min(values):.4g}")
-        told += [f"{name} is {value:.4g}" for name, value in self.levels]
-        return f"Over {self.x.name}: {'; '.join(told)}."
+        parts = []
+        for series in self.series:
+            values = [value for value in series.values if value is not None]
+            if values and series.kind != "faint":
+                parts.append(f"{series.name} goes from {values[0]:.4g} to {values[-1]:.4g}, lowest {min(values):.4g}")
+        parts += [f"{name} is {value:.4g}" for name, value in self.levels]
+        return f"Over {self.x.name}: {'; '.join(parts)}."
 
 
 class Scale(msgspec.Struct, frozen=True):
@@ -113,7 +113,7 @@ def caption(named: Sequence[tuple[str, str]]) -> tuple[int, list[tuple[str, str,
 
 def named(chart: Chart) -> list[tuple[str, str]]:
     """What a chart's legend says."""
-    return [(one.name, one.tint) for one in chart.series]
+    return [(series.name, series.tint) for series in chart.series]
 
 
 def ticks(scale: Scale, most: int) -> list[float]:
@@ -121,11 +121,11 @@ def ticks(scale: Scale, most: int) -> list[float]:
     if scale.log:
         exponents = range(math.floor(math.log10(scale.low)), math.ceil(math.log10(scale.high)) + 1)
         for digits in ((1, 2, 5), (1, 3), (1,)):
-            found = [digit * 10.0**power for power in exponents for digit in digits]
-            found = [value for value in found if scale.low <= value <= scale.high]
-            if len(found) <= most:
+            numbers = [digit * 10.0**power for power in exponents for digit in digits]
+            numbers = [value for value in numbers if scale.low <= value <= scale.high]
+            if len(numbers) <= most:
                 break
-        return found
+        return numbers
     rough = (scale.high - scale.low) / most
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)

@@ -97,12 +97,12 @@ def compare(run: RunHistory) -> Comparison | None:
     shown = traces.steps[-1] if traces.steps else None
     rows = _rows(run, costs, devices, traces, shown)
     slowest, parts = _split(run, rows, traces, shown, split, devices)
-    found = drifts(run, traces, estimate, split.step_s, devices, costs) if costs is not None else ()
+    drifting = drifts(run, traces, estimate, split.step_s, devices, costs) if costs is not None else ()
     low, high = estimate.interval
     return Comparison(
         steps=_steps(run, split.step_s, (low * split.step_s, high * split.step_s)), rows=rows, traced=shown,
         traced_s=0.0 if shown is None else traces.of(traces.ranks[0], shown)[1].step_s, slowest=slowest, parts=parts,
-        drifts=found, notes=_notes(run, rows, traces, devices, problem),
+        drifts=drifting, notes=_notes(run, rows, traces, devices, problem),
     )  # fmt: skip
 
 
@@ -134,16 +134,16 @@ def _rows(
     places = {rank: number for number, stage in enumerate(stages) for rank in stage.mesh.ranks}
     for rank, memory in zip(sorted(places), estimate.memory, strict=True):
         device, history = run.plan.devices[rank], run.histories.get(rank)
-        words, one = part_words(run.plan, places[rank]), devices.get(rank)
-        if one is not None and len(stages[one.stage].rows) > 1:
-            words += f"; {one.rows} rows"
+        words, expected = part_words(run.plan, places[rank]), devices.get(rank)
+        if expected is not None and len(stages[expected.stage].rows) > 1:
+            words += f"; {expected.rows} rows"
         kind = costs.network.devices[rank].kind if costs is not None else device.backend
         rows.append(DeviceRow(
             rank=rank, name=f"rank {rank}, {kind} in {device.host}", words=words,
             stage=places[rank], memory=history.memory_bytes if history and history.memory_bytes else None,
             memory_predicted=memory.total,
             measured=traces.marks(rank, shown) if shown is not None and rank in traces.ranks else (),
-            predicted=one.marks if one is not None else (),
+            predicted=expected.marks if expected is not None else (),
         ))  # fmt: skip
     return tuple(rows)
 
@@ -157,14 +157,14 @@ def _split(
     if shown is None or any(not row.measured or run.plan.devices[row.rank].backend not in IN_STEP for row in rows):
         return None, ()
     slowest = max(rows, key=lambda row: traces.parts(row.rank, shown)["compute"])
-    found = traces.parts(slowest.rank, shown)
+    seconds = traces.parts(slowest.rank, shown)
     inside = devices[slowest.rank].inside_s if slowest.rank in devices else 0.0
     predicted = {
         "compute": split.compute_s + inside, "communication": max(0.0, split.communication_s - inside),
         "waiting": split.bubble_s,
     }  # fmt: skip
-    parts = [StepPart(name=name, predicted_s=predicted[part], measured_s=found[part]) for part, name in PARTS.items()]
-    return slowest, (*parts, StepPart(name="not recorded", predicted_s=None, measured_s=found["rest"]))
+    parts = [StepPart(name=name, predicted_s=predicted[part], measured_s=seconds[part]) for part, name in PARTS.items()]
+    return slowest, (*parts, StepPart(name="not recorded", predicted_s=None, measured_s=seconds["rest"]))
 
 
 def _notes(

@@ -12,29 +12,29 @@ from farspan.report.plan_terminal import MOST, Line, filled, legend, wrapped
 COMPARED = 0.01
 
 
-def sentences(found: Comparison) -> list[str]:
+def sentences(comparison: Comparison) -> list[str]:
     """How long a step took, then what drifts and what planning again would give."""
-    steps = found.steps
+    steps = comparison.steps
     low, high = map(short_time, steps.bounds)
     inside = "inside" if steps.inside else "outside"
     change = f"{100 * (steps.measured_s / steps.predicted_s - 1):+.0f} %"
-    told = [
+    lines = [
         f"step {short_time(steps.measured_s)}, predicted {short_time(steps.predicted_s)} ({change}), {inside} the "
         f"interval ({low} to {high}); half of the steps took {' to '.join(map(short_time, steps.half))}",
-        *map(str, found.drifts),
+        *map(str, comparison.drifts),
     ]  # fmt: skip
-    if not steps.inside and not found.drifts:
-        told.append("what was traced names no device and no link as the cause")
-    return [*told, found.again] if found.again else told
+    if not steps.inside and not comparison.drifts:
+        lines.append("what was traced names no device and no link as the cause")
+    return [*lines, comparison.again] if comparison.again else lines
 
 
-def part_rows(found: Comparison) -> list[tuple[str, str, str, str]]:
+def part_rows(comparison: Comparison) -> list[tuple[str, str, str, str]]:
     """Rows (part, predicted, measured, measured / predicted) of the step of the slowest device."""
     rows = []
-    for part in found.parts:
+    for part in comparison.parts:
         predicted = "" if part.predicted_s is None else _time(part.predicted_s)
-        told = part.predicted_s is not None and part.predicted_s >= COMPARED * found.steps.predicted_s
-        ratio = f"{part.measured_s / part.predicted_s:.2f}" if told and part.predicted_s else ""
+        compares = part.predicted_s is not None and part.predicted_s >= COMPARED * comparison.steps.predicted_s
+        ratio = f"{part.measured_s / part.predicted_s:.2f}" if compares and part.predicted_s else ""
         rows.append((part.name, predicted, _time(part.measured_s), ratio))
     return rows
 
@@ -43,7 +43,7 @@ def _time(seconds: float) -> str:
     return short_time(seconds) if seconds >= 1e-6 else "0 ms"
 
 
-def memory_rows(found: Comparison) -> list[tuple[str, str, str, str]]:
+def memory_rows(comparison: Comparison) -> list[tuple[str, str, str, str]]:
     """Rows (device, predicted, measured, measured / predicted) of peak memory."""
     return [
         (
@@ -52,36 +52,36 @@ def memory_rows(found: Comparison) -> list[tuple[str, str, str, str]]:
             "no log here" if row.memory is None else format_bytes(row.memory),
             "" if row.memory is None else f"{row.memory / row.memory_predicted:.2f}",
         )
-        for row in found.rows
+        for row in comparison.rows
     ]
 
 
-def traced_line(found: Comparison) -> str:
+def traced_line(comparison: Comparison) -> str:
     """Which step the rows show, and whether it was like the others."""
-    usual, this = map(short_time, (found.steps.measured_s, found.traced_s))
-    return f"step {found.traced:,}, the last that was traced on all of them, took {this}; the median step {usual}"
+    usual, this = map(short_time, (comparison.steps.measured_s, comparison.traced_s))
+    return f"step {comparison.traced:,}, the last that was traced on all of them, took {this}; the median step {usual}"
 
 
-def timeline(found: Comparison, width: int) -> Iterator[Line]:
+def timeline(comparison: Comparison, width: int) -> Iterator[Line]:
     """Two lines a device, measured above predicted, on one scale; then what one has to know of them."""
-    if found.drawn:
-        yield from _drawn(found, width)
-    for note in found.notes:
+    if comparison.drawn:
+        yield from _drawn(comparison, width)
+    for note in comparison.notes:
         yield from wrapped(note, width)
 
 
-def _drawn(found: Comparison, width: int) -> Iterator[Line]:
-    yield [(f"Step {found.traced:,} of each device, measured above predicted", "strong")]
-    name = max(len("predicted"), *(len(_label(row)) for row in found.drawn))
+def _drawn(comparison: Comparison, width: int) -> Iterator[Line]:
+    yield [(f"Step {comparison.traced:,} of each device, measured above predicted", "strong")]
+    name = max(len("predicted"), *(len(_label(row)) for row in comparison.drawn))
     cells = width - name - 2
-    for row in found.drawn[:MOST]:
-        yield [(f"{_label(row):{name}}  ", ""), *filled(row.measured, row.stage, found.ends, cells)]
+    for row in comparison.drawn[:MOST]:
+        yield [(f"{_label(row):{name}}  ", ""), *filled(row.measured, row.stage, comparison.ends, cells)]
         if row.predicted:
-            yield [(f"{'predicted':>{name}}  ", "soft"), *filled(row.predicted, row.stage, found.ends, cells)]
-    if len(found.drawn) > MOST:
-        yield [(f"{len(found.drawn) - MOST} more devices are on the page", "soft")]
-    yield [(" " * (name + 2) + "0" + short_time(found.ends).rjust(cells - 1), "soft")]
-    marks = (mark for row in found.drawn for mark in (*row.measured, *row.predicted))
+            yield [(f"{'predicted':>{name}}  ", "soft"), *filled(row.predicted, row.stage, comparison.ends, cells)]
+    if len(comparison.drawn) > MOST:
+        yield [(f"{len(comparison.drawn) - MOST} more devices are on the page", "soft")]
+    yield [(" " * (name + 2) + "0" + short_time(comparison.ends).rjust(cells - 1), "soft")]
+    marks = (mark for row in comparison.drawn for mark in (*row.measured, *row.predicted))
     yield from wrapped(legend(marks, "nothing recorded, or predicted to wait"), width)
 
 

@@ -60,8 +60,8 @@ class Drift(msgspec.Struct, frozen=True, kw_only=True):
             each = ("computes", "") if len(self.paces) == 1 else ("compute", " each")
             return f"{self.who} {each[0]} {long}: {times} a step{each[1]}"
         if self.what == "messages":
-            there = f"{short_time(self.measured_s)} there and back, not {short_time(self.predicted_s)}"
-            return f"messages between {self.who} take {long}: {there}"
+            round_trip = f"{short_time(self.measured_s)} there and back, not {short_time(self.predicted_s)}"
+            return f"messages between {self.who} take {long}: {round_trip}"
         return f"the sums of gradients among {self.who} hold a step up {long}: {times}"
 
 
@@ -72,9 +72,12 @@ def drifts(
     if len(run.history.steps) < LEAST_STEPS or not (steps := _typical(run, traces)):
         return ()
 
-    def beyond(one: Drift) -> bool:
+    def beyond(drift: Drift) -> bool:
         low, high = estimate.interval
-        return not low <= one.factor <= high and one.times * abs(one.measured_s - one.predicted_s) >= MATTERS * step_s
+        return (
+            not low <= drift.factor <= high
+            and drift.times * abs(drift.measured_s - drift.predicted_s) >= MATTERS * step_s
+        )
 
     timed = [rank for rank in traces.ranks if run.plan.devices[rank].backend in IN_STEP]
     slow = filter(beyond, _devices(traces, steps, {rank: devices[rank] for rank in timed if rank in devices}))
@@ -95,28 +98,28 @@ def _typical(run: RunHistory, traces: Traces) -> dict[int, float]:
 
 def _devices(traces: Traces, steps: dict[int, float], devices: dict[int, Expected]) -> Iterator[Drift]:
     """The compute time of every device whose passes hold nothing but arithmetic."""
-    for rank, one in sorted(devices.items()):
-        if one.compute_s and one.rows and not one.inside_s:
+    for rank, device in sorted(devices.items()):
+        if device.compute_s and device.rows and not device.inside_s:
             measured = median(scale * traces.parts(rank, step)["compute"] for step, scale in steps.items())
             yield Drift(
-                what="device", who=str(rank), measured_s=measured, predicted_s=one.compute_s,
-                paces={rank: measured / one.compute_s},
+                what="device", who=str(rank), measured_s=measured, predicted_s=device.compute_s,
+                paces={rank: measured / device.compute_s},
             )  # fmt: skip
 
 
-def _alike(found: Iterable[Drift], costs: Costs) -> Iterator[Drift]:
+def _alike(drifting: Iterable[Drift], costs: Costs) -> Iterator[Drift]:
     """The same, those of one kind in one host that are all slower, or all faster, as one."""
 
-    def place(one: Drift) -> tuple[str, bool]:
-        (rank,) = one.paces
-        return f"{costs.network.devices[rank].kind} in {costs.network.hosts[rank]}", one.factor > 1
+    def place(drift: Drift) -> tuple[str, bool]:
+        (rank,) = drift.paces
+        return f"{costs.network.devices[rank].kind} in {costs.network.hosts[rank]}", drift.factor > 1
 
-    for (where, _), those in itertools.groupby(sorted(found, key=place), place):
-        group = list(those)
+    for (where, _), alike in itertools.groupby(sorted(drifting, key=place), place):
+        group = list(alike)
         yield Drift(
-            what="device", who=f"rank{'s' * (len(group) > 1)} {joined([one.who for one in group])} ({where})",
-            measured_s=median(one.measured_s for one in group), predicted_s=median(one.predicted_s for one in group),
-            paces={rank: pace for one in group for rank, pace in one.paces.items()},
+            what="device", who=f"rank{'s' * (len(group) > 1)} {joined([drift.who for drift in group])} ({where})",
+            measured_s=median(drift.measured_s for drift in group), predicted_s=median(drift.predicted_s for drift in group),
+            paces={rank: pace for drift in group for rank, pace in drift.paces.items()},
         )  # fmt: skip
 
 
@@ -141,15 +144,15 @@ def _messages(
     a, b = ({costs.network.hosts[rank] for rank in ranks} for ranks in (before, after))
     if len(a) > 1 or len(b) > 1 or a == b:
         return
-    found = []
+    round_trips = []
     for step, scale in steps.items():
         down = _quickest(traces.passes(before, step, "forward"), traces.receives(after, step, "down", False), hops[0])
         up = _quickest(traces.passes(after, step, "backward"), traces.receives(before, step, "up", edge == 0), hops[1])
         if down is not None and up is not None:
-            found.append(scale * (down + up))
-    if found:
+            round_trips.append(scale * (down + up))
+    if round_trips:
         yield Drift(
-            what="messages", who=joined([*a, *b]), measured_s=median(found),
+            what="messages", who=joined([*a, *b]), measured_s=median(round_trips),
             predicted_s=sum(hop.busy + hop.delay for hop in hops), times=replica.microbatches,
             ends=(next(iter(a)), next(iter(b))),
         )  # fmt: skip

@@ -44,8 +44,8 @@ def costs_of_run(folder: RunFolder, plan: Plan) -> Costs | None:
     """What the run's plan was priced with; None where the run does not say on what cluster."""
     if not folder.cluster.exists():
         return None
-    found = engine(plan.engine)
-    network = Network(load(folder.cluster, Cluster), plan.devices, found)
+    pricing_engine = engine(plan.engine)
+    network = Network(load(folder.cluster, Cluster), plan.devices, pricing_engine)
     return Costs(models.graph(plan.model), plan.train, network)
 
 
@@ -53,29 +53,29 @@ def split(plan: Plan, estimate: Estimate, costs: Costs | None) -> StepSplit:
     """The predicted split, as workers measure their steps: what replicas exchange when they meet is not in them."""
     if plan.sync is None or costs is None:
         return StepSplit(estimate.step_s, estimate.compute_s, estimate.communication_s, estimate.bubble_s)
-    slowest = max((step(replica, costs) for replica in plan.replicas), key=lambda found: found.seconds)
+    slowest = max((step(replica, costs) for replica in plan.replicas), key=lambda timed: timed.seconds)
     return StepSplit(slowest.seconds, slowest.compute, slowest.communication, slowest.bubble)
 
 
 def expected(plan: Plan, costs: Costs) -> dict[int, Expected]:
     """By rank."""
-    found: dict[int, Expected] = {}
+    devices: dict[int, Expected] = {}
     drawn = iter(lanes(plan, costs))
     for replica in plan.replicas:
         for index in range(len(replica.stages)):
-            found |= _of_stage(replica, index, next(drawn), costs)
-    return found
+            devices |= _of_stage(replica, index, next(drawn), costs)
+    return devices
 
 
 def _of_stage(replica: Replica, index: int, lane: Lane, costs: Costs) -> dict[int, Expected]:
     """The devices of one stage. A stage's time is that of its slowest batch coordinate; others wait for it."""
-    found: dict[int, Expected] = {}
+    devices: dict[int, Expected] = {}
     stage, slowest = replica.stages[index], timed_stage(replica, index, costs)
     rows = {rank: stage.rows[c] for c, ranks in enumerate(stage.mesh.batch) for rank in ranks}
     for rank, own in stage_devices(replica, index, costs).items():
         marks = _own_marks(lane.marks, slowest.passes, own.passes, replica)
-        found[rank] = Expected(lane.stage, rows[rank], marks, own.compute_s, own.inside_s)
-    return found
+        devices[rank] = Expected(lane.stage, rows[rank], marks, own.compute_s, own.inside_s)
+    return devices
 
 
 def _own_marks(marks: tuple[Mark, ...], slowest: Pass, own: Pass, replica: Replica) -> tuple[Mark, ...]:
@@ -83,11 +83,11 @@ def _own_marks(marks: tuple[Mark, ...], slowest: Pass, own: Pass, replica: Repli
     if slowest.forward_wait or slowest.backward_wait or not slowest.forward:
         return marks
     shares = {"forward": own.forward / slowest.forward, "backward": own.backward / slowest.backward}
-    made, at = [], 0.0
+    own_marks, at = [], 0.0
     for mark in marks:
         if mark.kind in shares:
             start = at if len(replica.stages) == 1 else mark.start
             at = start + shares[mark.kind] * (mark.end - mark.start)
             mark = msgspec.structs.replace(mark, start=start, end=at)
-        made.append(mark)
-    return tuple(made)
+        own_marks.append(mark)
+    return tuple(own_marks)

@@ -122,14 +122,14 @@ def _others(folder: RunFolder, world: int) -> dict[int, History]:
 
 def trace(events: Iterable[Event]) -> History:
     """Follow the events of a run through all its starts."""
-    told = list(events)
+    recorded = list(events)
     steps: dict[int, Timed] = {}
     validations: list[Validated] = []
     samples: list[Sampled] = []
     traced: list[Traced] = []
     starts: list[tuple[Started, float]] = []
     lost_steps, run_s = 0, 0.0
-    for started, part in _starts(told):
+    for started, part in _starts(recorded):
         kept = {number: timed for number, timed in steps.items() if number <= started.step}
         lost_steps += len(steps) - len(kept)
         steps = kept | _steps_of(part, started, run_s, max((timed.tokens for timed in kept.values()), default=0))
@@ -143,14 +143,14 @@ def trace(events: Iterable[Event]) -> History:
         validations=tuple(validations),
         samples=tuple(samples),
         traced=tuple(traced),
-        saves=tuple(_of(Saved, told)),
-        warnings=tuple(_of(Warned, told)),
+        saves=tuple(_of(Saved, recorded)),
+        warnings=tuple(_of(Warned, recorded)),
         starts=tuple(starts),
-        ends=tuple(_of(Finished, told)),
-        finished=told[-1] if told and isinstance(told[-1], Finished) else None,
+        ends=tuple(_of(Finished, recorded)),
+        finished=recorded[-1] if recorded and isinstance(recorded[-1], Finished) else None,
         run_s=run_s,
         lost_steps=lost_steps,
-        memory_bytes=max((step.memory_bytes for step in _of(Step, told)), default=0),
+        memory_bytes=max((step.memory_bytes for step in _of(Step, recorded)), default=0),
     )
 
 
@@ -174,10 +174,10 @@ def _starts(events: Iterable[Event]) -> Iterator[tuple[Started, list[Event]]]:
 
 def _steps_of(part: list[Event], started: Started, before_s: float, tokens: int) -> dict[int, Timed]:
     """The steps of one start by number, `before_s` seconds and `tokens` tokens into the run."""
-    found = _of(Step, part)
-    skipped = min(WARMUP_STEPS, len(found) // 2)
+    steps = _of(Step, part)
+    skipped = min(WARMUP_STEPS, len(steps) // 2)
     timed = {}
-    for index, step in enumerate(found):
+    for index, step in enumerate(steps):
         tokens += step.tokens
         timed[step.step] = Timed(step, before_s + step.at - started.at, tokens, started, index >= skipped)
     return timed

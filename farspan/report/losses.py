@@ -54,18 +54,18 @@ def last(run: RunHistory) -> Validated | None:
 
 def notes(run: RunHistory, measured: Measurement) -> list[str]:
     """Which weights were kept, where they are not the last ones, and that a model has learned too little."""
-    found, validations, end = [], run.history.validations, last(run)
+    lines, validations, end = [], run.history.validations, last(run)
     best = next((event for event in reversed(validations) if event.best), None)
     if best is not None and end is not None and best.step < end.step:
-        (least, tokens, of), (here, _, _) = compared(best), compared(end)
-        found.append(
+        (least, tokens, of), (final, _, _) = compared(best), compared(end)
+        lines.append(
             f"that is of the last step, {end.step:,}; embed, generate and export load the best weights, of step "
             + " ".join(filter(None, (f"{best.step:,}: {least:.3f}", read_on(tokens, of))))
-            + f", where the last have {here:.3f}"
+            + f", where the last have {final:.3f}"
         )
     if short := shortfall(measured):
-        found.append(short)
-    return found
+        lines.append(short)
+    return lines
 
 
 def shortfall(measured: Measurement) -> str | None:

@@ -37,7 +37,7 @@ def measure(run: RunHistory) -> Measurement | None:
         step_s=median(timed.step.step_s for timed in warm),
         run_s=history.run_s,
         tokens_per_s=median(rates),
-        memory_bytes=max(one.memory_bytes for one in run.histories.values()),
+        memory_bytes=max(rank_history.memory_bytes for rank_history in run.histories.values()),
         usd=estimate.usd / estimate.run_s * history.run_s if estimate and estimate.usd is not None else None,
         steps=len(history.steps),
         tokens=history.steps[-1].tokens,

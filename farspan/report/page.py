@@ -26,18 +26,18 @@ TEMPLATES = Path(__file__).parent / "template"
 NUMBERED = 0.045
 
 
-def write_page(run: RunHistory, found: Comparison | None = None) -> Path:
+def write_page(run: RunHistory, comparison: Comparison | None = None) -> Path:
     """Write the page as `report.html` into the run directory, and return its path."""
     path = RunFolder(run.folder).report
-    write_atomically(path, page(run, found).encode())
+    write_atomically(path, page(run, comparison).encode())
     return path
 
 
-def page(run: RunHistory, found: Comparison | None = None) -> str:
+def page(run: RunHistory, comparison: Comparison | None = None) -> str:
     """The whole page as HTML, with what is `found` of a run of several devices. The same events give the same bytes."""
     measured = measure(run)
     return environment().get_template("page.html").render(
-        run=run, history=run.history, measured=measured, found=found, figures=figures(run),
+        run=run, history=run.history, measured=measured, found=comparison, figures=figures(run),
         name=run.folder.resolve().name,
         chart_style=chart_style(),
         loss_notes=losses.notes(run, measured) if measured else [],
@@ -50,11 +50,11 @@ def environment(*more: Path) -> jinja2.Environment:
     """What the templates, those of `more` folders too, may use besides what `page` gives them. All is escaped."""
     import jinja2
 
-    made = jinja2.Environment(
+    jinja = jinja2.Environment(
         loader=jinja2.FileSystemLoader([TEMPLATES, *more]), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    made.filters |= {
+    jinja.filters |= {
         "bytes": format_bytes, "count": format_count, "seconds": format_seconds, "thousands": "{:,}".format,
         "capitalised": lambda words: words[:1].upper() + words[1:],
     }  # fmt: skip
@@ -62,10 +62,10 @@ def environment(*more: Path) -> jinja2.Environment:
              charts.scales, charts.ticks, charts.label, charts.caption, charts.named, charts.thin, charts.to_csv,
              losses.exact, losses.read_on, text.counted, text.gap, text.maybe, text.model_line, text.money,
              short_time, zip)  # fmt: skip
-    made.globals |= {function.__name__: function for function in shown}
-    made.globals |= {"width": charts.WIDTH, "height": charts.HEIGHT, "left": charts.LEFT, "endings": text.ENDINGS}
-    made.globals |= {"tints": TINTS, "numbered": NUMBERED, "words": plan_terminal.WORDS}
-    return made
+    jinja.globals |= {function.__name__: function for function in shown}
+    jinja.globals |= {"width": charts.WIDTH, "height": charts.HEIGHT, "left": charts.LEFT, "endings": text.ENDINGS}
+    jinja.globals |= {"tints": TINTS, "numbered": NUMBERED, "words": plan_terminal.WORDS}
+    return jinja
 
 
 def chart_style(*more: Path) -> str:
@@ -96,7 +96,7 @@ def _environments(run: RunHistory) -> list[tuple[str, list[str]]]:
     unlike = list(dict.fromkeys(started.environment for started, _ in run.history.starts))
     show = {"memory_bytes": format_bytes}
     return [
-        (name.removesuffix("_bytes"), [show.get(name, str)(getattr(one, name)) for one in unlike])
+        (name.removesuffix("_bytes"), [show.get(name, str)(getattr(variant, name)) for variant in unlike])
         for name in Environment.__struct_fields__
-        if any(getattr(one, name) is not None for one in unlike)
+        if any(getattr(variant, name) is not None for variant in unlike)
     ]

@@ -76,13 +76,13 @@ def write_plan_page(shown: Picture | None, told: Told, path: Path) -> None:
 
 def plan_page(shown: Picture | None, told: Told) -> str:
     """The whole page as HTML. The same ranking gives the same bytes."""
-    made = environment()
-    made.globals |= drawing_words() | {
+    jinja = environment()
+    jinja.globals |= drawing_words() | {
         "lane_name": plan_picture.lane_name, "paces": plan_picture.paces, "bars": plan_picture.bars,
         "short_time": short_time, "fills": FILLS, "parts": PARTS,
     }  # fmt: skip
     drawing = layout(shown) if shown is not None else None
-    return made.get_template("plan.html").render(shown=shown, told=told, drawing=drawing, told_plan=told_plan(shown))
+    return jinja.get_template("plan.html").render(shown=shown, told=told, drawing=drawing, told_plan=told_plan(shown))
 
 
 def drawing_words() -> dict[str, Any]:

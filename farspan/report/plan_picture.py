@@ -138,11 +138,11 @@ def picture(plan: Plan, estimate: Estimate, costs: Costs) -> Picture:
 
 def _merged(lanes: list[Lane]) -> tuple[Lane, ...]:
     """Lanes of replicas that do exactly the same as one."""
-    found: dict[tuple[object, ...], list[Lane]] = {}
+    groups: dict[tuple[object, ...], list[Lane]] = {}
     for lane in lanes:
         marks = tuple((mark.kind, mark.number, round(mark.start, 9), round(mark.end, 9)) for mark in lane.marks)
-        found.setdefault((lane.name, marks), []).append(lane)
-    return tuple(msgspec.structs.replace(same[0], alike=len(same)) for same in found.values())
+        groups.setdefault((lane.name, marks), []).append(lane)
+    return tuple(msgspec.structs.replace(same[0], alike=len(same)) for same in groups.values())
 
 
 def _sites(plan: Plan, estimate: Estimate, costs: Costs) -> tuple[SiteView, ...]:
@@ -152,10 +152,10 @@ def _sites(plan: Plan, estimate: Estimate, costs: Costs) -> tuple[SiteView, ...]
     for _, box in boxes:
         hosts.setdefault(box.host, []).append(box)
     sites: dict[str, list[HostView]] = {}
-    for host, found in hosts.items():
+    for host, host_boxes in hosts.items():
         merged = [
             msgspec.structs.replace(alike[0], count=len(alike))
-            for _, group in itertools.groupby(found)
+            for _, group in itertools.groupby(host_boxes)
             for alike in [list(group)]
         ]
         sites.setdefault(costs.network.site(host), []).append(HostView(name=host, boxes=tuple(merged)))
@@ -180,17 +180,17 @@ def _boxes(plan: Plan, estimate: Estimate, costs: Costs) -> Iterator[tuple[tuple
 def _flows(exchanges: tuple[Exchange, ...], costs: Costs) -> tuple[Flow, ...]:
     """Flows between sites, the heaviest first, then those inside sites."""
     network = costs.network
-    found: dict[tuple[str, str, bool], dict[str, float]] = {}
+    carried: dict[tuple[str, str, bool], dict[str, float]] = {}
     ends: dict[tuple[str, str, bool], tuple[str, str]] = {}
-    for one in exchanges:
-        for (a, b), size in one.by_hosts.items():
+    for exchange in exchanges:
+        for (a, b), size in exchange.by_hosts.items():
             sites = (network.site(a), network.site(b))
             key = (a, b, False) if sites[0] == sites[1] else (*sites, True)
-            sums = found.setdefault(key, {})
-            sums[one.purpose] = sums.get(one.purpose, 0.0) + size
+            sums = carried.setdefault(key, {})
+            sums[exchange.purpose] = sums.get(exchange.purpose, 0.0) + size
             ends.setdefault(key, (a, b))
     flows = []
-    for key, sums in found.items():
+    for key, sums in carried.items():
         wire = network.between(*ends[key], "activations" not in sums, costs.engine.streams)
         rtt = network.link(*ends[key]).rtt_s
         flows.append(Flow(a=key[0], b=key[1], between_sites=key[2], bytes=sums, rtt_s=rtt, rate=wire.rate))
@@ -200,21 +200,21 @@ def _flows(exchanges: tuple[Exchange, ...], costs: Costs) -> tuple[Flow, ...]:
 def lanes(plan: Plan, costs: Costs) -> Iterator[Lane]:
     """The simulated step of every stage, replica by replica."""
     number = 0
-    tied_s = sum(one.seconds for one in traffic(plan, costs) if one.purpose == "tied table")
+    tied_s = sum(exchange.seconds for exchange in traffic(plan, costs) if exchange.purpose == "tied table")
     for which, replica in enumerate(plan.replicas, start=1):
-        found = step(replica, costs)
+        timed = step(replica, costs)
         times = [timed_stage(replica, i, costs) for i in range(len(replica.stages))]
-        told = _told(found, times, costs)
+        updates_at = _told(timed, times, costs)
         for i, stage in enumerate(replica.stages):
-            marks = [mark for span in found.simulated.spans if span.stage == i for mark in _marks(span, times[i])]
-            end = found.simulated.ends[i]
+            marks = [mark for span in timed.simulated.spans if span.stage == i for mark in _marks(span, times[i])]
+            end = timed.simulated.ends[i]
             sums = times[i].exposed
             if costs.graph.tied and len(times) > 1 and i in (0, len(times) - 1):
                 # The ends of a pipeline also exchange the gradient of the table that both hold.
                 sums += tied_s
             if sums > 0:
-                marks.append(Mark(kind="sums", number=0, start=end, end=min(told, end + sums)))
-            marks.append(Mark(kind="update", number=0, start=told, end=told + times[i].update))
+                marks.append(Mark(kind="sums", number=0, start=end, end=min(updates_at, end + sums)))
+            marks.append(Mark(kind="update", number=0, start=updates_at, end=updates_at + times[i].update))
             yield Lane(
                 name=f"stage {i + 1}" if len(replica.stages) > 1 else "all devices",
                 words=f"{_where(replica, i, costs)}: {stage_words(stage, plan.model.layers)}",
@@ -223,14 +223,14 @@ def lanes(plan: Plan, costs: Costs) -> Iterator[Lane]:
             number += 1
 
 
-def _told(found: ReplicaStep, times: list[StageTime], costs: Costs) -> float:
+def _told(timed: ReplicaStep, times: list[StageTime], costs: Costs) -> float:
     """When every stage knows the norm of all gradients and may update: after the last sum, by the step's length."""
-    simulated = found.simulated
+    simulated = timed.simulated
     begins = [min(span.start for span in simulated.spans if span.stage == i) for i in range(len(times))]
     if not costs.engine.receives_ahead:
         begins = [0.0] * len(times)
     latest = max(end + time.exposed for end, time in zip(simulated.ends, times, strict=True))
-    return max(latest, found.seconds - max(time.update - begin for time, begin in zip(times, begins, strict=True)))
+    return max(latest, timed.seconds - max(time.update - begin for time, begin in zip(times, begins, strict=True)))
 
 
 def _marks(span: PassSpan, time: StageTime) -> Iterator[Mark]:
@@ -298,11 +298,11 @@ def bars(shown: Picture) -> list[tuple[str, Box]]:
     for box in shown.boxes:
         parts = tuple(round(getattr(box.memory, part), -6) for part in PARTS)
         groups.setdefault((box.kind, box.capacity, parts), []).append(box)
-    found = []
+    labelled = []
     for group in groups.values():
         count, hosts = sum(box.count for box in group), list(dict.fromkeys(box.host for box in group))
         where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
-        found.append(
+        labelled.append(
             (f"{count} x {group[0].kind} in {where}" if count > 1 else f"{group[0].kind} in {where}", group[0])
         )
-    return found
+    return labelled

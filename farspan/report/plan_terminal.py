@@ -91,21 +91,21 @@ def timeline(shown: Picture, width: int) -> Iterator[Line]:
 def legend(marks: Iterable[Mark], nothing: str) -> str:
     """What the glyphs of these marks mean, and what no mark does."""
     used = {mark.kind for mark in marks}
-    told = [f"{OTHERS.get(kind, '')}{GLYPHS[kind]} {WORDS.get(kind, kind)}" for kind in GLYPHS if kind in used]
-    return "  ".join([*told, f"· {nothing}"])
+    meanings = [f"{OTHERS.get(kind, '')}{GLYPHS[kind]} {WORDS.get(kind, kind)}" for kind in GLYPHS if kind in used]
+    return "  ".join([*meanings, f"· {nothing}"])
 
 
 def filled(marks: Sequence[Mark], stage: int, ends: float, count: int) -> Line:
     """So many cells of a stage's marks up to `ends`; neighbours of one tint are one piece."""
     size = ends / count
-    found: list[dict[tuple[str, int], float]] = [{} for _ in range(count)]
+    shares: list[dict[tuple[str, int], float]] = [{} for _ in range(count)]
     for mark in marks:
         key = (mark.kind, mark.number % 2)
         for at in range(int(mark.start / size), min(count, int(mark.end / size) + 1)):
             part = min(mark.end, (at + 1) * size) - max(mark.start, at * size)
-            found[at][key] = found[at].get(key, 0.0) + max(0.0, part)
+            shares[at][key] = shares[at].get(key, 0.0) + max(0.0, part)
     pieces: Line = []
-    for cell in found:
+    for cell in shares:
         (kind, odd), most = max(cell.items(), key=lambda item: item[1], default=(("", 0), 0.0))
         if most < size - sum(cell.values()):
             kind = ""
@@ -121,10 +121,10 @@ def filled(marks: Sequence[Mark], stage: int, ends: float, count: int) -> Line:
 def memory(shown: Picture, width: int) -> Iterator[Line]:
     """A bar for every distinct device, on one scale; what is short stands beyond its capacity."""
     scale = max(max(box.capacity, box.memory.total) for box in shown.boxes)
-    found = bars(shown)
-    name = max(len(label) for label, _ in found)
+    labelled = bars(shown)
+    name = max(len(label) for label, _ in labelled)
     cells = width - name - 22
-    for label, box in found[:MOST]:
+    for label, box in labelled[:MOST]:
         bar, at = "", 0.0
         for part in PARTS:
             at += getattr(box.memory, part)
@@ -136,6 +136,6 @@ def memory(shown: Picture, width: int) -> Iterator[Line]:
             ("·" * max(0, edge - len(bar)), "soft"), (" " * (cells - max(edge, len(bar)) + 1), ""),
             (used, "" if box.fits else "bad"),
         ]  # fmt: skip
-    if len(found) > MOST:
-        yield [(f"{len(found) - MOST} more bars are on the page: --html FILE", "soft")]
+    if len(labelled) > MOST:
+        yield [(f"{len(labelled) - MOST} more bars are on the page: --html FILE", "soft")]
     yield from wrapped("  ".join(f"{letter} {part}" for part, letter in BAR.items()) + "  · free", width)

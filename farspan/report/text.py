@@ -54,7 +54,7 @@ def plan_line(plan: Plan, estimate: Estimate, corpus: CorpusManifest) -> str:
     )
 
 
-def summary(run: RunHistory, found: Comparison | None = None) -> str:
+def summary(run: RunHistory, compared: Comparison | None = None) -> str:
     """The few lines after training: how it ended, what the model reached, what it took; of several devices also how
     that compares with what was predicted."""
     history = run.history
@@ -75,7 +75,7 @@ def summary(run: RunHistory, found: Comparison | None = None) -> str:
             f"{measured.tflops_per_device:.3g} TFLOP/s a device · MFU {maybe(measured.mfu, '.1%')} · "
             f"{format_bytes(measured.memory_bytes)} · {money(measured.usd)}"
         )
-    lines += sentences(found) if found else []
+    lines += sentences(compared) if compared else []
     lines += [f"warning: {message}" for message in run.warnings]
     if history.finished and history.finished.problem:
         lines.append(str(history.finished.problem))
@@ -91,18 +91,21 @@ def _resumed(run: RunHistory) -> str:
     return f" · resumed {counted(times, 'time')}, {counted(run.history.lost_steps, 'step')} done twice or lost"
 
 
-def report(run: RunHistory, found: Comparison | None = None) -> str:
+def report(run: RunHistory, compared: Comparison | None = None) -> str:
     """`farspan report` as plain text: the summary, then predicted against measured, of several devices also by part
     and by device, then loss against entropies."""
     measured = measure(run)
-    lines = [f"{run.folder.resolve().name}: {model_line(run.plan)}", summary(run, found)]
+    lines = [f"{run.folder.resolve().name}: {model_line(run.plan)}", summary(run, compared)]
     if rows := comparison(run, measured):
         lines += ["", *table([("", "predicted", "measured", "measured / predicted"), *rows])]
-    if found is not None:
+    if compared is not None:
         beside = ("predicted", "measured", "measured / predicted")
-        if found.slowest is not None:
-            lines += ["", *table([(f"step {found.traced:,} of {found.slowest.name}", *beside), *part_rows(found)])]
-        lines += ["", *table([("peak memory", *beside), *memory_rows(found)])]
+        if compared.slowest is not None:
+            lines += [
+                "",
+                *table([(f"step {compared.traced:,} of {compared.slowest.name}", *beside), *part_rows(compared)]),
+            ]
+        lines += ["", *table([("peak memory", *beside), *memory_rows(compared)])]
     if rows := references(run, measured):
         lines += ["", *table([("nats a token", "entropy", "validation loss", "difference"), *rows])]
         assert measured is not None

@@ -35,8 +35,8 @@ class Traces:
 
     def marks(self, rank: int, step: int) -> tuple[Mark, ...]:
         """A rank's step in seconds from its own beginning of it."""
-        traced, told = self.of(rank, step)
-        began = told.at - told.step_s
+        traced, timing = self.of(rank, step)
+        began = timing.at - timing.step_s
         return tuple(
             Mark(
                 kind="sums" if span.kind == "collective" else span.kind,
@@ -48,11 +48,11 @@ class Traces:
 
     def parts(self, rank: int, step: int) -> dict[str, float]:
         """Seconds of a rank's step by part; `rest` is what no span covers."""
-        traced, told = self.of(rank, step)
-        found = dict.fromkeys(("compute", "communication", "waiting"), 0.0)
+        traced, timing = self.of(rank, step)
+        seconds = dict.fromkeys(("compute", "communication", "waiting"), 0.0)
         for span in traced.spans:
-            found[PARTS[span.kind]] += span.end - span.start
-        return {**found, "rest": max(0.0, told.step_s - sum(found.values()))}
+            seconds[PARTS[span.kind]] += span.end - span.start
+        return {**seconds, "rest": max(0.0, timing.step_s - sum(seconds.values()))}
 
     def passes(self, ranks: Sequence[int], step: int, kind: str) -> dict[int, float]:
         """When the last of these ranks, which share a clock, ended the pass of each microbatch."""
@@ -66,7 +66,7 @@ class Traces:
     def receives(self, ranks: Sequence[int], step: int, way: Way, first: bool) -> dict[int, Span]:
         """The last to end of these ranks' receives of each microbatch's message; `first` is a pipeline's first stage,
         which gets none from before."""
-        found: dict[int, Span] = {}
+        received: dict[int, Span] = {}
         for rank in ranks:
             came: set[int] = set()
             for span in sorted(self.of(rank, step)[0].spans, key=lambda span: span.start):
@@ -75,6 +75,6 @@ class Traces:
                 # Of two messages of one microbatch the first comes down and the second up.
                 this: Way = "up" if first or span.microbatch in came else "down"
                 came.add(span.microbatch)
-                if this == way and (span.microbatch not in found or span.end > found[span.microbatch].end):
-                    found[span.microbatch] = span
-        return found
+                if this == way and (span.microbatch not in received or span.end > received[span.microbatch].end):
+                    received[span.microbatch] = span
+        return received

@@ -47,8 +47,8 @@ class Versus(msgspec.Struct, frozen=True, kw_only=True):
 def versus(runs: Sequence[RunHistory]) -> Versus:
     """Two runs or more, against each other."""
     configured = [configuration(run) for run in runs]
-    names = list(dict.fromkeys(name for one in configured for name in one))
-    lines = [Line(what=name, values=tuple(one.get(name, "none") for one in configured)) for name in names]
+    names = list(dict.fromkeys(name for settings in configured for name in settings))
+    lines = [Line(what=name, values=tuple(settings.get(name, "none") for settings in configured)) for name in names]
     differing = tuple(line for line in lines if len(set(line.values)) > 1)
     results, notes = _results(runs)
     return Versus(
@@ -64,35 +64,37 @@ def _names(runs: Sequence[RunHistory]) -> tuple[str, ...]:
 
 def configuration(run: RunHistory) -> dict[str, str]:
     """Every setting of a run by a dotted name."""
-    plan, found = run.plan, {"technique": run.plan.technique}
+    plan, settings = run.plan, {"technique": run.plan.technique}
     for part, value in (("model", plan.model), ("train", plan.train)):
-        found |= _flat(part, msgspec.to_builtins(value))
-    found |= {
+        settings |= _flat(part, msgspec.to_builtins(value))
+    settings |= {
         "text": f"{run.corpus.source} ({run.corpus.train.text_bytes:,} bytes)", "corpus": run.corpus.hash,
         "tokenizer": f"{run.corpus.vocab_size} words, {tokenizer(run)}",
         "devices": listed([f"{device.backend} {device.index} of {device.host}" for device in plan.devices]),
         "replicas": str(len(plan.replicas)),
     }  # fmt: skip
     for number, stage in enumerate((stage for replica in plan.replicas for stage in replica.stages), start=1):
-        found[f"stage {number}"] = f"{stage_words(stage, plan.model.layers)}, rows {listed(list(map(str, stage.rows)))}"
-    found["microbatches"] = listed([str(replica.microbatches) for replica in plan.replicas])
+        settings[f"stage {number}"] = (
+            f"{stage_words(stage, plan.model.layers)}, rows {listed(list(map(str, stage.rows)))}"
+        )
+    settings["microbatches"] = listed([str(replica.microbatches) for replica in plan.replicas])
     if plan.sync is not None:
-        found |= _flat("sync", msgspec.to_builtins(plan.sync))
-    here = run.history.starts[-1][0].environment if run.history.starts else None
-    return found | ({} if here is None else _environment(here))
+        settings |= _flat("sync", msgspec.to_builtins(plan.sync))
+    environment = run.history.starts[-1][0].environment if run.history.starts else None
+    return settings | ({} if environment is None else _environment(environment))
 
 
 def _flat(prefix: str, value: object) -> dict[str, str]:
     if isinstance(value, dict):
-        found: dict[str, str] = {}
+        flat: dict[str, str] = {}
         for key, inner in value.items():
-            found |= _flat(f"{prefix}.{key}", inner)
-        return found
+            flat |= _flat(f"{prefix}.{key}", inner)
+        return flat
     return {prefix: str(value)}
 
 
-def _environment(here: Environment) -> dict[str, str]:
-    return {f"environment.{name}": str(getattr(here, name)) for name in ENVIRONMENT}
+def _environment(environment: Environment) -> dict[str, str]:
+    return {f"environment.{name}": str(getattr(environment, name)) for name in ENVIRONMENT}
 
 
 def tokenizer(run: RunHistory) -> str:
@@ -136,7 +138,7 @@ def _results(runs: Sequence[RunHistory]) -> tuple[tuple[Line, ...], tuple[str, .
         _line("money", measured, lambda m: m.usd, format_usd, ranked=orders.work),
         _line("validation loss, nats a token", measured, lambda m: m.val_loss, "{:.4f}".format, ranked=orders.nats),
         _line("validation loss, bits a byte", measured, lambda m: m.bits_per_byte, "{:.4f}".format, ranked=orders.bits),
-        Line(what="validation loss is", values=tuple(_read_on(one) for one in measured)),
+        Line(what="validation loss is", values=tuple(_read_on(measurement) for measurement in measured)),
     ]
     return tuple(line for line in lines if set(line.values) != {"?"}), tuple(notes)
 
@@ -168,7 +170,7 @@ def _orders(runs: Sequence[RunHistory], measured: Sequence[Measurement | None]) 
     one_model = len({run.plan.model for run in runs}) == 1
     # As many steps of as many tokens: only then less time, or money, is better.
     same_work = one_model and len(
-        {(one.steps, run.plan.train.tokens_per_step) for one, run in zip(measured, runs, strict=True) if one}
+        {(measurement.steps, run.plan.train.tokens_per_step) for measurement, run in zip(measured, runs, strict=True) if measurement}
     ) == 1  # fmt: skip
     every_rank = all(len(run.histories) == len(run.plan.devices) for run in runs)
     if not same_text:
@@ -201,9 +203,9 @@ def _step_lines(runs: Sequence[RunHistory]) -> list[Line]:
         None if span is None or run.history.estimate is None else span[0] / run.history.estimate.step_s
         for span, run in zip(spans, runs, strict=True)
     ]
-    told = tuple("?" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
+    shown = tuple("?" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
     return [
-        Line(what="step, middle half", values=values, best=best), Line(what="step, measured / predicted", values=told)
+        Line(what="step, middle half", values=values, best=best), Line(what="step, measured / predicted", values=shown)
     ]  # fmt: skip
 
 
@@ -211,9 +213,9 @@ def _line(
     what: str, measured: Sequence[Measurement | None], value: Callable[[Measurement], float | None],
     show: Callable[[float], str], *, most: bool = False, ranked: bool = True,
 ) -> Line:  # fmt: skip
-    found = [None if one is None else value(one) for one in measured]
-    known = [one for one in found if one is not None]
+    values = [None if measurement is None else value(measurement) for measurement in measured]
+    known = [figure for figure in values if figure is not None]
     best = None
-    if ranked and len(known) == len(found) and len(set(known)) > 1:
-        best = found.index((max if most else min)(known))
-    return Line(what=what, values=tuple("?" if one is None else show(one) for one in found), best=best)
+    if ranked and len(known) == len(values) and len(set(known)) > 1:
+        best = values.index((max if most else min)(known))
+    return Line(what=what, values=tuple("?" if figure is None else show(figure) for figure in values), best=best)

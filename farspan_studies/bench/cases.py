@@ -42,14 +42,14 @@ class Case(NamedTuple):
     estimate: Estimate | None
 
 
-def spec_of(asked: str | Shape) -> ModelSpec:
+def spec_of(entry: str | Shape) -> ModelSpec:
     """The model that a matrix names. Raises Refusal (out-of-range) for one that cannot be."""
-    if isinstance(asked, str):
-        return model_of(asked, "models", MATRIX)
-    knobs = {"heads": asked.heads} if asked.heads is not None else {}
+    if isinstance(entry, str):
+        return model_of(entry, "models", MATRIX)
+    knobs = {"heads": entry.heads} if entry.heads is not None else {}
     try:
-        return models.family(asked.family).shape(
-            d_model=asked.d_model, layers=asked.layers, vocab_size=asked.vocab, context=asked.context, tied=asked.tied,
+        return models.family(entry.family).shape(
+            d_model=entry.d_model, layers=entry.layers, vocab_size=entry.vocab, context=entry.context, tied=entry.tied,
             **knobs,
         )  # fmt: skip
     except ValueError as error:
@@ -95,8 +95,8 @@ def check_techniques(matrix: Matrix) -> None:
 
 def case(cell: Cell, matrix: Matrix, cluster: Cluster, engine: Engine, corpus: str = "") -> Case:
     """The plan of a cell, priced on its cluster. Raises Refusal for what the matrix says that cannot be."""
-    model, there = spec_of(matrix.models[cell.model]), places_of(cluster, cell.devices)
-    places = () if isinstance(there, Problem) else there
+    model, available = spec_of(matrix.models[cell.model]), places_of(cluster, cell.devices)
+    places = () if isinstance(available, Problem) else available
     seq_len = seq_len_of(cell, model)
     batch = cell.batch * max(1, len(places))
     tokens = positive(parse_count, matrix.tokens, "tokens", "10M", MATRIX)
@@ -104,26 +104,26 @@ def case(cell: Cell, matrix: Matrix, cluster: Cluster, engine: Engine, corpus: s
         steps=max(1, round(tokens / (batch * seq_len))), batch=batch, seq_len=seq_len, precision=cell.precision,
         attention=cell.attention, seed=matrix.seed, schedule=Schedule(kind="constant"),
     )  # fmt: skip
-    made: Plan | Problem
-    if isinstance(there, Problem):
-        made = there
+    planned: Plan | Problem
+    if isinstance(available, Problem):
+        planned = available
     elif seq_len > model.context:
-        made = Problem(
+        planned = Problem(
             code="out-of-range", what=f"{cell.model} has {model.context} positions", where="key seq_len",
             fact=f"{seq_len} are asked for", remedy=f"set seq_len: [{model.context}]",
         )  # fmt: skip
     else:
-        made = _plan(cell, model, cluster, train, places, engine, corpus)
-    found = None
-    if isinstance(made, Plan):
+        planned = _plan(cell, model, cluster, train, places, engine, corpus)
+    estimated = None
+    if isinstance(planned, Plan):
         try:
-            found = estimate(made, models.graph(model), cluster, engine)
+            estimated = estimate(planned, models.graph(model), cluster, engine)
         except (KeyError, ValueError) as error:
-            made = Problem(
+            planned = Problem(
                 code="cannot-plan", what="the plan does not fit this cluster", where=str(cell), fact=str(error.args[0]),
                 remedy="leave this combination out",
             )  # fmt: skip
-    return Case(cell, model, cluster, train, places, made, found)
+    return Case(cell, model, cluster, train, places, planned, estimated)
 
 
 def _plan(
@@ -190,8 +190,8 @@ def _of_file(plan: Plan, task: Task, cell: Cell) -> Plan | Problem:
     return msgspec.structs.replace(plan, train=train, inputs=task.inputs)
 
 
-def key_of(matrix: Matrix, made: Case, cluster_hash: str) -> str:
+def key_of(matrix: Matrix, priced: Case, cluster_hash: str) -> str:
     """What a row must have for it to be an answer to a cell: its settings and all that they mean."""
-    plan = made.made if isinstance(made.made, Plan) else made.made.code
+    plan = priced.made if isinstance(priced.made, Plan) else priced.made.code
     what = (plan.replicas, plan.sync, plan.devices) if isinstance(plan, Plan) else plan
-    return content_hash(made.cell, made.model, made.train, cluster_hash, what, matrix.steps, matrix.seed)
+    return content_hash(priced.cell, priced.model, priced.train, cluster_hash, what, matrix.steps, matrix.seed)

@@ -35,30 +35,30 @@ def clusters_of(matrix: Matrix, labels: Iterable[str]) -> Iterator[There]:
 @contextlib.contextmanager
 def cluster_of(matrix: Matrix, label: str) -> Iterator[Cluster]:
     """A cluster of the matrix, its lab up for as long as the `with` lasts."""
-    asked = matrix.clusters[label]
-    if asked == HERE:
+    entry = matrix.clusters[label]
+    if entry == HERE:
         from farspan.launch.probe import Probe, check_gpus
 
         check_gpus("auto")
         with Probe() as probe:
-            found = probe.describe("auto", None)
+            cluster = probe.describe("auto", None)
             # A worker a core, with its share of all memory: what is free just now is another cluster each time.
-            if found.devices[0].backend == "cpu" and (cores := found.hosts[0].cpus):
-                found = probe.describe("cpu", cores)
-                found = found.with_devices(lambda host, index: msgspec.structs.replace(
+            if cluster.devices[0].backend == "cpu" and (cores := cluster.hosts[0].cpus):
+                cluster = probe.describe("cpu", cores)
+                cluster = cluster.with_devices(lambda host, index: msgspec.structs.replace(
                     host.devices[index], memory=(host.memory or host.devices[index].memory) // cores
                 ))  # fmt: skip
-        yield priced(found, matrix)
+        yield priced(cluster, matrix)
         return
-    if isinstance(asked, str):
-        yield priced(clusters.find(asked), matrix)
+    if isinstance(entry, str):
+        yield priced(clusters.find(entry), matrix)
         return
     from farspan_lab import spec, state
     from farspan_lab.cluster import of_lab
 
     name = LAB.format(os.getpid(), list(matrix.clusters).index(label))
-    made = spec.changed(spec.load_lab(asked.lab), asked.window, asked.bandwidth, asked.memory)
-    status = state.up(msgspec.structs.replace(made, name=name))
+    lab = spec.changed(spec.load_lab(entry.lab), entry.window, entry.bandwidth, entry.memory)
+    status = state.up(msgspec.structs.replace(lab, name=name))
     try:
         yield priced(of_lab(status), matrix)
     finally:
@@ -67,7 +67,7 @@ def cluster_of(matrix: Matrix, label: str) -> Iterator[Cluster]:
 
 def remove_orphans(matrix: Matrix) -> None:
     """Remove the labs of matrices whose process was killed before it could."""
-    if all(isinstance(asked, str) for asked in matrix.clusters.values()):
+    if all(isinstance(entry, str) for entry in matrix.clusters.values()):
         return
     from farspan_lab import state
 

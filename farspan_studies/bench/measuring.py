@@ -143,20 +143,20 @@ def measure(matrix: Matrix, results: Results, console: Console, *, agreed: bool,
         if many:
             some = random.Random(matrix.seed).sample(wanted, MANY)
         console.say(f"{len(wanted):,} cells: pricing {f'{MANY} of them' if many else 'them'}")
-        there = stack.enter_context(clusters_of(matrix, {cell.cluster: None for cell in some}))
-        refuse_changed(there, rows)
-        paces = TriedPaces(results.trials, matrix, there)
-        found, todo = meanings(matrix, some, there, paces, known)
+        clusters = stack.enter_context(clusters_of(matrix, {cell.cluster: None for cell in some}))
+        refuse_changed(clusters, rows)
+        paces = TriedPaces(results.trials, matrix, clusters)
+        every, todo = meanings(matrix, some, clusters, paces, known)
         if not many:
-            refuse_impossible(found)
-        untried = paces.missing((one.case for one in todo), retry=retry)
-        seconds = len(wanted) / len(some) * sum(one.seconds(matrix) for one in todo) + TRIAL_S * len(untried)
+            refuse_impossible(every)
+        untried = paces.missing((item.case for item in todo), retry=retry)
+        seconds = len(wanted) / len(some) * sum(item.seconds(matrix) for item in todo) + TRIAL_S * len(untried)
         if many or (not agreed and (len(todo) > MANY or seconds > LONG_S)):
             raise too_long(matrix, len(wanted) / len(some) * len(todo), seconds)
         if untried:
             paces.make(untried, console)
-            found, todo = meanings(matrix, some, there, paces, known)
-            seconds = sum(one.seconds(matrix) for one in todo)
+            every, todo = meanings(matrix, some, clusters, paces, known)
+            seconds = sum(item.seconds(matrix) for item in todo)
             if not agreed and seconds > LONG_S:  # Longer than it seemed before the trials, which are kept.
                 raise too_long(matrix, len(todo), seconds)
         console.say(
@@ -164,20 +164,20 @@ def measure(matrix: Matrix, results: Results, console: Console, *, agreed: bool,
             f"{format_seconds(seconds)}"
         )
         stack.callback(results.write_table)
-        reprice(results, found)
-        for number, one in enumerate(todo):
-            row, plan = measured(matrix, one)
-            results.add(row, plan, one.cluster)
+        reprice(results, every)
+        for number, item in enumerate(todo):
+            row, plan = measured(matrix, item)
+            results.add(row, plan, item.cluster)
             console.say(f"{number + 1}/{len(todo)} {line(row)}")
     return results.read()
 
 
 def meanings(
-    matrix: Matrix, wanted: Sequence[Cell], there: There, paces: TriedPaces, known: Collection[str]
+    matrix: Matrix, wanted: Sequence[Cell], clusters: There, paces: TriedPaces, known: Collection[str]
 ) -> tuple[list[Todo], list[Todo]]:  # fmt: skip
     """What cells mean, all and those that are not `known` by their keys."""
-    found = [meant(matrix, cell, there[cell.cluster], paces) for cell in wanted]
-    return found, [one for one in found if one.key not in known]
+    every = [meant(matrix, cell, clusters[cell.cluster], paces) for cell in wanted]
+    return every, [item for item in every if item.key not in known]
 
 
 def may_pass(row: Row) -> bool:
@@ -202,38 +202,38 @@ def too_long(matrix: Matrix, count: float, seconds: float) -> Refusal:
     )  # fmt: skip
 
 
-def refuse_changed(there: There, rows: Sequence[Row]) -> None:
+def refuse_changed(clusters: There, rows: Sequence[Row]) -> None:
     """Refuse rows that were measured on a cluster when it was another."""
     for row in rows:
-        _, here = there.get(row.cell.cluster, (None, row.cluster_hash))
-        if row.cluster_hash != here:
+        _, cluster_hash = clusters.get(row.cell.cluster, (None, row.cluster_hash))
+        if row.cluster_hash != cluster_hash:
             raise Refusal(
                 "plan-mismatch", what=f"the cluster {row.cell.cluster!r} changed since it was measured",
-                where="key clusters", fact=f"rows are of cluster {row.cluster_hash}, this is {here}",
+                where="key clusters", fact=f"rows are of cluster {row.cluster_hash}, this is {cluster_hash}",
                 remedy="give it another name in the matrix, or measure into another folder: -o FOLDER",
             )  # fmt: skip
 
 
-def meant(matrix: Matrix, cell: Cell, there: tuple[Cluster, str], paces: TriedPaces) -> Todo:
+def meant(matrix: Matrix, cell: Cell, described: tuple[Cluster, str], paces: TriedPaces) -> Todo:
     """A cell as a plan, priced on its cluster as far as that was tried."""
-    (cluster, here), asked = there, matrix.clusters[cell.cluster]
-    launcher = reached_by(asked) or "local" if isinstance(asked, str) else "local"
+    (cluster, cluster_hash), entry = described, matrix.clusters[cell.cluster]
+    launcher = reached_by(entry) or "local" if isinstance(entry, str) else "local"
     folder, manifest = corpus(spec_of(matrix.models[cell.model]).vocab_size, matrix.seed)
-    one = case(cell, matrix, paces.cluster(cell), engine("farspan"), manifest.hash)
-    if isinstance(one.made, Plan):  # Known again on another day: without the processes of a lab, and prices.
-        one = one._replace(made=lasting(one.made, bare(cluster)))
-    return Todo(key_of(matrix, one, here), one, cluster, folder, launcher)
+    priced = case(cell, matrix, paces.cluster(cell), engine("farspan"), manifest.hash)
+    if isinstance(priced.made, Plan):  # Known again on another day: without the processes of a lab, and prices.
+        priced = priced._replace(made=lasting(priced.made, bare(cluster)))
+    return Todo(key_of(matrix, priced, cluster_hash), priced, cluster, folder, launcher)
 
 
-def refuse_impossible(found: Sequence[Todo]) -> None:
+def refuse_impossible(every: Sequence[Todo]) -> None:
     """A number of devices that no cluster has, or a length that no model allows, is a mistake; what some lack is a row
     without a plan."""
     for code, of in (("device-missing", "devices"), ("out-of-range", "seq_len")):
         problems: dict[object, list[Problem | None]] = {}
-        for one in found:
-            made = one.case.made
-            lacks = made if isinstance(made, Problem) and made.code == code else None
-            problems.setdefault(getattr(one.case.cell, of), []).append(lacks)
+        for item in every:
+            planned = item.case.made
+            lacks = planned if isinstance(planned, Problem) and planned.code == code else None
+            problems.setdefault(getattr(item.case.cell, of), []).append(lacks)
         for each in problems.values():
             if each[0] is not None and None not in each:
                 raise Refusal.of(each[0])
@@ -249,42 +249,42 @@ def corpus(vocab: int, seed: int) -> tuple[Path, CorpusManifest]:
 
 def measured(matrix: Matrix, todo: Todo) -> tuple[Row, Plan | None]:
     """One cell, run; or the row of one that has no plan."""
-    one, at = todo.case, datetime.now(UTC).isoformat(timespec="seconds")
-    if not isinstance(one.made, Plan) or one.estimate is None:
-        assert isinstance(one.made, Problem)
-        short = one.made.code == "out-of-memory"
-        cause = f"{one.made.what} ({one.made.fact})"
+    priced, at = todo.case, datetime.now(UTC).isoformat(timespec="seconds")
+    if not isinstance(priced.made, Plan) or priced.estimate is None:
+        assert isinstance(priced.made, Problem)
+        short = priced.made.code == "out-of-memory"
+        cause = f"{priced.made.what} ({priced.made.fact})"
         return row_of(matrix, todo, at, status="oom" if short else "no-plan", cause=f"not run: {cause}"), None
     deadline_s = positive(parse_seconds, matrix.deadline, "deadline", "5m", MATRIX)
-    warmup, steps = steps_of(matrix, one.estimate.step_s)
+    warmup, steps = steps_of(matrix, priced.estimate.step_s)
     within = Limits(steps=steps, deadline_s=deadline_s, warmup=warmup)
-    made = apart(TrialQuery(
-        plan=one.made, corpus=str(todo.corpus), cluster=one.cluster, launcher=todo.launcher, within=within
+    result = apart(TrialQuery(
+        plan=priced.made, corpus=str(todo.corpus), cluster=priced.cluster, launcher=todo.launcher, within=within
     ))  # fmt: skip
-    row = row_of(matrix, todo, at, status=made.status, cause="" if made.problem is None else told(made.problem))
-    here = made.environment
+    row = row_of(matrix, todo, at, status=result.status, cause="" if result.problem is None else told(result.problem))
+    environment = result.environment
     row = msgspec.structs.replace(
-        row, took_s=made.took_s, memory_bytes=max(made.memory_bytes.values(), default=None)
+        row, took_s=result.took_s, memory_bytes=max(result.memory_bytes.values(), default=None)
     )  # fmt: skip
-    if here is not None:
+    if environment is not None:
         row = msgspec.structs.replace(
-            row, commit=here.commit, torch=here.torch, python=here.python, machine=here.device
+            row, commit=environment.commit, torch=environment.torch, python=environment.python, machine=environment.device
         )  # fmt: skip
-    if made.step_s is not None:
-        found = msgspec.structs.asdict(figures(row, made.step_s))
-        row = msgspec.structs.replace(row, step_s=made.step_s, steps_s=made.steps, **found)
-    return row, one.made
+    if result.step_s is not None:
+        derived = msgspec.structs.asdict(figures(row, result.step_s))
+        row = msgspec.structs.replace(row, step_s=result.step_s, steps_s=result.steps, **derived)
+    return row, priced.made
 
 
-def reprice(results: Results, found: Sequence[Todo]) -> None:
+def reprice(results: Results, every: Sequence[Todo]) -> None:
     """What was measured at other prices, or at none, is told at those that the matrix has now."""
     known = {row.key: row for row in results.read()}
-    for one in found:
-        row, usd = known.get(one.key), hourly_price(one.case.cluster.only(one.case.places))
+    for item in every:
+        row, usd = known.get(item.key), hourly_price(item.case.cluster.only(item.case.places))
         if row is not None and row.usd_per_hour != usd:
             row = msgspec.structs.replace(row, usd_per_hour=usd)
-            told = {} if row.step_s is None else msgspec.structs.asdict(figures(row, row.step_s))
-            results.add(msgspec.structs.replace(row, **told), None, one.cluster)
+            derived = {} if row.step_s is None else msgspec.structs.asdict(figures(row, row.step_s))
+            results.add(msgspec.structs.replace(row, **derived), None, item.cluster)
 
 
 def steps_of(matrix: Matrix, step_s: float) -> tuple[int, int]:
@@ -295,24 +295,24 @@ def steps_of(matrix: Matrix, step_s: float) -> tuple[int, int]:
 
 def row_of(matrix: Matrix, todo: Todo, at: str, *, status: Status, cause: str) -> Row:
     """A row before anything was measured: what the cell means, and its prediction."""
-    one, found = todo.case, todo.case.estimate
-    plan = one.made if isinstance(one.made, Plan) else None
-    low, high = found.interval if found is not None else (1.0, 1.0)
-    step_s = None if found is None else found.step_s
-    flops = 1e12 * alpa_tflops(one.model, one.train.batch, one.train.seq_len, 1.0, 1)
+    priced, estimate = todo.case, todo.case.estimate
+    plan = priced.made if isinstance(priced.made, Plan) else None
+    low, high = estimate.interval if estimate is not None else (1.0, 1.0)
+    step_s = None if estimate is None else estimate.step_s
+    flops = 1e12 * alpa_tflops(priced.model, priced.train.batch, priced.train.seq_len, 1.0, 1)
     run_tokens = positive(parse_count, matrix.tokens, "tokens", "10M", MATRIX)
     used = dict.fromkeys(device.host for device in plan.devices) if plan else {}
-    links = [one.cluster.link(a, b) for a, b in itertools.combinations(used, 2)]
+    links = [priced.cluster.link(a, b) for a, b in itertools.combinations(used, 2)]
     return Row(
-        matrix=matrix.name, cell=one.cell, key=todo.key, cluster_hash=figures_hash(todo.cluster),
-        model_hash=content_hash(one.model), plan_hash=None if plan is None else plan.hash, status=status, cause=cause,
-        used=len(one.places) or (int(one.cell.devices) if one.cell.devices.isdigit() else 0), rows=one.train.batch,
-        parameters=parameters(one.model),
-        step_tokens=one.train.tokens_per_step, step_flops=flops, run_tokens=run_tokens,
+        matrix=matrix.name, cell=priced.cell, key=todo.key, cluster_hash=figures_hash(todo.cluster),
+        model_hash=content_hash(priced.model), plan_hash=None if plan is None else plan.hash, status=status, cause=cause,
+        used=len(priced.places) or (int(priced.cell.devices) if priced.cell.devices.isdigit() else 0), rows=priced.train.batch,
+        parameters=parameters(priced.model),
+        step_tokens=priced.train.tokens_per_step, step_flops=flops, run_tokens=run_tokens,
         predicted_s=step_s, predicted_low_s=None if step_s is None else low * step_s,
         predicted_high_s=None if step_s is None else high * step_s,
-        predicted_memory_bytes=None if found is None else found.memory_bytes,
-        usd_per_hour=hourly_price(one.cluster.only(one.places)),
+        predicted_memory_bytes=None if estimate is None else estimate.memory_bytes,
+        usd_per_hour=hourly_price(priced.cluster.only(priced.places)),
         rtt_s=max((link.rtt_s for link in links if link is not None), default=None), at=at, seed=matrix.seed,
         farspan=__version__, commit=commit(), torch=version("torch"), python=platform.python_version(),
     )  # fmt: skip

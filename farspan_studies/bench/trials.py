@@ -40,8 +40,8 @@ class TriedPaces:
     """The clusters of a matrix as trials found their first devices. A trial is made once and kept in `folder`, so that
     a matrix that goes on is priced as it was begun."""
 
-    def __init__(self, folder: Path, matrix: Matrix, there: There) -> None:
-        self._folder, self._matrix, self._there = folder, matrix, there
+    def __init__(self, folder: Path, matrix: Matrix, clusters: There) -> None:
+        self._folder, self._matrix, self._there = folder, matrix, clusters
         self._known: dict[Path, DeviceTrial] = {}
 
     def cluster(self, cell: Cell) -> Cluster:
@@ -56,25 +56,25 @@ class TriedPaces:
     def missing(self, cases: Iterable[Case], *, retry: bool) -> dict[Path, Case]:
         """The first case of every trial that is yet to be made, with `retry` also of those that failed, by the trial's
         file."""
-        found: dict[Path, Case] = {}
-        for one in cases:
-            path = self._path(one.cell, one.model)
+        untried: dict[Path, Case] = {}
+        for case in cases:
+            path = self._path(case.cell, case.model)
             known = self._tried(path)
-            if not isinstance(one.made, Problem) and (known is None or (retry and known.probe is None)):
-                found.setdefault(path, one)
-        return found
+            if not isinstance(case.made, Problem) and (known is None or (retry and known.probe is None)):
+                untried.setdefault(path, case)
+        return untried
 
     def make(self, cases: Mapping[Path, Case], console: Console) -> None:
         """Try every case that is missing."""
-        for path, one in cases.items():
-            plain = self._there[one.cell.cluster][0]
+        for path, case in cases.items():
+            plain = self._there[case.cell.cluster][0]
             kind = plain.devices[0].kind
-            console.say(f"trying {one.cell.model} on one {kind} of {one.cell.cluster}: {one.cell.precision}")
-            found = self._known[path] = tried(one, plain)
-            if found.probe is None:
-                console.say(f"it cannot be tried there and is predicted alone: {found.why}")
+            console.say(f"trying {case.cell.model} on one {kind} of {case.cell.cluster}: {case.cell.precision}")
+            trial = self._known[path] = tried(case, plain)
+            if trial.probe is None:
+                console.say(f"it cannot be tried there and is predicted alone: {trial.why}")
             path.parent.mkdir(parents=True, exist_ok=True)
-            save(found, path)
+            save(trial, path)
 
     def _path(self, cell: Cell, model: ModelSpec) -> Path:
         """The file of the trial that a cell is priced by: batch, technique and devices are not its own."""
@@ -92,11 +92,11 @@ def trial_file(folder: Path, cluster_hash: str, model: ModelSpec, *more: object)
     return folder / f"{content_hash(model, cluster_hash, *more)}.json"
 
 
-def _as_found(plain: Cluster, found: DeviceTrial | None, model: ModelSpec, train: TrainSpec) -> Cluster:
+def _as_found(plain: Cluster, trial: DeviceTrial | None, model: ModelSpec, train: TrainSpec) -> Cluster:
     """The cluster as the trial found its first device; as it is where there is none."""
-    if found is None or found.probe is None:
+    if trial is None or trial.probe is None:
         return plain
-    return pace.calibrated(plain, model, train, engine("farspan"), found.probe)
+    return pace.calibrated(plain, model, train, engine("farspan"), trial.probe)
 
 
 def as_tried(folder: Path, plain: Cluster, cluster_hash: str, plan: Plan) -> Cluster:
@@ -106,16 +106,16 @@ def as_tried(folder: Path, plain: Cluster, cluster_hash: str, plan: Plan) -> Clu
     return _as_found(plain, load(path, DeviceTrial) if path.exists() else None, plan.model, train)
 
 
-def tried(one: Case, plain: Cluster) -> DeviceTrial:
+def tried(case: Case, plain: Cluster) -> DeviceTrial:
     """A few steps of a case's model on the first device, of as many of its sequences as fit there."""
-    asked = msgspec.structs.replace(one.train, batch=one.cell.batch, steps=1)
-    train, at = pace.fitting(one.model, asked, plain, engine("farspan")), first_device(plain)
+    wanted = msgspec.structs.replace(case.train, batch=case.cell.batch, steps=1)
+    train, at = pace.fitting(case.model, wanted, plain, engine("farspan")), first_device(plain)
     if isinstance(train, Problem):
         return DeviceTrial(why=f"{train.what}: {train.fact}")
     try:
         with Probe(plain.machines[0], threads=at.threads, device=0) as probe:
             return DeviceTrial(
-                probe=probe.measure(at, one.model, train, precisions=(train.precision,), seconds=PROBE_S)
+                probe=probe.measure(at, case.model, train, precisions=(train.precision,), seconds=PROBE_S)
             )
     except Refusal as refusal:
         return DeviceTrial(why=f"{refusal.problem.what}: {refusal.problem.fact}")

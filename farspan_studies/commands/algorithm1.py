@@ -73,57 +73,60 @@ def select(
         return trials.run(plan, limits(plan, resolved.cluster, step_s, steps))
 
     console.say(f"epsilon: {steps} steps of each; delta: {delta:g}; T in TFLOP/s a device, 0 for what fails")
-    found = choose(
+    result = choose(
         resolved.cluster, choosing.question_of(resolved, asked), measure, delta,
-        say=lambda one: console.say(f"  {said(one)}"),
+        say=lambda candidate: console.say(f"  {said(candidate)}"),
     )  # fmt: skip
-    console.say(f"  {'Tz':5} {found.speeds.tz:.4g}")
-    console.say(paragraph(sentence(found, delta)))
-    answer = {"algorithm": "paper", **msgspec.to_builtins(found)}
-    if found.plan is None:
-        what, failed = "Algorithm 1 chooses nothing", failures(found)
+    console.say(f"  {'Tz':5} {result.speeds.tz:.4g}")
+    console.say(paragraph(sentence(result, delta)))
+    answer = {"algorithm": "paper", **msgspec.to_builtins(result)}
+    if result.plan is None:
+        what, failed = "Algorithm 1 chooses nothing", failures(result)
         # A worker that the kernel killed is lost, as problems go, and out of memory as a trial.
-        killed = any(one.trial is not None and one.trial.status == "oom" for one in found.candidates)
+        killed = any(candidate.trial is not None and candidate.trial.status == "oom" for candidate in result.candidates)
         short = killed or any(problem.code == "out-of-memory" for problem in failed)
-        told = f" The first: {failed[0].what} ({failed[0].fact})." if failed else ""
+        detail = f" The first: {failed[0].what} ({failed[0].fact})." if failed else ""
         raise Refusal(
             "out-of-memory" if short else "cannot-plan",
             what=f"{what}: more GPU memory is needed" if short else f"{what}: all of its plans failed",
-            where="--algorithm paper", fact=f"{sentence(found, delta)}{told}",
+            where="--algorithm paper", fact=f"{sentence(result, delta)}{detail}",
             remedy=command("select", *words_again(given), "--algorithm", "farspan"),
         )  # fmt: skip
-    return found.plan, answer
+    return result.plan, answer
 
 
-def failures(found: Found) -> list[Problem]:
+def failures(result: Found) -> list[Problem]:
     """Why plans did not run, or could not be made."""
-    tried = [one.problem or (None if one.trial is None else one.trial.problem) for one in found.candidates]
+    tried = [
+        candidate.problem or (None if candidate.trial is None else candidate.trial.problem)
+        for candidate in result.candidates
+    ]
     return [problem for problem in tried if problem is not None]
 
 
-def said(one: Candidate) -> str:
+def said(candidate: Candidate) -> str:
     """`Tp    0.0123  pipeshard on both: 1.2 s a step`."""
-    where = ("both machines", "machine 1", "machine 2")[one.machine]
-    if one.trial is not None and one.trial.step_s is not None:
-        told = f"{short_time(one.trial.step_s)} a step"
+    where = ("both machines", "machine 1", "machine 2")[candidate.machine]
+    if candidate.trial is not None and candidate.trial.step_s is not None:
+        outcome = f"{short_time(candidate.trial.step_s)} a step"
     else:
-        told = "no plan" if one.problem is None else f"{one.problem.what} ({one.problem.fact})"
-    return f"{one.name.capitalize():5} {one.tflops:<8.4g} {one.technique} on {where}: {told}"
+        outcome = "no plan" if candidate.problem is None else f"{candidate.problem.what} ({candidate.problem.fact})"
+    return f"{candidate.name.capitalize():5} {candidate.tflops:<8.4g} {candidate.technique} on {where}: {outcome}"
 
 
-def sentence(found: Found, delta: float) -> str:
+def sentence(result: Found, delta: float) -> str:
     """Why the algorithm chose what it chose, with its numbers."""
-    tp, tz, chosen = found.speeds.tp, found.speeds.tz, found.decision
+    tp, tz, chosen = result.speeds.tp, result.speeds.tz, result.decision
     if chosen.step == "1":
         return f"Pipeshard on both: (Tp - Tz) / Tz = {(tp - tz) / tz:.2f} > {delta:g}."
     if chosen.step == "2":
         name, share = str(chosen.technique).capitalize(), (tz - tp) / tp
         return f"{name} on machine {chosen.machine}: (Tz - Tp) / Tp = {share:.2f} > {delta:g}."
     if tp > 0 and tz > 0:
-        told = f"Neither of Tp = {tp:.4g} and Tz = {tz:.4g} exceeds the other by more than {delta:g}"
+        reason = f"Neither of Tp = {tp:.4g} and Tz = {tz:.4g} exceeds the other by more than {delta:g}"
     else:
-        told = f"{'Tz' if tz == 0 else 'Tp'} is 0, so that neither is compared with it"
-    return f"{told}: ZeRO2 on both{'' if chosen.technique else ', which does not run'}."
+        reason = f"{'Tz' if tz == 0 else 'Tp'} is 0, so that neither is compared with it"
+    return f"{reason}: ZeRO2 on both{'' if chosen.technique else ', which does not run'}."
 
 
 def _refused(flag: str, value: object, fact: str, remedy: str) -> Refusal:

@@ -37,8 +37,8 @@ def run(given: argparse.Namespace, console: Console) -> None:
     results = Results(given.out or Path("bench") / matrix.name)
     rows = measure(matrix, results, console, agreed=given.yes, retry=given.retry)
     counts: dict[str, Any] = dict(Counter(row.status for row in rows))
-    told = ", ".join(f"{count} {status}" for status, count in counts.items())
-    console.say(f"{len(rows)} cells: {told}; {results.table}; look at them: {command('report', results.folder)}")
+    by_status = ", ".join(f"{count} {status}" for status, count in counts.items())
+    console.say(f"{len(rows)} cells: {by_status}; {results.table}; look at them: {command('report', results.folder)}")
     console.answer({"folder": str(results.folder), "table": str(results.table), "counts": counts, "rows": rows})
 
 

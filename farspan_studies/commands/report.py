@@ -48,9 +48,9 @@ def paper(name: str, console: Console, *, predicted: bool) -> bool:
 
     if name in SOURCES:
         title, fabric = f"{name}, {SOURCES[name]}", name == "fabric"
-        found = rows(name) if fabric or predicted else as_plotted(rows(name))
+        shown_rows = rows(name) if fabric or predicted else as_plotted(rows(name))
         show(
-            found, Path(f"{name}-report"), title, console, predicted=predicted, kind="Paper",
+            shown_rows, Path(f"{name}-report"), title, console, predicted=predicted, kind="Paper",
             drawn=drawn_slices(predicted=predicted) if fabric else (),
             more=() if fabric else results.sizes(sizes(), fitted_shape),
         )  # fmt: skip
@@ -67,16 +67,16 @@ def show(
     from farspan_studies.pages.results_page import counts, write_results
 
     page, tables = write_results(rows, folder, title, predicted=predicted, kind=kind, drawn=drawn, more=more)
-    found = results.tables(results.points(rows, predicted=predicted))
-    for one in found if len(found) <= SHOWN else ():
+    text_tables = results.tables(results.points(rows, predicted=predicted))
+    for text_table in text_tables if len(text_tables) <= SHOWN else ():
         marked = [
             tuple(f"{cell} *" if place == best else cell for place, cell in enumerate(row))
-            for row, best in zip(one.rows, one.best, strict=True)
+            for row, best in zip(text_table.rows, text_table.best, strict=True)
         ]
-        console.say(f"{one.title} (* the best, x out of memory, - no plan)")
-        for line in table([one.heads, *marked]):
+        console.say(f"{text_table.title} (* the best, x out of memory, - no plan)")
+        for line in table([text_table.heads, *marked]):
             console.say(line)
         console.say()
     console.say(f"{len(rows)} cells: {counts(rows, predicted=predicted)}")
     console.say(f"page: {page}; tables for a paper: {tables}")
-    console.answer({"folder": str(folder), "page": str(page), "tables": found, "rows": rows})
+    console.answer({"folder": str(folder), "page": str(page), "tables": text_tables, "rows": rows})

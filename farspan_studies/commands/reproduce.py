@@ -129,12 +129,12 @@ def _say_surface(console: Console, surface: Sequence[Any]) -> None:
         "by attention on 8 GPUs": "attention",
     }  # fmt: skip
     for title, axis in shown.items():
-        values = list(dict.fromkeys(getattr(one, axis) for one in surface))
+        values = list(dict.fromkeys(getattr(setting, axis) for setting in surface))
         table = Table("GPU", "model", *(f">{value}" for value in values))
-        for gpu, model in dict.fromkeys((one.gpu, one.model) for one in surface):
-            own = [one for one in surface if (one.gpu, one.model) == (gpu, model)]
-            own = own if axis == "devices" else [one for one in own if one.devices == 8]
-            tops = [best([one for one in own if getattr(one, axis) == value]) for value in values]
+        for gpu, model in dict.fromkeys((setting.gpu, setting.model) for setting in surface):
+            own = [setting for setting in surface if (setting.gpu, setting.model) == (gpu, model)]
+            own = own if axis == "devices" else [setting for setting in own if setting.devices == 8]
+            tops = [best([setting for setting in own if getattr(setting, axis) == value]) for value in values]
             table.add(gpu, model[4:], *("-" if top is None else f"{top.plotted:,.0f}" for top in tops))
         console.say(f"Predicted, {title}:")
         table.say(console)
@@ -144,8 +144,8 @@ def _say_rest(console: Console, answer: dict[str, Any], columns: Sequence[str]) 
     for finding in answer["findings"]:
         console.say(f"- {finding}")
     console.say("Fitted constants (all global):")
-    for one in answer["parameters"]:
-        console.say(f"  {one['name']} = {one['value']:.4g}: {one['fitted_on']}")
+    for parameter in answer["parameters"]:
+        console.say(f"  {parameter['name']} = {parameter['value']:.4g}: {parameter['fitted_on']}")
     table = Table("constant", "moved to", *(f">{column}" for column in columns))
     for row in answer["sensitivity"]:
         cells = [f"{row[column]}" if isinstance(row[column], int) else f"{row[column]:.1%}" for column in columns]

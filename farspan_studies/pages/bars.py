@@ -47,14 +47,14 @@ class Bars(msgspec.Struct, frozen=True):
     @property
     def text(self) -> str:
         """What a reader who sees no picture needs: each group's least and most."""
-        told = []
+        parts = []
         for place, group in enumerate(self.groups):
             known = [(bars[place].value, name) for name, bars in self.series]
-            found = [(value, name) for value, name in known if value is not None]
-            if found:
-                low, high = min(found), max(found)
-                told.append(f"{group}: least {low[0]:.4g} ({low[1]}), most {high[0]:.4g} ({high[1]})")
-        return f"{self.unit}. {'; '.join(told)}."
+            values = [(value, name) for value, name in known if value is not None]
+            if values:
+                low, high = min(values), max(values)
+                parts.append(f"{group}: least {low[0]:.4g} ({low[1]}), most {high[0]:.4g} ({high[1]})")
+        return f"{self.unit}. {'; '.join(parts)}."
 
 
 class Dot(msgspec.Struct, frozen=True):
@@ -129,7 +129,7 @@ def bars_csv(chart: Bars) -> str:
     for place, group in enumerate(chart.groups):
         for name, bars in chart.series:
             bar = bars[place]
-            figures = ("" if one is None else f"{one:.6g}" for one in (bar.value, *(bar.span or (None, None))))
+            figures = ("" if value is None else f"{value:.6g}" for value in (bar.value, *(bar.span or (None, None))))
             rows.append(",".join((cell(group), cell(name), *figures, cell(bar.note))))
     return "\n".join(rows) + "\n"
 

@@ -29,26 +29,26 @@ def drawn_bench(rows: Sequence[Row], folder: Path, *, predicted: bool) -> list[D
     from farspan_studies.bench.trials import as_tried
     from farspan_studies.pages.drawn import Drawn
 
-    results, found = Results(folder), list[Drawn]()
+    results, drawings = Results(folder), list[Drawn]()
     for name in dict.fromkeys(row.cell.cluster for row in rows):
-        here = [row for row in rows if row.cell.cluster == name]
-        cluster = results.cluster(here[0].cluster_hash)
-        done = [(step_s / row.step_tokens, row) for row in here
+        own_rows = [row for row in rows if row.cell.cluster == name]
+        cluster = results.cluster(own_rows[0].cluster_hash)
+        done = [(step_s / row.step_tokens, row) for row in own_rows
                 if (step_s := row.predicted_s if predicted else row.step_s) is not None]  # fmt: skip
         top = min(done, key=lambda pair: pair[0])[1] if done else None
         if top is None or top.plan_hash is None:
-            found.append(Drawn(name, cluster))
+            drawings.append(Drawn(name, cluster))
         else:
-            told, plan = f"{top.cell.technique} of {top.cell.model}", results.plan(top.plan_hash)
-            found.append(_drawn(name, plan, as_tried(results.trials, cluster, top.cluster_hash, plan), told))
-    return found
+            caption, plan = f"{top.cell.technique} of {top.cell.model}", results.plan(top.plan_hash)
+            drawings.append(_drawn(name, plan, as_tried(results.trials, cluster, top.cluster_hash, plan), caption))
+    return drawings
 
 
-def _drawn(name: str, plan: Plan, cluster: Cluster, told: str) -> Drawn:
+def _drawn(name: str, plan: Plan, cluster: Cluster, caption: str) -> Drawn:
     from farspan.estimate.price import price
     from farspan.planning.why import costs_of
     from farspan.report.plan_picture import picture
     from farspan_studies.pages.drawn import Drawn
 
     costs = costs_of(plan, cluster)
-    return Drawn(name, cluster, told, picture(plan, price(plan, costs), costs))
+    return Drawn(name, cluster, caption, picture(plan, price(plan, costs), costs))

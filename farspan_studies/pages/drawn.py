@@ -42,26 +42,26 @@ class Drawn(msgspec.Struct, frozen=True):
         """A line for every group of devices, and for every link that a step crosses."""
         assert self.picture is not None
         file = io.StringIO()
-        made = csv.writer(file, lineterminator="\n")
-        made.writerow(("what", "where", "does", "bytes", "round trip, s", "bytes/s"))
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("what", "where", "does", "bytes", "round trip, s", "bytes/s"))
         for box in self.picture.boxes:
             does = f"{stage_line(self.picture, box)}, {rows_line(box)}"
-            made.writerow((box.name, box.host, does, round(box.memory.total), "", ""))
+            writer.writerow((box.name, box.host, does, round(box.memory.total), "", ""))
         for flow in self.picture.flows:
-            made.writerow(
+            writer.writerow(
                 ("link", f"{flow.a} - {flow.b}", flow.what, round(flow.total), flow.rtt_s, f"{flow.rate:.6g}")
             )
         return file.getvalue()
 
 
-def clusters(found: Sequence[Drawn]) -> Table | None:
+def clusters(drawings: Sequence[Drawn]) -> Table | None:
     """What each cluster is: devices by site, and the links between them; the FABRIC paper's table I."""
     lines = []
-    for one in found:
-        sites = [f"{site.name}: {_devices(site.hosts)}" for site in one.sites.sites]
-        trips = dict.fromkeys(short_time(link.rtt_s) for link in one.sites.links)
-        rates = dict.fromkeys(format_rate(link.bandwidth) for link in one.sites.links if link.bandwidth)
-        lines.append((one.cluster, "; ".join(sites), ", ".join(trips), ", ".join(rates)))
+    for drawing in drawings:
+        sites = [f"{site.name}: {_devices(site.hosts)}" for site in drawing.sites.sites]
+        trips = dict.fromkeys(short_time(link.rtt_s) for link in drawing.sites.links)
+        rates = dict.fromkeys(format_rate(link.bandwidth) for link in drawing.sites.links if link.bandwidth)
+        lines.append((drawing.cluster, "; ".join(sites), ", ".join(trips), ", ".join(rates)))
     heads = ("", "devices", "round trip", "line rate")
     # What is known of none is not told.
     kept = [place for place in range(len(heads)) if any(line[place] for line in lines)]

@@ -33,28 +33,28 @@ def rows(name: str) -> list[Row]:
 def slices(predicted: bool) -> list[fabric_study.Case]:
     """Of every slice of the FABRIC study, all devices: the plan of gpt2m with the fewest minutes, as printed or as
     predicted."""
-    found: dict[str, tuple[float, fabric_study.Case]] = {}
+    fewest: dict[str, tuple[float, fabric_study.Case]] = {}
     used = engine(ENGINES["fabric"])
     for case in fabric_study.cases():
         row = case.row
         if row.model == "gpt2m" and row.minutes is not None and row.devices == len(case.cluster.devices) == 4:
             minutes = fabric_study.minutes(case, used) if predicted else row.minutes
-            if row.slice not in found or minutes < found[row.slice][0]:
-                found[row.slice] = (minutes, case)
-    return [case for _, case in found.values()]
+            if row.slice not in fewest or minutes < fewest[row.slice][0]:
+                fewest[row.slice] = (minutes, case)
+    return [case for _, case in fewest.values()]
 
 
 def sizes() -> list[tuple[str, float, float, float]]:
     """Family, parameters, width and layers of the models that the cost study fitted, and of its own four."""
     paper = study()
-    found = [(one.family, 1e9 * one.billions, float(one.d_model), float(one.layers)) for one in paper.sizes]
+    fitted = [(size.family, 1e9 * size.billions, float(size.d_model), float(size.layers)) for size in paper.sizes]
     own = [models.preset(name).spec for name in (*paper.fitted_on, *paper.held_out)]
-    return [*found, *(("the study's own", float(parameters(one)), one.d_model, one.layers) for one in own)]
+    return [*fitted, *(("the study's own", float(parameters(spec)), spec.d_model, spec.layers) for spec in own)]
 
 
 def fabric(engine: Engine) -> list[Row]:
     """arXiv 2602.02632: every row of its tables and figures, on both machines and on one."""
-    settings, found = published().settings, []
+    settings, table_rows = published().settings, []
     run = float(settings.epochs * settings.tokens_per_epoch)
     for case, cell in zip(fabric_study.cases(), fabric_study.cells(engine), strict=True):
         train, devices = case.plan.train, case.row.devices
@@ -69,7 +69,7 @@ def fabric(engine: Engine) -> list[Row]:
         predicted = cell.minutes * 60 / steps if cell.status == "ok" else None
         hosts = [host.name for host in case.cluster.hosts]
         link = case.cluster.link(*hosts) if len(hosts) == 2 else None
-        made = _row(
+        row = _row(
             "fabric",
             Cell(
                 cluster=case.row.slice, model=case.row.model, technique=case.row.technique, devices=str(devices),
@@ -82,49 +82,49 @@ def fabric(engine: Engine) -> list[Row]:
             interval=(low, high), memory=cell.memory_bytes, rtt_s=None if link is None else link.rtt_s,
         )  # fmt: skip
         # Only what was printed: of some rows minutes and TFLOP/s do not agree, of others one is missing.
-        told = {} if case.row.tflops is None else {"tflops_per_device": case.row.tflops}
-        found.append(msgspec.structs.replace(made, minutes=case.row.minutes, **told))
-    return found
+        printed = {} if case.row.tflops is None else {"tflops_per_device": case.row.tflops}
+        table_rows.append(msgspec.structs.replace(row, minutes=case.row.minutes, **printed))
+    return table_rows
 
 
 def slm_cost(engine: Engine) -> list[Row]:
     """arXiv 2410.19456: its grid as predicted, and the points of its figure 3 as printed."""
-    paper, found = study(), []
-    printed = {(one.model, one.scheme, one.devices): one.plotted for one in paper.points}
+    paper, grid_rows = study(), []
+    printed = {(point.model, point.scheme, point.devices): point.plotted for point in paper.points}
     tops = {
         (cell.model, cell.scheme, cell.devices, cell.batch, cell.attention): cell.published
         for cell in cost_study.study_cells(engine)
     }
-    for one in cost_study.surface(engine):
-        ratio = paper.price_ratios[one.gpu]
-        model = models.preset(one.model).spec
-        tokens = one.batch * one.devices * paper.sequence
-        usd = ratio * paper.a100_40_usd_per_hour * one.devices
-        key = (one.model, one.scheme, one.devices, one.batch, one.attention)
-        plotted = tops.get(key) if one.gpu == "a100-80" and key[:3] in printed else None
-        found.append(_row(
+    for priced in cost_study.surface(engine):
+        ratio = paper.price_ratios[priced.gpu]
+        model = models.preset(priced.model).spec
+        tokens = priced.batch * priced.devices * paper.sequence
+        usd = ratio * paper.a100_40_usd_per_hour * priced.devices
+        key = (priced.model, priced.scheme, priced.devices, priced.batch, priced.attention)
+        plotted = tops.get(key) if priced.gpu == "a100-80" and key[:3] in printed else None
+        grid_rows.append(_row(
             "slm-cost",
             Cell(
-                cluster=one.gpu, model=one.model, technique=one.scheme, devices=str(one.devices), batch=one.batch,
+                cluster=priced.gpu, model=priced.model, technique=priced.scheme, devices=str(priced.devices), batch=priced.batch,
                 seq_len=paper.sequence, precision="bf16",
-                attention="sdpa" if one.attention == "sdpa" else "vanilla", repeat=0,
+                attention="sdpa" if priced.attention == "sdpa" else "vanilla", repeat=0,
             ),
-            status="ok" if one.fits else "oom", cause="" if one.fits else "predicted to need more memory",
-            used=one.devices, rows=one.batch * one.devices, parameters=parameters(model), step_tokens=tokens,
-            step_flops=1e12 * alpa_tflops(model, one.batch * one.devices, paper.sequence, 1.0, 1),
+            status="ok" if priced.fits else "oom", cause="" if priced.fits else "predicted to need more memory",
+            used=priced.devices, rows=priced.batch * priced.devices, parameters=parameters(model), step_tokens=tokens,
+            step_flops=1e12 * alpa_tflops(model, priced.batch * priced.devices, paper.sequence, 1.0, 1),
             run_tokens=20.0 * parameters(model),
-            step_s=None if plotted is None else tokens / (plotted * one.devices * ratio),
-            predicted=tokens / (one.plotted * one.devices * ratio) if one.fits else None, interval=(1.0, 1.0),
-            memory=one.memory_bytes, usd_per_hour=usd,
+            step_s=None if plotted is None else tokens / (plotted * priced.devices * ratio),
+            predicted=tokens / (priced.plotted * priced.devices * ratio) if priced.fits else None, interval=(1.0, 1.0),
+            memory=priced.memory_bytes, usd_per_hour=usd,
         ))  # fmt: skip
-    return found
+    return grid_rows
 
 
-def as_plotted(found: list[Row]) -> list[Row]:
+def as_plotted(grid_rows: list[Row]) -> list[Row]:
     """The cost study's printed points alone: each is the best over batch and attention, which are not told (0)."""
     return [
         msgspec.structs.replace(row, cell=msgspec.structs.replace(row.cell, batch=0, attention="sdpa"))
-        for row in found if row.step_s is not None
+        for row in grid_rows if row.step_s is not None
     ]  # fmt: skip
 
 
@@ -134,7 +134,7 @@ def _row(
 ) -> Row:  # fmt: skip
     """A row whose printed step, where there is one, counts as measured."""
     low, high = interval
-    made = Row(
+    row = Row(
         matrix=name, cell=cell, key=content_hash(cell), cluster_hash=cell.cluster, model_hash=cell.model,
         plan_hash=None,
         predicted_s=predicted, predicted_low_s=None if predicted is None else low * predicted,
@@ -142,6 +142,6 @@ def _row(
         machine=f"as printed in {SOURCES[name]}", farspan=__version__, **more,
     )  # fmt: skip
     if step_s is None:
-        return made
-    found = msgspec.structs.asdict(figures(made, step_s))
-    return msgspec.structs.replace(made, step_s=step_s, steps_s=(step_s,), **found)
+        return row
+    derived = msgspec.structs.asdict(figures(row, step_s))
+    return msgspec.structs.replace(row, step_s=step_s, steps_s=(step_s,), **derived)

@@ -60,7 +60,7 @@ def points(rows: Iterable[Row], *, predicted: bool = False) -> list[Point]:
     """The cells of a bench whose cluster has the devices for them, in the order in which they first came; with
     `predicted` as they were foretold."""
     groups: dict[str, list[Row]] = {}
-    for row in (one for one in rows if one.used):
+    for row in (cell_row for cell_row in rows if cell_row.used):
         groups.setdefault(msgspec.json.encode(msgspec.structs.replace(row.cell, repeat=0)).decode(), []).append(row)
     newest = map(_newest, groups.values())
     return [(_foretold(group[-1]) if predicted else _measured(group)) for group in newest]
@@ -82,7 +82,7 @@ def _measured(group: Sequence[Row]) -> Point:
         return Point(group[-1], None, None, None, None, None, True)
 
     def middle(value: Callable[[Row], float | None]) -> float | None:
-        known = [found for row in done if (found := value(row)) is not None]
+        known = [figure for row in done if (figure := value(row)) is not None]
         return median(known) if known else None
 
     minutes = [row.minutes for row in done if row.minutes is not None]
@@ -98,51 +98,51 @@ def _foretold(row: Row) -> Point:
         if row.status == "ok":  # It ran; what is drawn here is what was foretold.
             row = msgspec.structs.replace(row, status="oom", cause="predicted to need more memory")
         return Point(row, None, None, None, None, None, False)
-    told = figures(row, row.predicted_s)
+    derived = figures(row, row.predicted_s)
     span = None
     if row.predicted_low_s is not None and row.predicted_high_s is not None:
         span = (figures(row, row.predicted_low_s).minutes, figures(row, row.predicted_high_s).minutes)
-    return Point(row, told.minutes, row.predicted_s, told.tflops_per_device, told.tokens_per_usd, span, False)
+    return Point(row, derived.minutes, row.predicted_s, derived.tflops_per_device, derived.tokens_per_usd, span, False)
 
 
-def distinct(found: Iterable[Point], key: Callable[[Row], object]) -> list[str]:
+def distinct(points: Iterable[Point], key: Callable[[Row], object]) -> list[str]:
     """The values of a setting, in the order in which they came."""
-    return list(dict.fromkeys(str(key(one.row)) for one in found))
+    return list(dict.fromkeys(str(key(point.row)) for point in points))
 
 
-def best(found: Sequence[Point], value: Callable[[Point], float | None], *, most: bool) -> Point | None:
+def best(points: Sequence[Point], value: Callable[[Point], float | None], *, most: bool) -> Point | None:
     """Of the points that have the value the one with the least, or the most."""
-    known = [one for one in found if value(one) is not None]
+    known = [point for point in points if value(point) is not None]
     if not known:
         return None
-    return (max if most else min)(known, key=lambda one: value(one) or 0.0)
+    return (max if most else min)(known, key=lambda point: value(point) or 0.0)
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
 
 
 def bars(
-    found: Sequence[Point], *, name: str, title: str, unit: str, group: Callable[[Row], object],
+    points: Sequence[Point], *, name: str, title: str, unit: str, group: Callable[[Row], object],
     series: Callable[[Row], object], value: Callable[[Point], float | None], most: bool,
 ) -> Bars | None:  # fmt: skip
     """A bar for every pair of settings: the best of its points, or a cross that says why there is none."""
-    groups, names = distinct(found, group), distinct(found, series)
-    made = []
-    for one in names:
+    groups, names = distinct(points, group), distinct(points, series)
+    series_bars = []
+    for label in names:
         row = []
         for where in groups:
-            here = [p for p in found if str(group(p.row)) == where and str(series(p.row)) == one]
-            top = best(here, value, most=most)
+            own = [p for p in points if str(group(p.row)) == where and str(series(p.row)) == label]
+            top = best(own, value, most=most)
             if top is not None:
-                note = _settings(top.row) if len({_settings(p.row) for p in here}) > 1 else ""
+                note = _settings(top.row) if len({_settings(p.row) for p in own}) > 1 else ""
                 row.append(Bar(value(top), note, span=top.span if unit == "minutes" else None))
             else:
-                row.append(Bar(None, here[0].why, here[0].mark) if here else Bar(None))
-        made.append((one, tuple(row)))
-    values = [bar.value for _, row in made for bar in row if bar.value is not None]
+                row.append(Bar(None, own[0].why, own[0].mark) if own else Bar(None))
+        series_bars.append((label, tuple(row)))
+    values = [bar.value for _, row in series_bars for bar in row if bar.value is not None]
     if not values:
         return None
-    return Bars(name, title, unit, tuple(groups), tuple(made), spread(values))
+    return Bars(name, title, unit, tuple(groups), tuple(series_bars), spread(values))
 
 
 def _settings(row: Row) -> str:
@@ -150,26 +150,26 @@ def _settings(row: Row) -> str:
     return ", ".join((row.cell.technique, f"{a_device} a device", *more))
 
 
-def _varied(found: Sequence[Point]) -> dict[str, Callable[[Row], object]]:
+def _varied(points: Sequence[Point]) -> dict[str, Callable[[Row], object]]:
     """The settings that points differ in."""
-    return {name: setting for name, setting in SETTINGS.items() if len(distinct(found, setting)) > 1}
+    return {name: setting for name, setting in SETTINGS.items() if len(distinct(points, setting)) > 1}
 
 
-def crowded(found: Sequence[Point]) -> list[str]:
+def crowded(points: Sequence[Point]) -> list[str]:
     """Clusters with more groups of bars than a figure stays readable with."""
     return [
-        cluster for cluster in distinct(found, lambda row: row.cell.cluster)
-        if len(_groups([one for one in found if one.row.cell.cluster == cluster])) > MOST_GROUPS
+        cluster for cluster in distinct(points, lambda row: row.cell.cluster)
+        if len(_groups([point for point in points if point.row.cell.cluster == cluster])) > MOST_GROUPS
     ]  # fmt: skip
 
 
-def studies(found: Sequence[Point]) -> list[Bars]:
+def studies(points: Sequence[Point]) -> list[Bars]:
     """Minutes and TFLOP/s of every technique, a figure a cluster: what runs on which devices, as the FABRIC paper's
     figures 3 to 7 show it."""
-    made: list[Bars] = []
-    for cluster in (one for one in distinct(found, lambda row: row.cell.cluster) if one not in crowded(found)):
-        here = [one for one in found if one.row.cell.cluster == cluster]
-        models, devices = (distinct(here, key) for key in (_model, _devices))
+    charts: list[Bars] = []
+    for cluster in (name for name in distinct(points, lambda row: row.cell.cluster) if name not in crowded(points)):
+        own = [point for point in points if point.row.cell.cluster == cluster]
+        models, devices = (distinct(own, key) for key in (_model, _devices))
 
         def group(row: Row, both: bool = len(models) > 1, several: bool = len(devices) > 1) -> str:
             parts = ([_model(row)] if both or not several else []) + ([_devices(row)] if several else [])
@@ -177,18 +177,18 @@ def studies(found: Sequence[Point]) -> list[Bars]:
 
         slug = "".join(mark if mark.isalnum() else "-" for mark in cluster.lower())
         for key, unit, value, most in (
-            ("minutes", "minutes", lambda one: one.minutes, False),
-            ("tflops", "TFLOP/s a device", lambda one: one.tflops, True),
+            ("minutes", "minutes", lambda point: point.minutes, False),
+            ("tflops", "TFLOP/s a device", lambda point: point.tflops, True),
         ):
             figure = bars(
-                here, name=f"{key}-{slug}", title=f"{cluster}: {unit}", unit=unit, group=group,
+                own, name=f"{key}-{slug}", title=f"{cluster}: {unit}", unit=unit, group=group,
                 series=lambda row: row.cell.technique, value=value, most=most,
             )  # fmt: skip
-            made += [figure] if figure is not None else []
-    return made
+            charts += [figure] if figure is not None else []
+    return charts
 
 
-def prices(found: Sequence[Point]) -> list[Bars]:
+def prices(points: Sequence[Point]) -> list[Bars]:
     """Tokens for a dollar by what varies, the best over all else, as the SLM cost paper's figures 1 to 4 show it."""
     axes: tuple[tuple[str, str, Callable[[Row], object]], ...] = (
         ("batch", "sequences a device", lambda row: row.cell.batch),
@@ -197,63 +197,63 @@ def prices(found: Sequence[Point]) -> list[Bars]:
         ("attention", "attention", lambda row: row.cell.attention),
         ("precision", "precision", lambda row: row.cell.precision),
     )
-    made: list[Bars] = []
-    clusters = distinct(found, lambda row: row.cell.cluster)
+    charts: list[Bars] = []
+    clusters = distinct(points, lambda row: row.cell.cluster)
     # Clusters share a figure where it stays readable.
-    shared = len(distinct(found, _place)) <= MOST_GROUPS / 2
+    shared = len(distinct(points, _place)) <= MOST_GROUPS / 2
     for key, words, setting in axes:
         for cluster in ("",) if shared else clusters:
-            here = [one for one in found if shared or one.row.cell.cluster == cluster]
-            if len(distinct(here, setting)) < 2:
+            own = [point for point in points if shared or point.row.cell.cluster == cluster]
+            if len(distinct(own, setting)) < 2:
                 continue
             figure = bars(
-                here, name=f"usd-{key}{cluster and '-'}{cluster}",
+                own, name=f"usd-{key}{cluster and '-'}{cluster}",
                 title=f"{cluster}{cluster and ': '}{'t' if cluster else 'T'}okens for a dollar by {words}",
                 unit="tokens for a dollar", group=_place if shared else _model, series=setting,
-                value=lambda one: one.tokens_per_usd, most=True,
+                value=lambda point: point.tokens_per_usd, most=True,
             )  # fmt: skip
-            made += [figure] if figure is not None else []
-    return made
+            charts += [figure] if figure is not None else []
+    return charts
 
 
-def latency(found: Sequence[Point]) -> list[Chart]:
+def latency(points: Sequence[Point]) -> list[Chart]:
     """Seconds a step over the round trip, a line a technique, a figure for steps of so many tokens of a model; of
     plans over several sites."""
-    made: list[Chart] = []
-    sizes = list(dict.fromkeys((_model(one.row), one.row.step_tokens) for one in found))
+    charts: list[Chart] = []
+    sizes = list(dict.fromkeys((_model(point.row), point.row.step_tokens) for point in points))
     for model, tokens in sizes:
-        here = [one for one in found if (_model(one.row), one.row.step_tokens) == (model, tokens)]
-        here = [one for one in here if one.row.rtt_s is not None]
-        trips = sorted({one.row.rtt_s for one in here if one.row.rtt_s is not None})
+        own = [point for point in points if (_model(point.row), point.row.step_tokens) == (model, tokens)]
+        own = [point for point in own if point.row.rtt_s is not None]
+        trips = sorted({point.row.rtt_s for point in own if point.row.rtt_s is not None})
         if len(trips) < 2:
             continue
         series = []
-        for number, technique in enumerate(distinct(here, lambda row: row.cell.technique)):
+        for number, technique in enumerate(distinct(own, lambda row: row.cell.technique)):
             tops = [
-                best([p for p in here if p.row.cell.technique == technique and p.row.rtt_s == rtt_s],
-                     lambda one: one.step_s, most=False)
+                best([p for p in own if p.row.cell.technique == technique and p.row.rtt_s == rtt_s],
+                     lambda point: point.step_s, most=False)
                 for rtt_s in trips
             ]  # fmt: skip
             steps = [None if top is None else top.step_s for top in tops]
             if any(step is not None for step in steps):
                 series.append(Series(technique, steps, "line", tint(number)))
-        values = [value for one in series for value in one.values if value is not None]
+        values = [value for line in series for value in line.values if value is not None]
         axis = Axis("round trip (ms)", [1e3 * rtt_s for rtt_s in trips])
-        name = f"latency-{len(made)}"
+        name = f"latency-{len(charts)}"
         if series:
             scale = spread(values)
             of = f"{model}, steps of {format_count(tokens)} tokens" if len(sizes) > len(dict(sizes)) else model
-            made.append(Chart(name, f"{of}: seconds a step by round trip", axis, tuple(series), scale))
-    return made
+            charts.append(Chart(name, f"{of}: seconds a step by round trip", axis, tuple(series), scale))
+    return charts
 
 
-def budgets(found: Sequence[Point]) -> Chart | None:
+def budgets(points: Sequence[Point]) -> Chart | None:
     """What a scaling law expects of each model's loss for a budget, spent in its cheapest setting: loss a dollar of
     arXiv 2410.19456, whose loss a token is here the law's (`estimate.loss`), not a constant."""
     tops = {}
-    for model in distinct(found, _model):
-        here = [one for one in found if _model(one.row) == model]
-        if (top := best(here, lambda one: one.tokens_per_usd, most=True)) and top.tokens_per_usd:
+    for model in distinct(points, _model):
+        own = [point for point in points if _model(point.row) == model]
+        if (top := best(own, lambda point: point.tokens_per_usd, most=True)) and top.tokens_per_usd:
             tops[model] = (top.row.parameters, top.tokens_per_usd)
     if not tops:
         return None
@@ -263,26 +263,26 @@ def budgets(found: Sequence[Point]) -> Chart | None:
     )
     usd = [low * (high / low) ** (step / BUDGETS) for step in range(BUDGETS + 1)]
     series = tuple(
-        Series(model, [loss(size, rate * one) for one in usd], "line", tint(number))
+        Series(model, [loss(size, rate * budget) for budget in usd], "line", tint(number))
         for number, (model, (size, rate)) in enumerate(tops.items())
     )
     return Chart("loss-usd", "Loss that a budget buys", Axis("dollars", usd, log=True), series)
 
 
-def sizes(found: Sequence[tuple[str, float, float, float]], fit: Callable[[float], tuple[float, float]]) -> list[Chart]:
+def sizes(specs: Sequence[tuple[str, float, float, float]], fit: Callable[[float], tuple[float, float]]) -> list[Chart]:
     """Width and layers over parameters, as points by family, and the fit through them: the cost study's figure 5.
     `found` has (family, parameters, width, layers); `fit` gives (width, layers)."""
-    over = sorted({size for _, size, _, _ in found})
+    over = sorted({size for _, size, _, _ in specs})
     smooth = sorted({*over, *(over[0] * (over[-1] / over[0]) ** (step / BUDGETS) for step in range(BUDGETS + 1))})
-    made = []
+    charts = []
     for place, what in enumerate(("width", "layers")):
         series = [Series("fit", [fit(size)[place] for size in smooth], "line", TINTS[0])]
-        for number, family in enumerate(dict.fromkeys(one[0] for one in found), start=1):
-            known = {size: (width, layers)[place] for name, size, width, layers in found if name == family}
+        for number, family in enumerate(dict.fromkeys(spec[0] for spec in specs), start=1):
+            known = {size: (width, layers)[place] for name, size, width, layers in specs if name == family}
             series.append(Series(family, [known.get(size) for size in smooth], "points", TINTS[number]))
         axis = Axis("parameters", smooth, log=True)
-        made.append(Chart(f"size-{what}", f"{what.capitalize()} by parameters", axis, tuple(series), "log"))
-    return made
+        charts.append(Chart(f"size-{what}", f"{what.capitalize()} by parameters", axis, tuple(series), "log"))
+    return charts
 
 
 def truth(rows: Iterable[Row]) -> Dots | None:
@@ -299,18 +299,18 @@ def truth(rows: Iterable[Row]) -> Dots | None:
     return Dots("truth", "Predicted against measured", "measured seconds a step", "predicted", names, dots, equal=True)
 
 
-def frontier(found: Sequence[Point]) -> Dots | None:
+def frontier(points: Sequence[Point]) -> Dots | None:
     """Minutes and dollars of each model's run, of the cells that no other of that model is both faster and cheaper
     than."""
-    known = [(one, one.minutes, one.minutes / 60 * one.row.usd_per_hour) for one in found
-             if one.minutes is not None and one.row.usd_per_hour]  # fmt: skip
-    names, dots = tuple(distinct((one for one, _, _ in known), _model)), []
+    known = [(point, point.minutes, point.minutes / 60 * point.row.usd_per_hour) for point in points
+             if point.minutes is not None and point.row.usd_per_hour]  # fmt: skip
+    names, dots = tuple(distinct((point for point, _, _ in known), _model)), []
     for number, model in enumerate(names):
         cheapest = math.inf
-        for one, minutes, usd in sorted((k for k in known if _model(k[0].row) == model), key=lambda k: k[1:]):
+        for point, minutes, usd in sorted((k for k in known if _model(k[0].row) == model), key=lambda k: k[1:]):
             if usd < cheapest:
                 cheapest = usd
-                dots.append(Dot(minutes, usd, f"{one.row.cell}: {minutes:.3g} minutes, {format_usd(usd)}", number))
+                dots.append(Dot(minutes, usd, f"{point.row.cell}: {minutes:.3g} minutes, {format_usd(usd)}", number))
     return Dots("frontier", "Time against money", "minutes", "dollars", names, tuple(dots)) if len(known) > 1 else None
 
 
@@ -340,62 +340,64 @@ class Table(msgspec.Struct, frozen=True):
     best: tuple[int | None, ...]
 
 
-def tables(found: Sequence[Point]) -> list[Table]:
+def tables(points: Sequence[Point]) -> list[Table]:
     """What a paper would print of a bench."""
-    return [*lasting(found), *bought(found)]
+    return [*lasting(points), *bought(points)]
 
 
-def lasting(found: Sequence[Point]) -> list[Table]:
+def lasting(points: Sequence[Point]) -> list[Table]:
     """Minutes of every technique, a line a cluster and setting, a table for every model on so many devices: the FABRIC
     paper's tables I and II. `x` is out of memory."""
-    made = []
-    techniques = distinct(found, lambda row: row.cell.technique)
-    for model, devices in _groups(found):
-        here = [one for one in found if (_model(one.row), _devices(one.row)) == (model, devices)]
-        lines, marks, varied = [], [], _varied(here)
-        for line in dict.fromkeys(_line(one.row, varied) for one in here):
-            row = [one for one in here if _line(one.row, varied) == line]
-            trips = [one.row.rtt_s for one in row if one.row.rtt_s is not None]
+    printed = []
+    techniques = distinct(points, lambda row: row.cell.technique)
+    for model, devices in _groups(points):
+        own = [point for point in points if (_model(point.row), _devices(point.row)) == (model, devices)]
+        lines, marks, varied = [], [], _varied(own)
+        for line in dict.fromkeys(_line(point.row, varied) for point in own):
+            row = [point for point in own if _line(point.row, varied) == line]
+            trips = [point.row.rtt_s for point in row if point.row.rtt_s is not None]
             cells, values = [], []
             for technique in techniques:
-                mine = [one for one in row if one.row.cell.technique == technique]
-                top = best(mine, lambda one: one.minutes, most=False)
+                mine = [point for point in row if point.row.cell.technique == technique]
+                top = best(mine, lambda point: point.minutes, most=False)
                 values.append(None if top is None else top.minutes)
                 cells.append(_cell(top, mine))
             known = [value for value in values if value is not None]
             marks.append(len(line) + 1 + values.index(min(known)) if known else None)
             lines.append((line[0], "" if not trips else f"{1e3 * trips[0]:.4g}", *line[1:], *cells))
         title, heads = f"{model} on {devices}, minutes", ("", "RTT ms", *varied, *techniques)
-        made.append(Table(title, heads, tuple(lines), tuple(marks)))
-    return made
+        printed.append(Table(title, heads, tuple(lines), tuple(marks)))
+    return printed
 
 
-def bought(found: Sequence[Point]) -> list[Table]:
+def bought(points: Sequence[Point]) -> list[Table]:
     """Tokens for a dollar of every technique, a line a setting, a table for every model on so many devices: the cost
     study's figures 1 to 4 as numbers."""
-    made = []
-    techniques = distinct(found, lambda row: row.cell.technique)
-    for model, devices in _groups(found):
-        here = [one for one in found if (_model(one.row), _devices(one.row)) == (model, devices)]
-        lines, marks, varied = [], [], _varied(here)
-        for line in dict.fromkeys(_line(one.row, varied) for one in here):
+    printed = []
+    techniques = distinct(points, lambda row: row.cell.technique)
+    for model, devices in _groups(points):
+        own = [point for point in points if (_model(point.row), _devices(point.row)) == (model, devices)]
+        lines, marks, varied = [], [], _varied(own)
+        for line in dict.fromkeys(_line(point.row, varied) for point in own):
             cells, values = [], []
             for technique in techniques:
-                mine = [one for one in here if (_line(one.row, varied), one.row.cell.technique) == (line, technique)]
-                top = best(mine, lambda one: one.tokens_per_usd, most=True)
+                mine = [
+                    point for point in own if (_line(point.row, varied), point.row.cell.technique) == (line, technique)
+                ]
+                top = best(mine, lambda point: point.tokens_per_usd, most=True)
                 values.append(0.0 if top is None else top.tokens_per_usd or 0.0)
                 cells.append(format_count(values[-1]) if values[-1] else _cell(None, mine))
             marks.append(len(line) + values.index(max(values)) if any(values) else None)
             lines.append((*line, *cells))
         title = f"{model} on {devices}, tokens for a dollar"
         if any(mark is not None for mark in marks):
-            made.append(Table(title, ("", *varied, *techniques), tuple(lines), tuple(marks)))
-    return made
+            printed.append(Table(title, ("", *varied, *techniques), tuple(lines), tuple(marks)))
+    return printed
 
 
-def _groups(found: Sequence[Point]) -> list[tuple[str, str]]:
+def _groups(points: Sequence[Point]) -> list[tuple[str, str]]:
     """Model and devices of each table."""
-    return list(dict.fromkeys((_model(one.row), _devices(one.row)) for one in found))
+    return list(dict.fromkeys((_model(point.row), _devices(point.row)) for point in points))
 
 
 def _line(row: Row, varied: Mapping[str, Callable[[Row], object]]) -> tuple[str, ...]:

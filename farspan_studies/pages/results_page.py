@@ -30,8 +30,8 @@ def write_results(
     page, tables = folder / f"{name}.html", folder / f"{name}-tables.md"
     html = results_page(rows, title, predicted=predicted, kind=kind, drawn=drawn, more=more)
     write_atomically(page, html.encode())
-    made = [clusters(drawn), *results.tables(results.points(rows, predicted=predicted))]
-    write_atomically(tables, "\n".join(results.markdown(one) for one in made if one is not None).encode())
+    printed = [clusters(drawn), *results.tables(results.points(rows, predicted=predicted))]
+    write_atomically(tables, "\n".join(results.markdown(table) for table in printed if table is not None).encode())
     return page, tables
 
 
@@ -40,8 +40,8 @@ def results_page(
     more: Sequence[Chart] = (),
 ) -> str:  # fmt: skip
     """The page as HTML; the same rows give the same bytes."""
-    found = results.points(rows, predicted=predicted)
-    made = environment(TEMPLATES)
+    points = results.points(rows, predicted=predicted)
+    jinja = environment(TEMPLATES)
     shown = (
         bars.bar_scale,
         bars.places,
@@ -53,16 +53,16 @@ def results_page(
         bars.bars_csv,
         bars.dots_csv,
     )
-    made.globals |= {function.__name__: function for function in shown}
-    made.globals |= drawing_words() | {"right": RIGHT}
-    return made.get_template("results.html").render(
+    jinja.globals |= {function.__name__: function for function in shown}
+    jinja.globals |= drawing_words() | {"right": RIGHT}
+    return jinja.get_template("results.html").render(
         title=title, kind=kind, predicted=predicted, rows=rows, clusters=clusters(drawn),
-        drawn=[one for one in drawn if one.picture is not None], more=more,
+        drawn=[drawing for drawing in drawn if drawing.picture is not None], more=more,
         plan_style=chart_style(REPORT_TEMPLATES / "plan.css"),
-        tables=results.tables(found), studies=results.studies(found), crowded=results.crowded(found),
-        prices=results.prices(found), budgets=results.budgets(found), latency=results.latency(found),
+        tables=results.tables(points), studies=results.studies(points), crowded=results.crowded(points),
+        prices=results.prices(points), budgets=results.budgets(points), latency=results.latency(points),
         truth=results.truth(rows),
-        frontier=results.frontier(found), facts=facts(rows), counts=counts(rows, predicted=predicted),
+        frontier=results.frontier(points), facts=facts(rows), counts=counts(rows, predicted=predicted),
         chart_style=chart_style(TEMPLATES / "results.css"),
     )  # fmt: skip
 
@@ -81,7 +81,7 @@ def counts(rows: Sequence[Row], *, predicted: bool = False) -> str:
 def facts(rows: Sequence[Row]) -> list[tuple[str, str]]:
     """What has to be known of all rows: when, where and by what they were measured, and how well they were foretold."""
     errors = [abs(row.predicted_s / row.step_s - 1) for row in rows if row.step_s and row.predicted_s]
-    made = {
+    stated = {
         "measured": " to ".join(dict.fromkeys((min(row.at for row in rows)[:10], max(row.at for row in rows)[:10]))),
         "machine": ", ".join(dict.fromkeys(row.machine for row in rows if row.machine)),
         "farspan": ", ".join(dict.fromkeys(f"{row.farspan} {row.commit or ''}".strip() for row in rows)),
@@ -90,4 +90,4 @@ def facts(rows: Sequence[Row]) -> list[tuple[str, str]]:
         "predictions": "" if not errors else
         f"median error {median(errors):.0%}, worst {max(errors):.0%}, of {len(errors)} measured steps",
     }  # fmt: skip
-    return [(name, value) for name, value in made.items() if value]
+    return [(name, value) for name, value in stated.items() if value]

@@ -104,8 +104,8 @@ FIRST: dict[str, tuple[str, Literal[0, 1, 2]]] = {
 
 
 def choose(
-    cluster: Cluster, asked: SelectionTask, measure: Callable[[Plan, float], Trial], delta: float,
-    say: Callable[[Candidate], None] = lambda one: None,
+    cluster: Cluster, question: SelectionTask, measure: Callable[[Plan, float], Trial], delta: float,
+    say: Callable[[Candidate], None] = lambda candidate: None,
 ) -> Found:  # fmt: skip
     """Algorithm 1 on a cluster of two machines; `measure` runs a plan whose step is predicted.
 
@@ -116,43 +116,48 @@ def choose(
             "cannot-plan", what="the paper's algorithm chooses between one machine and two", where="--algorithm paper",
             fact=f"the cluster has {len(cluster.machines)}", remedy="--algorithm farspan, which takes any number",
         )  # fmt: skip
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
 
     def tried(name: str, technique: str, machine: Literal[0, 1, 2]) -> Candidate:
-        found.append(_candidate(cluster, asked, measure, name, technique, machine))
-        say(found[-1])
-        return found[-1]
+        candidates.append(_candidate(cluster, question, measure, name, technique, machine))
+        say(candidates[-1])
+        return candidates[-1]
 
     speeds = Speeds(**{name: tried(name, *what).tflops for name, what in FIRST.items()})
     decision = algorithm1(speeds, delta, lambda: tried("zero2", "zero2", 0).tflops > 0)
     chosen = next(
-        (one for one in found if (one.technique, one.machine) == (decision.technique, decision.machine)), None
+        (
+            candidate
+            for candidate in candidates
+            if (candidate.technique, candidate.machine) == (decision.technique, decision.machine)
+        ),
+        None,
     )
     return Found(
-        candidates=tuple(found), speeds=speeds, decision=decision, plan=None if chosen is None else chosen.plan
+        candidates=tuple(candidates), speeds=speeds, decision=decision, plan=None if chosen is None else chosen.plan
     )
 
 
 def _candidate(
-    cluster: Cluster, asked: SelectionTask, measure: Callable[[Plan, float], Trial], name: str, technique: str,
+    cluster: Cluster, question: SelectionTask, measure: Callable[[Plan, float], Trial], name: str, technique: str,
     machine: Literal[0, 1, 2],
 ) -> Candidate:  # fmt: skip
     first = len(cluster.machines[0].devices)
     places = {0: range(len(cluster.devices)), 1: range(first), 2: range(first, len(cluster.devices))}[machine]
     task = Task(
-        asked.model, models.graph(asked.model), cluster, asked.train, asked.engine, asked.corpus,
+        question.model, models.graph(question.model), cluster, question.train, question.engine, question.corpus,
         tuple(places) if machine else None,
     )  # fmt: skip
-    made = techniques.plan(technique, task)
-    if isinstance(made, Problem):
+    planned = techniques.plan(technique, task)
+    if isinstance(planned, Problem):
         return Candidate(
-            name=name, technique=technique, machine=machine, plan=None, trial=None, problem=made, tflops=0.0
+            name=name, technique=technique, machine=machine, plan=None, trial=None, problem=planned, tflops=0.0
         )
-    trial, train = measure(made, price(made, task.costs, brief=True).step_s), asked.train
+    trial, train = measure(planned, price(planned, task.costs, brief=True).step_s), question.train
     speed = 0.0
     if trial.step_s is not None:
         seconds = fmean(trial.steps or (trial.step_s,))
-        speed = alpa_tflops(asked.model, train.batch, train.seq_len, seconds, len(places))
+        speed = alpa_tflops(question.model, train.batch, train.seq_len, seconds, len(places))
     return Candidate(
-        name=name, technique=technique, machine=machine, plan=made, trial=trial, problem=trial.problem, tflops=speed
+        name=name, technique=technique, machine=machine, plan=planned, trial=trial, problem=trial.problem, tflops=speed
     )

@@ -45,24 +45,24 @@ def simplex(
     points = [list(start)]
     for i in range(len(start)):
         points.append([x + edge * (j == i) for j, x in enumerate(start)])
-    found = sorted(((cost(point), point) for point in points), key=lambda pair: pair[0])
+    corners = sorted(((cost(point), point) for point in points), key=lambda pair: pair[0])
     for _ in range(rounds):
-        worst = found[-1]
-        middle = [math.fsum(xs) / (len(found) - 1) for xs in zip(*(point for _, point in found[:-1]), strict=True)]
+        worst = corners[-1]
+        middle = [math.fsum(xs) / (len(corners) - 1) for xs in zip(*(point for _, point in corners[:-1]), strict=True)]
         tried = _moved(cost, middle, worst[1], 1.0)
-        if tried[0] < found[0][0]:
+        if tried[0] < corners[0][0]:
             tried = min(tried, _moved(cost, middle, worst[1], 2.0), key=lambda pair: pair[0])
-        elif tried[0] >= found[-2][0]:
+        elif tried[0] >= corners[-2][0]:
             tried = min(
                 _moved(cost, middle, worst[1], 0.5), _moved(cost, middle, worst[1], -0.5), key=lambda pair: pair[0]
             )
         if tried[0] < worst[0]:
-            found[-1] = tried
+            corners[-1] = tried
         else:
-            closer = [[(a + b) / 2 for a, b in zip(found[0][1], point, strict=True)] for _, point in found[1:]]
-            found = [found[0], *((cost(point), point) for point in closer)]
-        found.sort(key=lambda pair: pair[0])
-    return found[0][1]
+            closer = [[(a + b) / 2 for a, b in zip(corners[0][1], point, strict=True)] for _, point in corners[1:]]
+            corners = [corners[0], *((cost(point), point) for point in closer)]
+        corners.sort(key=lambda pair: pair[0])
+    return corners[0][1]
 
 
 def _moved(

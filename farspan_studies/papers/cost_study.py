@@ -110,30 +110,30 @@ def settings(
             yield setting(engine, gpu, model, scheme, devices, batch, kind)
 
 
-def best(found: Iterator[Setting] | Sequence[Setting]) -> Setting | None:
+def best(grid: Iterator[Setting] | Sequence[Setting]) -> Setting | None:
     """The setting that fits with the most tokens a dollar."""
-    return max((one for one in found if one.fits), key=lambda one: one.plotted, default=None)
+    return max((priced for priced in grid if priced.fits), key=lambda priced: priced.plotted, default=None)
 
 
 def study_cells(engine: Engine) -> tuple[StudyCell, ...]:
     """Every published point beside the best setting that fits."""
-    study, found = cost_study(), []
+    study, cells = cost_study(), []
     for point in study.points:
         own = best(settings(engine, "a100-80", point.model, point.scheme, point.devices))
         predicted = own.plotted if own else 0.0
-        found.append(
+        cells.append(
             StudyCell(
                 model=point.model, scheme=point.scheme, devices=point.devices, published=point.plotted,
                 predicted=predicted, error=predicted / point.plotted - 1, held_out=point.model in study.held_out,
                 batch=own.batch if own else 0, attention=own.attention if own else "",
             )
         )  # fmt: skip
-    return tuple(found)
+    return tuple(cells)
 
 
-def study_error(found: Sequence[StudyCell], models_of: Sequence[str]) -> float:
+def study_error(cells: Sequence[StudyCell], models_of: Sequence[str]) -> float:
     """Mean error over the points of some models."""
-    return mean_error([(cell.predicted, cell.published) for cell in found if cell.model in models_of])
+    return mean_error([(cell.predicted, cell.published) for cell in cells if cell.model in models_of])
 
 
 def fit_study(engine: Engine, rounds: int = 100) -> Engine:
@@ -146,10 +146,9 @@ def fit_study(engine: Engine, rounds: int = 100) -> Engine:
 def _misfit(engine: Engine, points: Sequence[Point]) -> float:
     if constant(engine, "efficiency") > 1:
         return math.inf
-    found = (best(settings(engine, "a100-80", point.model, point.scheme, point.devices)) for point in points)
+    tops = (best(settings(engine, "a100-80", point.model, point.scheme, point.devices)) for point in points)
     return math.fsum(
-        math.log(own.plotted / point.plotted) ** 2 if own else math.inf
-        for own, point in zip(found, points, strict=True)
+        math.log(own.plotted / point.plotted) ** 2 if own else math.inf for own, point in zip(tops, points, strict=True)
     )
 
 
@@ -171,28 +170,28 @@ def surface(engine: Engine) -> tuple[Setting, ...]:
     """The whole grid: every GPU, model, scheme, count, batch and attention."""
     study = cost_study()
     return tuple(
-        one
+        priced
         for gpu in study.price_ratios
         for model in dict.fromkeys(point.model for point in study.points)
         for scheme in study.schemes
         for devices in study.devices
-        for one in settings(engine, gpu, model, scheme, devices)
+        for priced in settings(engine, gpu, model, scheme, devices)
     )
 
 
-def study_findings(found: Sequence[Setting]) -> list[str]:
+def study_findings(grid: Sequence[Setting]) -> list[str]:
     """The study's findings as its priced grid has them, on 8 GPUs of one node."""
-    node = [one for one in found if one.devices == 8]
-    names = sorted({one.model for one in node}, key=("slm-100m", "slm-500m", "slm-1b", "slm-2b").index)
+    node = [priced for priced in grid if priced.devices == 8]
+    names = sorted({priced.model for priced in node}, key=("slm-100m", "slm-500m", "slm-1b", "slm-2b").index)
     return [*_schemes(node, names), _flash(node, names), _gpus(node, names), _saturation(node, names)]
 
 
-def _among(found: Sequence[Setting], **wanted: object) -> list[Setting]:
-    return [one for one in found if all(getattr(one, key) == value for key, value in wanted.items())]
+def _among(grid: Sequence[Setting], **wanted: object) -> list[Setting]:
+    return [priced for priced in grid if all(getattr(priced, key) == value for key, value in wanted.items())]
 
 
-def _top(found: Sequence[Setting], **wanted: object) -> float:
-    own = best(_among(found, **wanted))
+def _top(grid: Sequence[Setting], **wanted: object) -> float:
+    own = best(_among(grid, **wanted))
     return own.plotted if own else 0.0
 
 
@@ -207,19 +206,19 @@ def scheme_ratios(node: Sequence[Setting], names: Sequence[str]) -> dict[str, fl
 
 def flash_gains(node: Sequence[Setting], names: Sequence[str]) -> dict[str, tuple[float, float]]:
     """Tokens a dollar with flash attention less vanilla's, both at their best, on A100-80GB, and as a factor."""
-    found = {}
+    gains = {}
     for name in names:
         flash, vanilla = (_top(node, gpu="a100-80", model=name, attention=kind) for kind in ATTENTION)
-        found[name] = (flash - vanilla, flash / vanilla)
-    return found
+        gains[name] = (flash - vanilla, flash / vanilla)
+    return gains
 
 
 def flash_batches(node: Sequence[Setting], names: Sequence[str]) -> dict[str, tuple[int, int]]:
     """The largest batch that fits with flash attention and with vanilla, any scheme, on A100-80GB."""
     return {
         name: (
-            max(one.batch for one in _among(node, gpu="a100-80", model=name, attention="sdpa") if one.fits),
-            max(one.batch for one in _among(node, gpu="a100-80", model=name, attention="vanilla") if one.fits),
+            max(priced.batch for priced in _among(node, gpu="a100-80", model=name, attention="sdpa") if priced.fits),
+            max(priced.batch for priced in _among(node, gpu="a100-80", model=name, attention="vanilla") if priced.fits),
         )
         for name in names
     }
@@ -236,13 +235,15 @@ def gpu_ratios(node: Sequence[Setting], names: Sequence[str]) -> dict[str, float
 
 def _schemes(node: Sequence[Setting], names: Sequence[str]) -> list[str]:
     ratios = scheme_ratios(node, names)
-    told = ", ".join(f"{name[4:]} {ratio:.2f}" for name, ratio in ratios.items())
+    by_model = ", ".join(f"{name[4:]} {ratio:.2f}" for name, ratio in ratios.items())
     largest = {
-        scheme: max(one.batch for one in _among(node, gpu="a100-80", model=names[-1], scheme=scheme) if one.fits)
+        scheme: max(
+            priced.batch for priced in _among(node, gpu="a100-80", model=names[-1], scheme=scheme) if priced.fits
+        )
         for scheme in ("DDP", "FSDP-Full")
     }
     return [
-        f"DDP over the better FSDP, tokens a dollar on 8 A100-80GB: {told}.",
+        f"DDP over the better FSDP, tokens a dollar on 8 A100-80GB: {by_model}.",
         f"At large batch FSDP alone runs {names[-1][4:]}: {largest['FSDP-Full']} sequences a device against DDP's "
         f"{largest['DDP']}.",
     ]
@@ -250,34 +251,34 @@ def _schemes(node: Sequence[Setting], names: Sequence[str]) -> list[str]:
 
 def _flash(node: Sequence[Setting], names: Sequence[str]) -> str:
     gains = flash_gains(node, names)
-    told = ", ".join(f"{name[4:]} {more:+,.0f} ({factor:.2f} times)" for name, (more, factor) in gains.items())
+    by_model = ", ".join(f"{name[4:]} {more:+,.0f} ({factor:.2f} times)" for name, (more, factor) in gains.items())
     fits = ", ".join(
         f"{name[4:]} {flash} and {vanilla}" for name, (flash, vanilla) in flash_batches(node, names).items()
     )
     return (
-        f"Flash less vanilla attention, both at their best: {told}; largest batch a device with flash and with "
+        f"Flash less vanilla attention, both at their best: {by_model}; largest batch a device with flash and with "
         f"vanilla: {fits}."
     )
 
 
 def _gpus(node: Sequence[Setting], names: Sequence[str]) -> str:
-    told = ", ".join(f"{name[4:]} {ratio:.2f}" for name, ratio in gpu_ratios(node, names).items())
-    return f"H100 over the better A100, tokens a dollar: {told}."
+    by_model = ", ".join(f"{name[4:]} {ratio:.2f}" for name, ratio in gpu_ratios(node, names).items())
+    return f"H100 over the better A100, tokens a dollar: {by_model}."
 
 
 def saturation(node: Sequence[Setting], name: str) -> tuple[Setting, Setting]:
     """Of DDP with flash on 8 A100-80GB: the smallest batch within 10 % of the best, and the largest that fits."""
-    own = [one for one in _among(node, gpu="a100-80", model=name, scheme="DDP", attention="sdpa") if one.fits]
-    most = max(one.plotted for one in own)
-    return min((one for one in own if one.plotted >= 0.9 * most), key=lambda one: one.batch), own[-1]
+    own = [priced for priced in _among(node, gpu="a100-80", model=name, scheme="DDP", attention="sdpa") if priced.fits]
+    most = max(priced.plotted for priced in own)
+    return min((priced for priced in own if priced.plotted >= 0.9 * most), key=lambda priced: priced.batch), own[-1]
 
 
 def _saturation(node: Sequence[Setting], names: Sequence[str]) -> str:
-    told = []
+    by_model = []
     for name in names:
         enough, largest = saturation(node, name)
-        told.append(
+        by_model.append(
             f"{name[4:]} at {enough.batch} sequences a device ({enough.memory_bytes / 1e9:.0f} GB; "
             f"{largest.batch} fit with {largest.memory_bytes / 1e9:.0f} GB)"
         )
-    return f"Within 10 % of the most tokens a dollar: {', '.join(told)}."
+    return f"Within 10 % of the most tokens a dollar: {', '.join(by_model)}."

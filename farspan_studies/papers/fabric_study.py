@@ -113,18 +113,18 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
 @functools.cache
 def cases() -> tuple[Case, ...]:
     """Every row of the published file with its plan."""
-    found, published = [], fabric()
+    built, published = [], fabric()
     for row in published.rows:
         model, cluster = models.preset(row.model).spec, published.cluster(row.slice, row.devices)
         plan = published_plan(row.technique, published.plans[row.technique], model, cluster, published.settings)
-        found.append(Case(row, model, models.graph(model), cluster, plan))
-    return tuple(found)
+        built.append(Case(row, model, models.graph(model), cluster, plan))
+    return tuple(built)
 
 
 def cells(engine: Engine, best: Best | None = None) -> tuple[Cell, ...]:
     """Every row priced under an engine; `best` adds what our own best plan would take."""
     own: dict[tuple[str, str, int], float | None] = {}
-    found = []
+    priced = []
     for case in cases():
         cell = _cell(case, engine)
         key = (case.row.slice, case.row.model, case.row.devices)
@@ -132,8 +132,8 @@ def cells(engine: Engine, best: Best | None = None) -> tuple[Cell, ...]:
             ours = best(case.model, case.cluster, case.plan.train)
             steps = case.plan.train.steps
             own[key] = None if ours is None else steps * ours.step_s / ours.token_efficiency / 60
-        found.append(msgspec.structs.replace(cell, best_minutes=own.get(key)))
-    return tuple(found)
+        priced.append(msgspec.structs.replace(cell, best_minutes=own.get(key)))
+    return tuple(priced)
 
 
 def minutes(case: Case, engine: Engine) -> float:
@@ -166,7 +166,7 @@ def shortage(case: Case, priced: Estimate, engine: Engine) -> str | None:
     need, have, name = max(
         ((memory.total, engine.fill * device.memory, device.kind)
          for memory, device in zip(priced.memory, devices, strict=True)),
-        key=lambda one: one[0] - one[1],
+        key=lambda demand: demand[0] - demand[1],
     )  # fmt: skip
     if need > have:
         return f"{name} lacks {format_bytes(need - have)}"
@@ -181,32 +181,32 @@ def host_bytes(case: Case, host: str, engine: Engine) -> float:
     """Bytes of a host's own memory while a run starts: a process a stage, the state of the stages that it receives, and
     on the first host the whole state, which is made there."""
     (replica,) = case.plan.replicas
-    here = [
+    stages = [
         stage for stage in replica.stages if host in {case.plan.devices[rank].host for rank in stage.mesh.ranks}
     ]  # fmt: skip
-    held = sum(case.graph.parameters(*stage.units) for stage in here)
+    held = sum(case.graph.parameters(*stage.units) for stage in stages)
     if case.plan.devices[0].host == host:
         held += case.graph.parameters()
-    return len(here) * engine.host_framework + held * engine.host_state
+    return len(stages) * engine.host_framework + held * engine.host_state
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
-def mape(found: Sequence[Cell]) -> float:
+def mape(priced: Sequence[Cell]) -> float:
     """Mean absolute error over the twelve cells."""
     return mean_error(
-        [(cell.minutes, cell.published_minutes) for cell in found if cell.counted and cell.published_minutes]
+        [(cell.minutes, cell.published_minutes) for cell in priced if cell.counted and cell.published_minutes]
     )
 
 
-def score(found: Sequence[Cell]) -> Score:
+def score(priced: Sequence[Cell]) -> Score:
     """How many of the definite verdicts agree. Balanced accuracy is the mean of the shares right of either verdict."""
-    definite = [cell for cell in found if cell.published_status in ("ok", "oom")]
+    definite = [cell for cell in priced if cell.published_status in ("ok", "oom")]
     shares = []
     for status in ("ok", "oom"):
-        those = [cell for cell in definite if cell.published_status == status]
-        shares.append(sum(cell.status == status for cell in those) / len(those))
+        own = [cell for cell in definite if cell.published_status == status]
+        shares.append(sum(cell.status == status for cell in own) / len(own))
     return Score(
         right=sum(cell.status == cell.published_status for cell in definite), of=len(definite),
         balanced=statistics.mean(shares),
@@ -215,18 +215,18 @@ def score(found: Sequence[Cell]) -> Score:
     )  # fmt: skip
 
 
-def open_cells(found: Sequence[Cell]) -> list[Cell]:
+def open_cells(priced: Sequence[Cell]) -> list[Cell]:
     """The eight cells of gpt2m on all GPUs of the last two slices."""
     return [
-        cell for cell in found
+        cell for cell in priced
         if cell.slice in OPEN and cell.model == "gpt2m" and cell.devices == 4 and cell.published_minutes is not None
     ]  # fmt: skip
 
 
-def _majority(found: Sequence[Cell]) -> int:
+def _majority(priced: Sequence[Cell]) -> int:
     """Rows right by the more frequent verdict of each (GPUs, model, technique)."""
     groups: dict[tuple[str, str, str], list[str]] = {}
-    for cell in found:
+    for cell in priced:
         groups.setdefault((cell.gpus, cell.model, cell.technique), []).append(cell.published_status)
     return sum(max(Counter(verdicts).values()) for verdicts in groups.values())
 
@@ -257,8 +257,8 @@ def fit_verdicts(engine: Engine) -> Engine:
         rough = [round(1.0 + 0.05 * i, 3) for i in range(41)]
         rough += [round(1.9 + 0.0025 * i, 4) for i in range(81)] if undivided == 1.0 else []
         for overhead in rough:
-            found = score(cells(with_constants(engine, {"overhead": overhead, "undivided": undivided})))
-            tried.append((found.right, undivided, overhead))
+            scored = score(cells(with_constants(engine, {"overhead": overhead, "undivided": undivided})))
+            tried.append((scored.right, undivided, overhead))
     most = max(tried)[:2]
     middle = statistics.median(overhead for right, undivided, overhead in tried if (right, undivided) == most)
     return with_constants(engine, {"overhead": float(f"{middle:.4g}"), "undivided": most[1]})
@@ -266,12 +266,12 @@ def fit_verdicts(engine: Engine) -> Engine:
 
 def leave_one_out(engine: Engine, rounds: int = 100) -> dict[str, float]:
     """Mean error on the four cells of each slice across sites when it is left out of the fit."""
-    found = {}
+    errors = {}
     for name in COUNTED[1:]:
         fitted = fit_times(engine, name, rounds)
         held = [case for case in timed() if case.row.slice == name]
-        found[name] = mean_error([(minutes(case, fitted), case.row.minutes or 0.0) for case in held])
-    return found
+        errors[name] = mean_error([(minutes(case, fitted), case.row.minutes or 0.0) for case in held])
+    return errors
 
 
 def one_cell_known(engine: Engine) -> dict[str, dict[str, float]]:
@@ -279,17 +279,17 @@ def one_cell_known(engine: Engine) -> dict[str, dict[str, float]]:
 
     What one cell tells of a link is its effective round trip: the one that makes Data come out right.
     """
-    found: dict[str, dict[str, float]] = {}
+    errors: dict[str, dict[str, float]] = {}
     for name in (*COUNTED[1:], *OPEN):
         own = [case for case in cases() if case.row.slice == name and case.row.devices == 4 and case.row.minutes]
         known = next(case for case in own if case.row.technique == "Data")
         trip = _round_trip(known, engine)
-        found[name] = {
+        errors[name] = {
             case.row.technique: minutes(_with_round_trip(case, trip), engine) / (case.row.minutes or 0.0) - 1
             for case in own
             if case is not known
         }
-    return found
+    return errors
 
 
 def _round_trip(case: Case, engine: Engine) -> float:

@@ -9,10 +9,10 @@ from farspan_studies.papers.fabric_study import Cell
 from farspan_studies.papers.published import COUNTED
 
 
-def ratios(found: Sequence[Cell]) -> dict[str, dict[str, float]]:
+def ratios(cells: Sequence[Cell]) -> dict[str, dict[str, float]]:
     """Predicted minutes of each technique over Pipeshard's, gpt2m on all GPUs, by slice across sites."""
     took = {
-        (cell.slice, cell.technique): cell.minutes for cell in found
+        (cell.slice, cell.technique): cell.minutes for cell in cells
         if cell.model == "gpt2m" and cell.devices == 4 and cell.slice != COUNTED[0]
     }  # fmt: skip
     names = dict.fromkeys(name for name, _ in took)
@@ -22,41 +22,41 @@ def ratios(found: Sequence[Cell]) -> dict[str, dict[str, float]]:
     }
 
 
-def one_vm(found: Sequence[Cell]) -> dict[tuple[str, str], dict[str, float]]:
+def one_vm(cells: Sequence[Cell]) -> dict[tuple[str, str], dict[str, float]]:
     """Predicted TFLOP/s of each technique that fits, on one VM, by (slice, model)."""
     groups: dict[tuple[str, str], dict[str, float]] = {}
-    for cell in found:
+    for cell in cells:
         if cell.devices == 2 and cell.status == "ok":
             groups.setdefault((cell.slice, cell.model), {})[cell.technique] = cell.tflops
     return groups
 
 
-def findings(found: Sequence[Cell]) -> list[str]:
+def findings(cells: Sequence[Cell]) -> list[str]:
     """The paper's four findings with the numbers of the priced cells."""
-    return [_across(found), _inside(found), _fewer(found), _memory(found)]
+    return [_across(cells), _inside(cells), _fewer(cells), _memory(cells)]
 
 
-def _across(found: Sequence[Cell]) -> str:
-    told = "; ".join(
+def _across(cells: Sequence[Cell]) -> str:
+    factors = "; ".join(
         f"{name} {', '.join(f'{kind} {factor:.1f}' for kind, factor in by.items())}"
-        for name, by in ratios(found).items()
+        for name, by in ratios(cells).items()
     )
-    return f"Across sites Pipeshard is fastest at every latency; minutes of the others over its own: {told}."
+    return f"Across sites Pipeshard is fastest at every latency; minutes of the others over its own: {factors}."
 
 
-def _inside(found: Sequence[Cell]) -> str:
-    won = Counter(max(by, key=lambda kind: by[kind]) for by in one_vm(found).values() if len(by) > 1)
-    told = ", ".join(f"{kind} {count}" for kind, count in won.most_common())
-    return f"Inside one VM, where more than one technique fits, the fastest is {told} (the paper: Data 6, Shard 2)."
+def _inside(cells: Sequence[Cell]) -> str:
+    won = Counter(max(by, key=lambda kind: by[kind]) for by in one_vm(cells).values() if len(by) > 1)
+    winners = ", ".join(f"{kind} {count}" for kind, count in won.most_common())
+    return f"Inside one VM, where more than one technique fits, the fastest is {winners} (the paper: Data 6, Shard 2)."
 
 
-def _fewer(found: Sequence[Cell]) -> str:
+def _fewer(cells: Sequence[Cell]) -> str:
     pair = next(
-        cell for cell in found
+        cell for cell in cells
         if cell.slice == "UTAH-GPN" and cell.devices == 2 and cell.model == "gpt2m" and cell.technique == "Data"
     )  # fmt: skip
     four = {
-        cell.slice: cell.minutes for cell in found
+        cell.slice: cell.minutes for cell in cells
         if cell.devices == 4 and cell.model == "gpt2m" and cell.technique == "Pipeshard"
     }  # fmt: skip
     slower = sum(took > pair.minutes for took in four.values())
@@ -66,17 +66,17 @@ def _fewer(found: Sequence[Cell]) -> str:
     )
 
 
-def _memory(found: Sequence[Cell]) -> str:
+def _memory(cells: Sequence[Cell]) -> str:
     def runs(technique: str) -> tuple[int, int]:
-        own = [cell for cell in found if cell.technique == technique and cell.model == "gpt2L" and cell.devices == 2]
+        own = [cell for cell in cells if cell.technique == technique and cell.model == "gpt2L" and cell.devices == 2]
         return sum(cell.status == "ok" for cell in own), len(own)
 
-    told = ", ".join("{} {} of {}".format(kind, *runs(kind)) for kind in ("Pipeshard", "Data", "ZeRO2", "Shard"))
+    fits = ", ".join("{} {} of {}".format(kind, *runs(kind)) for kind in ("Pipeshard", "Data", "ZeRO2", "Shard"))
     real = ", ".join(
-        f"{kind} {sum(c.published_status == 'ok' for c in found if c.technique == kind and c.model == 'gpt2L')}"
+        f"{kind} {sum(c.published_status == 'ok' for c in cells if c.technique == kind and c.model == 'gpt2L')}"
         for kind in ("Pipeshard", "ZeRO2")
     )
     return (
-        f"Pipeshard needs more memory: on one VM gpt2L is predicted to run with {told}; that ZeRO2 runs on 2 RTX6000 + "
+        f"Pipeshard needs more memory: on one VM gpt2L is predicted to run with {fits}; that ZeRO2 runs on 2 RTX6000 + "
         f"2 T4 where all else fails is not reproduced (rows of gpt2L that ran in the paper: {real})."
     )

@@ -57,14 +57,14 @@ def _list(console: Console) -> None:
 
 def _unknown(cluster: Cluster) -> list[str]:
     """What the planner would like to know and the cluster does not say."""
-    found = []
+    unknown = []
     for a, b in combinations([host.name for host in cluster.hosts], 2):
         link = cluster.link(a, b)
         if link is None:
-            found.append(f"the link {a} - {b}")
+            unknown.append(f"the link {a} - {b}")
         elif link.bandwidth is None:
-            found.append(f"the bandwidth of {a} - {b}")
+            unknown.append(f"the bandwidth of {a} - {b}")
     for host in cluster.hosts:
         kinds = {device.kind for device in host.devices if not device.flops}
-        found += [f"the speed of {kind} in {host.name}" for kind in sorted(kinds)]
-    return found
+        unknown += [f"the speed of {kind} in {host.name}" for kind in sorted(kinds)]
+    return unknown

@@ -37,31 +37,31 @@ def run(given: argparse.Namespace, console: Console) -> None:
             "usage", what="one run cannot be compared", where="farspan compare", fact="name two runs or more",
             remedy=command("report", given.runs[0]),
         )  # fmt: skip
-    found = versus([open_run(path) for path in dict.fromkeys(given.runs)])
-    say(found, console)
-    console.answer(found)
+    comparison = versus([open_run(path) for path in dict.fromkeys(given.runs)])
+    say(comparison, console)
+    console.answer(comparison)
 
 
-def say(found: Versus, console: Console) -> None:
+def say(comparison: Versus, console: Console) -> None:
     """Both tables, the best of a line marked, and what has to be known."""
-    if found.configuration:
-        console.say(f"configured differently ({found.same} settings are the same):")
-        _say_lines(found, found.configuration, console)
+    if comparison.configuration:
+        console.say(f"configured differently ({comparison.same} settings are the same):")
+        _say_lines(comparison, comparison.configuration, console)
     else:
-        console.say(f"configured alike in all {found.same} settings")
+        console.say(f"configured alike in all {comparison.same} settings")
     console.say("\nresults:")
-    _say_lines(found, found.results, console)
-    for note in found.notes:
+    _say_lines(comparison, comparison.results, console)
+    for note in comparison.notes:
         console.say(textwrap.fill(note, width()))
 
 
-def _say_lines(found: Versus, lines: Sequence[Line], console: Console) -> None:
+def _say_lines(comparison: Versus, lines: Sequence[Line], console: Console) -> None:
     """Columns to the left; long cells go on below."""
     colours = painter(json=console.json)
     first = min(NAME, max(len(line.what) for line in lines))
-    each = max(12, (width() - first - 2 * len(found.names)) // len(found.names))
-    each = min(each, 2 + max(len(cell) for line in lines for cell in (*line.values, *found.names)))
-    rows = [("", found.names, None), *((line.what, line.values, line.best) for line in lines)]
+    each = max(12, (width() - first - 2 * len(comparison.names)) // len(comparison.names))
+    each = min(each, 2 + max(len(cell) for line in lines for cell in (*line.values, *comparison.names)))
+    rows = [("", comparison.names, None), *((line.what, line.values, line.best) for line in lines)]
     for number, (name, values, best) in enumerate(rows):
         cells = [
             textwrap.wrap(f"{cell} *" if place == best else cell, each) or [""] for place, cell in enumerate(values)

@@ -60,12 +60,12 @@ def _cluster(name: str, console: Console) -> None:
     console.answer({**msgspec.to_builtins(examined, str_keys=True), "findings": msgspec.to_builtins(problems)})
 
 
-def _say_hosts(cluster: Cluster, found: Examination, console: Console) -> None:
+def _say_hosts(cluster: Cluster, examination: Examination, console: Console) -> None:
     for host in cluster.hosts:
-        if host.name in found.unreachable:
+        if host.name in examination.unreachable:
             console.say(f"{host.name:12} cannot be reached")
             continue
-        facts = found.hosts[host.name]
+        facts = examination.hosts[host.name]
         packages = ", ".join(f"{name} {version}" for name, version in facts.packages.items() if version)
         devices = ", ".join(device.kind for device in host.devices)
         console.say(
@@ -76,10 +76,10 @@ def _say_hosts(cluster: Cluster, found: Examination, console: Console) -> None:
             console.say(f"{'note':12} {note}")
 
 
-def _table(cluster: Cluster, found: Examination) -> str:
+def _table(cluster: Cluster, examination: Examination) -> str:
     """Hosts by hosts. A cell that could not be measured names what failed."""
-    names = [host.name for host in cluster.hosts if host.name in found.hosts]
-    ways = {(way.a, way.b): way for way in found.ways}
+    names = [host.name for host in cluster.hosts if host.name in examination.hosts]
+    ways = {(way.a, way.b): way for way in examination.ways}
     cells = [[_cell(ways[a, b]) if a != b else "-" for b in names] for a in names]
     width = max(len(text) for text in (*names, *(cell for row in cells for cell in row))) + 2
     head = " " * 12 + "".join(f"{name:>{width}}" for name in names)

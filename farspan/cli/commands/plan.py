@@ -20,15 +20,15 @@ HELP = "say what each technique would take, and which is best"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     takes_config(parser)
-    asked = parser.add_argument_group("a question without run.yaml")
-    asked.add_argument("--model", help="a preset, a Hugging Face folder, a plan.json, or parameters such as 124M")
-    asked.add_argument("--tokens", default="20x_params", help="tokens to train on (default: 20x_params)")
-    asked.add_argument("--batch", help="a step's sequences, or tokens such as '256k tokens' (default: by the tokens)")
-    asked.add_argument("--seq-len", type=int, help="tokens of a sequence (default: the model's context)")
-    asked.add_argument("--precision", default="auto", help="auto, bf16, fp16 or fp32")
-    asked.add_argument("--attention", default="sdpa", choices=("sdpa", "vanilla"), help="flash, or the textbook's")
-    asked.add_argument("--recompute", action="store_true", help="keep only the blocks' inputs of the forward pass")
-    asked.add_argument("--wan-bits", type=int, default=32, choices=(8, 16, 32), help="of a number between sites")
+    group = parser.add_argument_group("a question without run.yaml")
+    group.add_argument("--model", help="a preset, a Hugging Face folder, a plan.json, or parameters such as 124M")
+    group.add_argument("--tokens", default="20x_params", help="tokens to train on (default: 20x_params)")
+    group.add_argument("--batch", help="a step's sequences, or tokens such as '256k tokens' (default: by the tokens)")
+    group.add_argument("--seq-len", type=int, help="tokens of a sequence (default: the model's context)")
+    group.add_argument("--precision", default="auto", help="auto, bf16, fp16 or fp32")
+    group.add_argument("--attention", default="sdpa", choices=("sdpa", "vanilla"), help="flash, or the textbook's")
+    group.add_argument("--recompute", action="store_true", help="keep only the blocks' inputs of the forward pass")
+    group.add_argument("--wan-bits", type=int, default=32, choices=(8, 16, 32), help="of a number between sites")
     parser.add_argument("--objective", choices=OBJECTIVES, help="what is best (default: time)")
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="how much slower fewest_devices may be")
     parser.add_argument("--technique", action="append", default=[], help="price this one only; may be repeated")
@@ -39,14 +39,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
-    asked = offers.asked_of(given)
-    asked.check()
+    query = offers.asked_of(given)
+    query.check()
     check_names(given)
-    if offers.answered(given, asked, console):
+    if offers.answered(given, query, console):
         return
     resolved = None
     if given.model is not None:
-        ranking = pricing.price_model(asked)
+        ranking = pricing.price_model(query)
     else:
         from farspan.app.resolving import resolve
         from farspan.cli.show import Show
@@ -54,7 +54,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
         config = load_config(given)
         with Show(console) as show:
             resolved = resolve(config, show, trial=config.parallel.cluster is None)
-        ranking = pricing.price_resolved(resolved, config.parallel, asked)
+        ranking = pricing.price_resolved(resolved, config.parallel, query)
         if given.resolved:
             for key, (value, origin) in resolved.values.items():
                 console.say(f"  {key:22} {value!s:20} {origin}")
@@ -62,7 +62,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     answer["candidates"] = [pricing.as_json(candidate, ranking) for candidate in ranking.candidates]
     answer["chosen"] = ranking.chosen
     if given.model is not None:
-        pricing.demand_a_fit(asked, ranking)
+        pricing.demand_a_fit(query, ranking)
     if given.export:
         plan = pricing.exportable(ranking, given.export)
         answer["export"] = {} if plan is None else offers.write_export(plan, given, console)

@@ -64,17 +64,17 @@ def run(given: argparse.Namespace, console: Console) -> None:
     if not 0 <= given.tolerance <= 10:
         raise _refused("--tolerance", given.tolerance, "it lies between 0 and 10", f"--tolerance {TOLERANCE}")
     budget_s = None if given.budget is None else positive(parse_seconds, given.budget, "--budget", "2m")
-    asked = config.parallel
+    parallel = config.parallel
     if given.objective:
-        asked = msgspec.structs.replace(asked, objective=given.objective)
+        parallel = msgspec.structs.replace(parallel, objective=given.objective)
     with Show(console) as show:
         resolved = resolve(config, show, trial=True)
     if other is not None:
-        plan, answer = other.select(given, resolved, asked, console)
+        plan, answer = other.select(given, resolved, parallel, console)
         return console.answer({**answer, **_write(plan, resolved, given, out, console)})
     with Show(console) as show:
         selection = choosing.choose(
-            resolved, asked, show, paying=False, budget_s=budget_s, tolerance=given.tolerance, again=given.again
+            resolved, parallel, show, paying=False, budget_s=budget_s, tolerance=given.tolerance, again=given.again
         )
     ranking = selection.ranking
     console.say()
@@ -83,7 +83,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     console.say(paragraph(why(selection)))
     plan = None if ranking.chosen is None else ranking.candidates[ranking.chosen].plan
     if plan is None:
-        question = choosing.question_of(resolved, asked, given.tolerance, choosing.PARTS)
+        question = choosing.question_of(resolved, parallel, given.tolerance, choosing.PARTS)
         raise nothing_runs(ranking, selection.tried, question)
     return console.answer({**as_json(selection), **_write(plan, resolved, given, out, console)})
 
@@ -91,14 +91,14 @@ def run(given: argparse.Namespace, console: Console) -> None:
 def algorithm(name: str) -> ModuleType:
     """Another package's way to choose: a module with `check(given)`, which refuses wrong arguments, and
     `select(given, resolved, asked, console)`, which returns the plan and what `--json` has of it."""
-    there = extensions("algorithms")
-    if name not in there:
-        known = ", ".join((OWN, *there))
+    algorithms = extensions("algorithms")
+    if name not in algorithms:
+        known = ", ".join((OWN, *algorithms))
         raise Refusal(
             "usage", what=f"there is no algorithm {name!r}", where="--algorithm", fact=f"known: {known}",
-            remedy=f"--algorithm {nearest(name, (OWN, *there)) or OWN}",
+            remedy=f"--algorithm {nearest(name, (OWN, *algorithms)) or OWN}",
         )  # fmt: skip
-    module: ModuleType = there[name].load()
+    module: ModuleType = algorithms[name].load()
     return module
 
 
@@ -109,12 +109,12 @@ def as_json(selection: Selection) -> dict[str, Any]:
 
     ranking = selection.ranking
     return {
-        "candidates": [{**pricing.as_json(one, ranking), "trial": one.trial} for one in ranking.candidates],
+        "candidates": [{**pricing.as_json(candidate, ranking), "trial": candidate.trial} for candidate in ranking.candidates],
         "chosen": ranking.chosen,
         "tried": [
-            {"technique": one.technique, "where": one.where, "predicted_s": one.estimate and one.estimate.step_s,
-             "trial": made}
-            for one, made in selection.tried
+            {"technique": candidate.technique, "where": candidate.where, "predicted_s": candidate.estimate and candidate.estimate.step_s,
+             "trial": trial}
+            for candidate, trial in selection.tried
         ],
         "spent_s": selection.spent_s, "budget_s": selection.budget_s, "ended": selection.ended, "why": why(selection),
     }  # fmt: skip

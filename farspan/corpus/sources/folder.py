@@ -55,12 +55,12 @@ class Folder:
         self.skipped: list[str] = []
         self.size_bytes = 0
         self._missing = {suffix: remedy for suffix in _NEEDS if (remedy := _missing_extra(suffix))}
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         # Names are bytes to the system, and not all of them UTF-8.
         digest = hashlib.sha256(os.fsencode(path.absolute()))
         for file in _walk(path):
             suffix = _suffix(file)
-            found[suffix] += 1
+            counts[suffix] += 1
             if suffix in _READERS:
                 stat = file.stat()
                 self.size_bytes += stat.st_size
@@ -68,8 +68,8 @@ class Folder:
                 about = f"\0{stat.st_size}\0{stat.st_mtime_ns}\0{self._missing.get(suffix, '')}\n"
                 digest.update(os.fsencode(file) + about.encode())
         self._digest = digest.hexdigest()
-        if not any(suffix in _READERS and suffix not in self._missing for suffix in found):
-            raise self._nothing(found)
+        if not any(suffix in _READERS and suffix not in self._missing for suffix in counts):
+            raise self._nothing(counts)
 
     def fingerprint(self) -> str:
         return self._digest
@@ -104,9 +104,9 @@ class Folder:
             if empty:
                 self.skipped.append(f"{file}: no text in it" + (" (a scan?)" if suffix == ".pdf" else ""))
 
-    def _nothing(self, found: Counter[str]) -> Refusal:
-        kinds = ", ".join(f"{number} {suffix or '(none)'}" for suffix, number in found.most_common(8)) or "nothing"
-        remedy = next((self._missing[suffix] for suffix in found if suffix in self._missing), None)
+    def _nothing(self, counts: Counter[str]) -> Refusal:
+        kinds = ", ".join(f"{number} {suffix or '(none)'}" for suffix, number in counts.most_common(8)) or "nothing"
+        remedy = next((self._missing[suffix] for suffix in counts if suffix in self._missing), None)
         return Refusal(
             "extra-missing" if remedy else "no-documents",
             what="there is no file here that can be read", where=self.path,

@@ -62,13 +62,13 @@ def _docstrings() -> dict[str, str]:
         parsed = list(pool.map(_parse, *zip(*files, strict=True), chunksize=64))
     public = _public_names({pair for _, imports in parsed for pair in imports})
     modules = {module for _, module in files}
-    found: dict[str, str] = {}
+    docstrings: dict[str, str] = {}
     for docs in (*(docs for docs, _ in parsed), _imported()):
         for name, text in docs:
             title = _shortened(name, public, modules)
             if not title.startswith("_") and not title.rpartition(".")[2].startswith("_"):
-                found.setdefault(title, text)
-    return found
+                docstrings.setdefault(title, text)
+    return docstrings
 
 
 def _files() -> Iterator[tuple[str, str]]:
@@ -133,8 +133,8 @@ def _imports(tree: ast.Module, module: str, package: list[str]) -> Iterator[tupl
             above = package[: len(package) + 1 - node.level] if node.level else []
             origin = ".".join([*above, *([node.module] if node.module else [])])
             for alias in node.names:
-                here = module if alias.name == "*" else f"{module}.{alias.asname or alias.name}"
-                yield f"{origin}.{alias.name}", here
+                imported_as = module if alias.name == "*" else f"{module}.{alias.asname or alias.name}"
+                yield f"{origin}.{alias.name}", imported_as
 
 
 def _top_level(node: ast.AST) -> Iterator[ast.AST]:
@@ -147,9 +147,9 @@ def _top_level(node: ast.AST) -> Iterator[ast.AST]:
 def _public_names(imports: set[tuple[str, str]]) -> dict[str, str]:
     """Where a definition lives -> the shortest name it is imported by; `x.*` -> the module that has all of x."""
     public = {"torch._C.TensorBase": "torch.Tensor", "torch._C._VariableFunctions.*": "torch"}
-    for there, here in sorted(imports, key=lambda pair: (pair[1].count("."), pair[1])):
-        if here.split(".")[0] == there.split(".")[0] and here.count(".") < there.count("."):
-            public.setdefault(there, here)
+    for definition, imported_as in sorted(imports, key=lambda pair: (pair[1].count("."), pair[1])):
+        if imported_as.split(".")[0] == definition.split(".")[0] and imported_as.count(".") < definition.count("."):
+            public.setdefault(definition, imported_as)
     return public
 
 
