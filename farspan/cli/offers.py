@@ -193,8 +193,8 @@ def _offer_row(mark: str, offer: Offer, *, limited: bool) -> tuple[str, ...]:
     assert candidate.estimate is not None
     meets = ("meets" if offer.meets else "beyond") if limited else ""
     return (
-        mark, candidate.where, candidate.technique, format_seconds(candidate.time_s), f"${offer.usd:,.2f}", f"${offer.usd_per_hour:,.2f}",
-        f"{candidate.estimate.memory_bytes / 1e9:.1f}", meets, offer.checked,
+        mark, candidate.where, candidate.technique, format_seconds(candidate.time_s), f"${offer.usd:,.2f}",
+        f"${offer.usd_per_hour:,.2f}", f"{candidate.estimate.memory_bytes / 1e9:.1f}", meets, offer.checked,
     )  # fmt: skip
 
 

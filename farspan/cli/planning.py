@@ -106,8 +106,8 @@ def _cells(ranking: Ranking, index: int) -> list[str]:
     low, high = (seconds / 60 for seconds in bounds(candidate))
     minutes = f"{_short(candidate.time_s / 60)} ({_short(low)}-{_short(high)})"
     return [
-        str(index + 1), candidate.technique + ("*" if candidate.trial is not None and candidate.eligible else ""), candidate.where,
-        f"{_short(used / 1e9)} of {_short(of / 1e9)}",
+        str(index + 1), candidate.technique + ("*" if candidate.trial is not None and candidate.eligible else ""),
+        candidate.where, f"{_short(used / 1e9)} of {_short(of / 1e9)}",
         _split(candidate), format_count(priced.tokens_per_s).replace(" ", ""), f"{priced.tflops_per_device:.3g}",
         minutes, spent(candidate), verdict(ranking, candidate),
     ]  # fmt: skip
@@ -186,8 +186,8 @@ def told(ranking: Ranking, index: int | None) -> Told:
     candidate = None if index is None else ranking.candidates[index]
     instead = "" if index == ranking.chosen else "Another is chosen: "
     return Told(
-        title="Nothing fits" if candidate is None else called(candidate), question=question(ranking), choice=instead + reasons.choice,
-        tiles=() if candidate is None else _tiles(ranking, candidate), heads=HEADS,
+        title="Nothing fits" if candidate is None else called(candidate), question=question(ranking),
+        choice=instead + reasons.choice, tiles=() if candidate is None else _tiles(ranking, candidate), heads=HEADS,
         rows=tuple(tuple(_cells(ranking, i)) for i in planned),
         marked=planned.index(index) if index is not None else None,
         refused=tuple(_refused(ranking, colours=False)), why=parts,

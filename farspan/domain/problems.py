@@ -56,8 +56,10 @@ Cause = Literal["own", "exchange"]
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One refusal: a stable code, what was refused, where, the fact behind it, and one command that mends it; and, where
-    programs go on from it, what they need to know as fields."""
+    """One refusal: a stable code, what was refused, where, the fact behind it, and one command that mends it.
+
+    Further fields hold what programs need to know of it.
+    """
 
     code: str
     what: str

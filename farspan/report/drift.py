@@ -118,7 +118,8 @@ def _alike(drifting: Iterable[Drift], costs: Costs) -> Iterator[Drift]:
         group = list(alike)
         yield Drift(
             what="device", who=f"rank{'s' * (len(group) > 1)} {joined([drift.who for drift in group])} ({where})",
-            measured_s=median(drift.measured_s for drift in group), predicted_s=median(drift.predicted_s for drift in group),
+            measured_s=median(drift.measured_s for drift in group),
+            predicted_s=median(drift.predicted_s for drift in group),
             paces={rank: pace for drift in group for rank, pace in drift.paces.items()},
         )  # fmt: skip
 

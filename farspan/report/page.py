@@ -34,7 +34,7 @@ def write_page(run: RunHistory, comparison: Comparison | None = None) -> Path:
 
 
 def page(run: RunHistory, comparison: Comparison | None = None) -> str:
-    """The whole page as HTML, with what is `found` of a run of several devices. The same events give the same bytes."""
+    """The whole page as HTML, with the comparison of one of several devices. The same events give the same bytes."""
     measured = measure(run)
     return environment().get_template("page.html").render(
         run=run, history=run.history, measured=measured, found=comparison, figures=figures(run),

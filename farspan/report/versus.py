@@ -170,7 +170,8 @@ def _orders(runs: Sequence[RunHistory], measured: Sequence[Measurement | None]) 
     one_model = len({run.plan.model for run in runs}) == 1
     # As many steps of as many tokens: only then less time, or money, is better.
     same_work = one_model and len(
-        {(measurement.steps, run.plan.train.tokens_per_step) for measurement, run in zip(measured, runs, strict=True) if measurement}
+        {(measurement.steps, run.plan.train.tokens_per_step)
+         for measurement, run in zip(measured, runs, strict=True) if measurement}
     ) == 1  # fmt: skip
     every_rank = all(len(run.histories) == len(run.plan.devices) for run in runs)
     if not same_text:

@@ -268,7 +268,8 @@ def measured(matrix: Matrix, todo: Todo) -> tuple[Row, Plan | None]:
     )  # fmt: skip
     if environment is not None:
         row = msgspec.structs.replace(
-            row, commit=environment.commit, torch=environment.torch, python=environment.python, machine=environment.device
+            row, commit=environment.commit, torch=environment.torch, python=environment.python,
+            machine=environment.device,
         )  # fmt: skip
     if result.step_s is not None:
         derived = msgspec.structs.asdict(figures(row, result.step_s))
@@ -305,9 +306,9 @@ def row_of(matrix: Matrix, todo: Todo, at: str, *, status: Status, cause: str) -
     links = [priced.cluster.link(a, b) for a, b in itertools.combinations(used, 2)]
     return Row(
         matrix=matrix.name, cell=priced.cell, key=todo.key, cluster_hash=figures_hash(todo.cluster),
-        model_hash=content_hash(priced.model), plan_hash=None if plan is None else plan.hash, status=status, cause=cause,
-        used=len(priced.places) or (int(priced.cell.devices) if priced.cell.devices.isdigit() else 0), rows=priced.train.batch,
-        parameters=parameters(priced.model),
+        model_hash=content_hash(priced.model), plan_hash=None if plan is None else plan.hash, status=status,
+        cause=cause, used=len(priced.places) or (int(priced.cell.devices) if priced.cell.devices.isdigit() else 0),
+        rows=priced.train.batch, parameters=parameters(priced.model),
         step_tokens=priced.train.tokens_per_step, step_flops=flops, run_tokens=run_tokens,
         predicted_s=step_s, predicted_low_s=None if step_s is None else low * step_s,
         predicted_high_s=None if step_s is None else high * step_s,

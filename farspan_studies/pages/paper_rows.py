@@ -105,8 +105,8 @@ def slm_cost(engine: Engine) -> list[Row]:
         grid_rows.append(_row(
             "slm-cost",
             Cell(
-                cluster=priced.gpu, model=priced.model, technique=priced.scheme, devices=str(priced.devices), batch=priced.batch,
-                seq_len=paper.sequence, precision="bf16",
+                cluster=priced.gpu, model=priced.model, technique=priced.scheme, devices=str(priced.devices),
+                batch=priced.batch, seq_len=paper.sequence, precision="bf16",
                 attention="sdpa" if priced.attention == "sdpa" else "vanilla", repeat=0,
             ),
             status="ok" if priced.fits else "oom", cause="" if priced.fits else "predicted to need more memory",

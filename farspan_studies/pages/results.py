@@ -271,7 +271,7 @@ def budgets(points: Sequence[Point]) -> Chart | None:
 
 def sizes(specs: Sequence[tuple[str, float, float, float]], fit: Callable[[float], tuple[float, float]]) -> list[Chart]:
     """Width and layers over parameters, as points by family, and the fit through them: the cost study's figure 5.
-    `found` has (family, parameters, width, layers); `fit` gives (width, layers)."""
+    `specs` has (family, parameters, width, layers); `fit` gives (width, layers)."""
     over = sorted({size for _, size, _, _ in specs})
     smooth = sorted({*over, *(over[0] * (over[-1] / over[0]) ** (step / BUDGETS) for step in range(BUDGETS + 1))})
     charts = []

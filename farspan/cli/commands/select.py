@@ -109,11 +109,13 @@ def as_json(selection: Selection) -> dict[str, Any]:
 
     ranking = selection.ranking
     return {
-        "candidates": [{**pricing.as_json(candidate, ranking), "trial": candidate.trial} for candidate in ranking.candidates],
+        "candidates": [
+            {**pricing.as_json(candidate, ranking), "trial": candidate.trial} for candidate in ranking.candidates
+        ],
         "chosen": ranking.chosen,
         "tried": [
-            {"technique": candidate.technique, "where": candidate.where, "predicted_s": candidate.estimate and candidate.estimate.step_s,
-             "trial": trial}
+            {"technique": candidate.technique, "where": candidate.where,
+             "predicted_s": candidate.estimate and candidate.estimate.step_s, "trial": trial}
             for candidate, trial in selection.tried
         ],
         "spent_s": selection.spent_s, "budget_s": selection.budget_s, "ended": selection.ended, "why": why(selection),
