@@ -16,6 +16,7 @@ from farspan.report.compared import Comparison
 from farspan.report.compared_text import memory_rows, part_rows, sentences
 from farspan.report.history import COMPLETE, RunHistory
 from farspan.report.measure import measure
+from farspan.report.tables import table_lines
 
 #: How each end is told to a person, by `Finished.reason`; "unfinished" is a run without an end.
 ENDINGS = {
@@ -169,12 +170,5 @@ def maybe(number: float | None, how: str) -> str:
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows, the first a heading, as lines of aligned columns: the first to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    lines = table_lines(rows[0], rows[1:], right=range(1, len(rows[0])))
     return [lines[0], "-" * len(lines[0]), *lines[1:]]

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from farspan.domain.corpus import Document
+from farspan.report.tables import table_lines
 from farspan.retrieval.chunk import head_length
 from farspan.retrieval.lexical import Lexical, words
 from farspan.retrieval.metrics import Floats, Ints, bootstrap, hit, ndcg, ranks
@@ -177,9 +178,11 @@ def _compare(measured: Mapping[str, dict[str, Floats]], a: str, b: str, metric: 
 
 def table(evaluation: Evaluation) -> str:
     """The evaluation as text: systems, differences with intervals, and what was asked of what."""
-    lines = [f"{'':12}{'hit@1':>8}{'hit@10':>8}{'nDCG@10':>9}"]
-    for system, quality in evaluation.systems.items():
-        lines.append(f"{system:12}{quality.hit_at_1:8.3f}{quality.hit_at_10:8.3f}{quality.ndcg_at_10:9.3f}")
+    rows = [
+        (system, *(f"{figure:.3f}" for figure in (quality.hit_at_1, quality.hit_at_10, quality.ndcg_at_10)))
+        for system, quality in evaluation.systems.items()
+    ]
+    lines = table_lines(("", "hit@1", "hit@10", "nDCG@10"), rows, right=(1, 2, 3))
     for difference in evaluation.differences:
         low, high = difference.interval
         name = f"{difference.a} - {difference.b}"

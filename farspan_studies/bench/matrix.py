@@ -101,6 +101,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     plan_hash: str | None
     status: Status
     cause: str = ""
+    #: The signal that ended a worker ("SIGKILL"), where one did.
+    signal: str | None = None
     #: Devices of the plan, sequences of a step, parameters of the model.
     used: int
     rows: int

@@ -182,7 +182,7 @@ def meanings(
 
 def may_pass(row: Row) -> bool:
     """Whether a cell may run another time: it failed, or was killed, maybe for another program's memory."""
-    return row.status == "failed" or (row.status == "oom" and "SIGKILL" in row.cause)
+    return row.status == "failed" or (row.status == "oom" and row.signal == "SIGKILL")
 
 
 def refuse_other_versions(results: Results, rows: Sequence[Row]) -> None:
@@ -262,10 +262,9 @@ def measured(matrix: Matrix, todo: Todo) -> tuple[Row, Plan | None]:
         plan=priced.made, corpus=str(todo.corpus), cluster=priced.cluster, launcher=todo.launcher, within=within
     ))  # fmt: skip
     row = row_of(matrix, todo, at, status=result.status, cause="" if result.problem is None else told(result.problem))
-    environment = result.environment
-    row = msgspec.structs.replace(
-        row, took_s=result.took_s, memory_bytes=max(result.memory_bytes.values(), default=None)
-    )  # fmt: skip
+    environment, signal = result.environment, None if result.problem is None else result.problem.signal
+    peak = max(result.memory_bytes.values(), default=None)
+    row = msgspec.structs.replace(row, took_s=result.took_s, memory_bytes=peak, signal=signal)
     if environment is not None:
         row = msgspec.structs.replace(
             row, commit=environment.commit, torch=environment.torch, python=environment.python,

@@ -15,6 +15,7 @@ from farspan.domain.engine import Engine, engine
 from farspan.domain.model import ModelSpec
 from farspan.domain.results import Estimate
 from farspan.domain.train import TrainSpec
+from farspan.report.tables import table_lines
 
 HELP = "compare predictions with two papers' numbers"
 
@@ -173,7 +174,7 @@ def best_plan(model: ModelSpec, cluster: Cluster, train: TrainSpec) -> Estimate 
 
 
 class Table:
-    """Rows of text in columns as wide as their widest cell; to the right where a column's name begins with `>`."""
+    """Rows of text in aligned columns: to the right where a column's name begins with `>`."""
 
     def __init__(self, *columns: str) -> None:
         self.right = [column.startswith(">") for column in columns]
@@ -183,8 +184,6 @@ class Table:
         self.rows.append(list(cells))
 
     def say(self, console: Console) -> None:
-        widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
-        for row in self.rows:
-            cells = zip(row, widths, self.right, strict=True)
-            line = "  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in cells)
+        right = [place for place, is_right in enumerate(self.right) if is_right]
+        for line in table_lines(self.rows[0], self.rows[1:], right=right):
             console.say(f"  {line}".rstrip())

@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from farspan.cli.console import Console
-from farspan.cli.paint import paint, painter, width
+from farspan.cli.paint import painter, width
 from farspan.domain.problems import Refusal, command
+from farspan.report.tables import table_lines
 
 if TYPE_CHECKING:
     from farspan.report.versus import Line, Versus
 
 HELP = "compare runs"
-#: The most columns that a setting's name takes.
-NAME = 34
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -56,18 +55,9 @@ def say(comparison: Versus, console: Console) -> None:
 
 
 def _say_lines(comparison: Versus, lines: Sequence[Line], console: Console) -> None:
-    """Columns to the left; long cells go on below."""
-    colours = painter(json=console.json)
-    first = min(NAME, max(len(line.what) for line in lines))
-    each = max(12, (width() - first - 2 * len(comparison.names)) // len(comparison.names))
-    each = min(each, 2 + max(len(cell) for line in lines for cell in (*line.values, *comparison.names)))
-    rows = [("", comparison.names, None), *((line.what, line.values, line.best) for line in lines)]
-    for number, (name, values, best) in enumerate(rows):
-        cells = [
-            textwrap.wrap(f"{cell} *" if place == best else cell, each) or [""] for place, cell in enumerate(values)
-        ]
-        names = textwrap.wrap(name, first) or [""]
-        for line in range(max(len(names), *map(len, cells))):
-            parts = [(cell[line] if line < len(cell) else "").ljust(each) for cell in cells]
-            text = "  ".join([(names[line] if line < len(names) else "").ljust(first), *parts]).rstrip()
-            console.say(paint(text, "" if number else "soft", colours))
+    rows = [
+        (line.what, *(f"{cell} *" if place == line.best else cell for place, cell in enumerate(line.values)))
+        for line in lines
+    ]
+    for text in table_lines(("", *comparison.names), rows, width=width(), colours=painter(json=console.json)):
+        console.say(text)

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from farspan.cli.console import Console
+from farspan.cli.paint import width
 from farspan.domain.cluster import Cluster
 from farspan.domain.gpus import judge
 from farspan.domain.problems import Problem
 from farspan.domain.units import format_bytes, format_rate, format_seconds
+from farspan.report.tables import table_lines
 
 if TYPE_CHECKING:
     from farspan.launch.examine import Examination, HostPath
@@ -81,10 +83,8 @@ def _table(cluster: Cluster, examination: Examination) -> str:
     names = [host.name for host in cluster.hosts if host.name in examination.hosts]
     ways = {(way.a, way.b): way for way in examination.ways}
     cells = [[_cell(ways[a, b]) if a != b else "-" for b in names] for a in names]
-    width = max(len(text) for text in (*names, *(cell for row in cells for cell in row))) + 2
-    head = " " * 12 + "".join(f"{name:>{width}}" for name in names)
-    return "\n".join([head, *(f"{name:12}" + "".join(f"{cell:>{width}}" for cell in row)
-                              for name, row in zip(names, cells, strict=True))])  # fmt: skip
+    rows = [(name, *row) for name, row in zip(names, cells, strict=True)]
+    return "\n".join(table_lines(("", *names), rows, right=range(1, len(names) + 1), width=width()))
 
 
 def _cell(way: HostPath) -> str:

@@ -1,0 +1,33 @@
+"""Tables of text, all made by rich: aligned columns, whose long cells go on below where the terminal is narrow."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Collection, Sequence
+
+#: Wider than any table: its cells stay on one line.
+UNBOUNDED = 10_000
+
+
+def table_lines(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[int] = (), width: int = UNBOUNDED,
+    gap: int = 2, colours: bool = False, tints: Sequence[str] = (),
+) -> list[str]:  # fmt: skip
+    """The lines of a table under its headings; columns of the places `right` are aligned to the right. With `colours`
+    the headings are dim, and each row has the style of `tints`, as rich names styles."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
+    for place, head in enumerate(heads):
+        table.add_column(Text(head), justify="right" if place in right else "left", overflow="fold")
+    for number, row in enumerate(rows):
+        # Text, not markup: cells may hold square brackets.
+        table.add_row(*map(Text, row), style=tints[number] if tints else "")
+    drawn = io.StringIO()
+    console = Console(
+        file=drawn, width=width, force_terminal=colours, color_system="standard" if colours else None, highlight=False
+    )
+    console.print(table)
+    return [line.rstrip() for line in drawn.getvalue().splitlines()]

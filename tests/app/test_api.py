@@ -1,0 +1,126 @@
+"""The Python API off the main thread, interrupted, and as it is imported."""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import farspan
+from farspan.domain.results import Step
+from tests.cli.conftest import WORDS
+from tests.test_imports import cpu_s
+
+#: Seconds of a processor that `import farspan` may take.
+IMPORT_S = 0.1
+SMALL = {
+    "tokenizer": {"vocab": 300}, "model": {"layers": 1, "d_model": 16, "heads": 2, "context": 32},
+    "parallel": {"workers": 1},
+}  # fmt: skip
+
+
+@pytest.fixture
+def papers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with text, as the working folder."""
+    (tmp_path / "papers").mkdir()
+    for number in range(20):
+        words = " ".join(WORDS[(number * k) % len(WORDS)] for k in range(200))
+        (tmp_path / "papers" / f"{number:02}.txt").write_text(f"Paper {number}\n\n{words}.\n")
+    monkeypatch.setenv("FARSPAN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_in_a_thread_it_trains_and_leaves_signals_alone(papers: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    handlers, updates = signal.getsignal(signal.SIGINT), list[object]()
+    ended: list[farspan.Run | BaseException] = []
+
+    def work() -> None:
+        try:
+            ended.append(farspan.train("papers", train={"steps": 5}, progress=updates.append, **SMALL))
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(120)
+    assert isinstance(ended[0], farspan.Run), ended
+    assert [update.step for update in updates if isinstance(update, Step)] == [1, 2, 3, 4, 5]
+    assert signal.getsignal(signal.SIGINT) is handlers
+    report = ended[0].report()
+    assert report.measurement is not None and report.measurement.steps == 5 and report.page.exists()
+    assert capfd.readouterr().out == ""
+
+
+def test_ctrl_c_saves_refuses_and_leaves_no_worker(papers: Path) -> None:
+    script = textwrap.dedent(f"""
+        import farspan, json, os
+        from farspan.domain.results import Step
+        def told(update):
+            if isinstance(update, Step) and update.step == 3:
+                print("training", flush=True)
+        try:
+            farspan.train("papers", train={{"steps": 1_000_000}}, progress=told, **{SMALL!r})
+        except farspan.Refusal as refusal:
+            print(json.dumps([refusal.problem.code, refusal.problem.remedy]), flush=True)
+    """)
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "training\n"
+        process.send_signal(signal.SIGINT)
+        assert json.loads(process.stdout.readline()) == ["interrupted", "farspan resume runs/papers"]
+        assert process.wait(60) == 0
+    deadline = time.monotonic() + 10
+    while (left := workers(papers)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left
+    assert farspan.Run("runs/papers").report().run.history.reason == "interrupted"
+
+
+def workers(folder: Path) -> list[int]:
+    """The workers of runs in a folder."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words, at = entry.read_bytes(), str((entry.parent / "cwd").readlink())
+        except OSError:
+            continue
+        if b"farspan.runtime.worker" in words and at == str(folder):
+            found.append(int(entry.parent.name))
+    return found
+
+
+def test_what_cannot_be_is_raised(papers: Path) -> None:
+    for arguments, code in (
+        ({"data": "paper"}, "path-missing"), ({"data": "papers", "sizes": "tiny"}, "unknown-key"),
+        ({"data": "papers", "budget": "soon"}, "out-of-range"), ({"data": "papers", "run": "papers"}, "run-exists"),
+    ):  # fmt: skip
+        with pytest.raises(farspan.Refusal) as caught:
+            farspan.train(**arguments)
+        assert caught.value.problem.code == code
+    with pytest.raises(farspan.Refusal):
+        farspan.Run("papers")
+    assert not (papers / "runs").exists()
+
+
+@pytest.mark.timed
+def test_importing_takes_no_time_and_loads_nothing():
+    shown = "import farspan, json, sys; print(json.dumps([n for n in sys.modules if n.startswith('farspan.')]))"
+    done = subprocess.run([sys.executable, "-c", shown], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == ["farspan._version"]
+    assert min(cpu_s("import farspan") for _ in range(5)) < IMPORT_S
+
+
+def test_no_name_of_the_api_is_a_subpackages():
+    packages = {module.name for module in pkgutil.iter_modules(farspan.__path__)}
+    assert not packages & set(farspan.__all__)
+    assert all(getattr(farspan, name) is not None for name in farspan.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        farspan.trian  # noqa: B018
