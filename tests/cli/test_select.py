@@ -11,13 +11,13 @@ import pytest
 from farspan import models
 from farspan.app import resolving
 from farspan.app.updates import silent
-from farspan.cli.commands.select import epsilon
 from farspan.domain.codec import load, load_yaml
 from farspan.domain.config import RunConfig
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.train import TrainSpec
 from farspan_lab import state
+from farspan_studies.commands.algorithm1 import epsilon
 from tests.launch.conftest import up
 from tests.planning.worlds import FAST, cluster
 

@@ -31,7 +31,7 @@ from farspan_studies.bench.trials import DeviceTrial, as_tried
 from farspan_studies.commands.bench import path_of
 from farspan_studies.pages.results import points
 from tests.launch.conftest import up
-from tests.report.test_results import row as made_row
+from tests.studies.test_results import row as made_row
 
 DEVICE = "{kind: cpu-avx2, memory: 4GB}"
 CLUSTER = f"sites: {{here: {{hosts: {{me: {{enter: [], devices: [{DEVICE}, {DEVICE}]}}}}}}}}\n"
