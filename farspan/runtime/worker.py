@@ -36,7 +36,8 @@ from farspan.domain.run import ON_STDIN, SECRET, RunFolder, RunRecord
 from farspan.domain.units import format_bytes
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.checkpoint.checkpointer import Checkpointer
-from farspan.runtime.comm.collective import SILENCE_S, START_S, Group, How, meet, renounce
+from farspan.runtime.comm.collective import START_S, Group, meet, renounce
+from farspan.runtime.comm.heartbeat import SILENCE_S, How
 from farspan.runtime.comm.notices import Notices, run_secret
 from farspan.runtime.comm.ship import share
 from farspan.runtime.comm.topology import Topology

@@ -81,7 +81,7 @@ def _planned(seed: int) -> Iterator[Plan]:
     ranking = rank(random_model(rng), random_cluster(rng), train, engine("farspan"))
     seen = set[object]()
     for one in ranking.candidates:
-        if one.plan is not None and (key := structure(one.plan)) not in seen:
+        if (key := structure(one.plan)) not in seen:
             seen.add(key)
             yield shrunk(one.plan)
 

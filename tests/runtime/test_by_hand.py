@@ -29,11 +29,11 @@ LOST = 24
 #: A worker that has not ended by then hangs.
 HANGS_S = 180
 #: Who says nothing for this long is lost.
-SOON = "collective.SILENCE_S, collective.BEAT_S = 6.0, 0.5"
+SOON = "heartbeat.SILENCE_S, heartbeat.BEAT_S = 6.0, 0.5"
 WORKER = """
 import os, signal, sys
 from farspan.runtime import worker
-from farspan.runtime.comm import collective
+from farspan.runtime.comm import collective, heartbeat
 
 {first}
 sys.exit(worker.main())

@@ -19,10 +19,10 @@ SILENCE_S = 5.0
 MEMBER = f"""
 import os, signal, sys, time
 import torch
-from farspan.runtime.comm import collective
+from farspan.runtime.comm import collective, heartbeat
 from farspan.runtime.comm.collective import Group, meet
 
-collective.SILENCE_S, collective.BEAT_S, collective.ANSWER_S = {SILENCE_S}, 0.05, 8.0
+heartbeat.SILENCE_S, heartbeat.BEAT_S, heartbeat.ANSWER_S = {SILENCE_S}, 0.05, 8.0
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 SECRET = b"the secret of this run"
 
@@ -178,7 +178,7 @@ except Refusal as refusal:
 def test_who_opens_its_device_is_waited_for_longer_than_who_is_silent():
     """And no longer than that."""
     program = f"""
-collective.OPEN_S = {4 * SILENCE_S}
+heartbeat.OPEN_S = {4 * SILENCE_S}
 met = meet(rank, world, SECRET)
 if rank == 1:
     time.sleep({2 * SILENCE_S})
@@ -208,7 +208,7 @@ group.sum(1.0)
 
 def test_a_killed_worker_is_noticed_without_waiting_for_silence():
     program = """
-collective.SILENCE_S = 10_000.0
+heartbeat.SILENCE_S = 10_000.0
 if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 try:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Finished, Step, read_events
-from farspan.runtime.comm import connections, ship
+from farspan.runtime.comm import ship, tcp
 from farspan.runtime.comm.notices import Notices
 from farspan.runtime.comm.sealed import PIECE, Forged, Reader, Writer, answer, asked_for
 from farspan.runtime.comm.ship import NAMES, ShipmentOffer
@@ -144,12 +144,12 @@ def test_rank_0_listens_where_the_others_call_it(monkeypatch: pytest.MonkeyPatch
         for name, entries in psutil.net_if_addrs().items()
     }
     name, own = next((name, ips[0]) for name, ips in by_name.items() if ips and not ips[0].startswith("127."))
-    assert connections.listening("127.0.0.1") == "127.0.0.1"
+    assert tcp.listening("127.0.0.1") == "127.0.0.1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
-    assert connections.listening("127.0.0.1") == "127.0.0.1", "workers of one host, whatever its interface"
-    assert connections.listening(own) == own
-    assert connections.listening("localhost") == own, "a name that leads its own host to loopback"
-    assert connections.listening("192.0.2.7") == own, "behind address translation"
+    assert tcp.listening("127.0.0.1") == "127.0.0.1", "workers of one host, whatever its interface"
+    assert tcp.listening(own) == own
+    assert tcp.listening("localhost") == own, "a name that leads its own host to loopback"
+    assert tcp.listening("192.0.2.7") == own, "behind address translation"
 
 
 # -- shipping ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from farspan.runtime.comm import connections
+from farspan.runtime.comm import tcp
 
 
 def test_fused_adamw_updates_as_the_public_optimizer_does():
@@ -67,8 +67,8 @@ def test_a_store_listens_on_the_socket_that_it_is_given():
 
 
 def test_gloo_names_the_address_of_a_connection_that_broke():
-    """The text of gloo's errors, in runtime/comm/connections.py (`named_in`): which worker an exchange failed with is
+    """The text of gloo's errors, in runtime/comm/tcp.py (`named_in`): which worker an exchange failed with is
     told in it alone. Instead: heartbeats, which notice later."""
     said = "[../gloo/transport/tcp/pair.cc:525] Connection closed by peer [10.0.0.2]:34567"
-    assert connections.named_in(said) == ["[10.0.0.2]:34567"]
-    assert connections.named_in("no address") == []
+    assert tcp.named_in(said) == ["[10.0.0.2]:34567"]
+    assert tcp.named_in("no address") == []

@@ -10,7 +10,8 @@ from torch import nn
 from farspan.domain.train import Optimizer, Schedule
 from farspan.models import preset, presets
 from farspan.runtime.model.decoder import Decoder
-from farspan.runtime.state.train_state import Division, TrainState, divide, segment
+from farspan.runtime.state.train_state import TrainState
+from farspan.runtime.state.zero_buckets import Division, divide, segment
 from farspan.semantics.lr_schedule import learning_rate
 
 

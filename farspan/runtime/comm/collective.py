@@ -5,30 +5,22 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import TracebackType
-from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
 
 from farspan.domain.problems import Refusal
 from farspan.domain.run import SECRET, STORE_PORT
-from farspan.runtime.comm import connections
+from farspan.runtime.comm import tcp
+from farspan.runtime.comm.heartbeat import LOST, MET, Heartbeat, How, beats
 from farspan.runtime.comm.notices import Notices
 
 #: Workers may come so far apart: some import torch from a slow disk, or were started by hand.
 START_S = 300.0
-#: A worker that says nothing for this long is lost; each says every BEAT_S that it is there.
-SILENCE_S, BEAT_S = 20.0, 2.0
-#: Who has met the others opens its device, and says so for the first time, within this.
-OPEN_S = 120.0
-#: Where the store does not say within this who is lost, rank 0 is, which keeps it. With SILENCE_S before it and the
-#: seconds that rank 0 stays after it, every worker ends within 30 s.
-ANSWER_S = 3.0
 #: An exchange waits this long for a worker that is alive but busy with a long step or with writing a checkpoint: 24 GB
 #: (2 B parameters) at 5 MB/s take 80 minutes. Beyond that the workers wait for each other.
 BUSY_S = 2 * 3600.0
@@ -38,13 +30,6 @@ GLOO, NCCL = "gloo", "cpu:gloo,cuda:nccl"
 #: A connection that the other side's machine has answered nothing on for this long is lost; before heartbeats are, as
 #: it says more.
 CUT_S = 15.0
-#: Beats of a worker that has met the others, and of which nothing was heard since.
-MET = 1
-#: The rank that was lost and how that was noticed, as the first worker that did has written in the store.
-LOST = "farspan/lost"
-
-#: How a worker is noticed to be lost: it says nothing, or a connection to it broke.
-How = Literal["silence", "connection"]
 
 
 def backend(kinds: Iterable[str]) -> str:
@@ -61,19 +46,19 @@ def meet(rank: int, world: int, secret: bytes) -> Notices | None:
     try:
         notices = Notices(_store(rank, world), secret)
         with _asking_rank_0(rank):
-            notices.say(_beats(rank), str(MET))
-            notices.wait([_beats(peer) for peer in range(world)], START_S)
+            notices.say(beats(rank), str(MET))
+            notices.wait([beats(peer) for peer in range(world)], START_S)
     except (dist.DistError, OSError) as error:  # TimeoutError is one.
         fact = " ".join(str(error).split())[:300]
         with suppress(dist.DistError):  # It may have gone with rank 0.
-            missing = [str(peer) for peer in range(world) if notices is not None and notices.missing([_beats(peer)])]
+            missing = [str(peer) for peer in range(world) if notices is not None and notices.missing([beats(peer)])]
             if missing:
                 fact = f"{world - len(missing)}/{world} have come, nothing of rank {', '.join(missing)}: {fact}"
         raise Refusal(
             "worker-lost", what=f"the {world} workers did not meet", where=f"rank {rank}", fact=fact,
             remedy=f"start every rank of the plan, with the same MASTER_ADDR, MASTER_PORT, WORLD_SIZE and {SECRET}",
         ) from None  # fmt: skip
-    connections.expire(CUT_S)  # The store's own: who is asked over a line that is cut says so.
+    tcp.expire(CUT_S)  # The store's own: who is asked over a line that is cut says so.
     return notices
 
 
@@ -87,7 +72,7 @@ def _store(rank: int, world: int) -> dist.Store:
     address, port = os.environ["MASTER_ADDR"], int(os.environ.get(STORE_PORT) or os.environ["MASTER_PORT"])
     if rank != 0:
         return dist.TCPStore(address, port, None, False, start, wait_for_workers=False)
-    own = connections.listening(address)
+    own = tcp.listening(address)
     descriptor = socket.create_server((own, port)).detach()
     return dist.TCPStore(own, port, None, True, start, wait_for_workers=False, master_listen_fd=descriptor)
 
@@ -137,9 +122,9 @@ class Group:
         """Whenever connections were made: let none be waited for that is cut, and know whose each is."""
         if self._notices is None:
             return
-        connections.expire(CUT_S)
+        tcp.expire(CUT_S)
         self._introduced += 1
-        self._notices.say(_ends(self.rank, self._introduced), " ".join(connections.own()))
+        self._notices.say(_ends(self.rank, self._introduced), " ".join(tcp.own()))
         # Others may read their checkpoint for longer than a store waits.
         said = self._notices.wait([_ends(peer, self._introduced) for peer in range(self.world)])
         self._ranks = {end: peer for peer, ends in enumerate(said) for end in ends.decode().split()}
@@ -147,7 +132,7 @@ class Group:
     def lost_by(self, error: BaseException) -> tuple[int, How] | None:
         """The worker without which an exchange failed, where gloo's message says at whose address it did: of several
         that go one after another the first that any worker noticed, and how."""
-        peers = [self._ranks[end] for end in connections.named_in(str(error)) if end in self._ranks]
+        peers = [self._ranks[end] for end in tcp.named_in(str(error)) if end in self._ranks]
         if not peers or self._heartbeat is None:
             return None
         lost_peer = self._heartbeat.tell(peers[0], "connection")
@@ -201,87 +186,6 @@ class Group:
             self.leave()
 
 
-class Heartbeat:
-    """Says in `notices` that this worker is alive, and hears the others: rank 0 all of them, each of them rank 0.
-
-    Where one is lost, who notices tells the others and ends, and they with it. Collectives cannot tell: a lost machine
-    closes no connection, and a peer that is busy is as silent in them as one that is gone.
-    """
-
-    def __init__(self, notices: Notices, rank: int, world: int) -> None:
-        # A store that is gone, with rank 0, would be tried for as long as workers may take to come.
-        self._notices, self._rank = notices.clone(SILENCE_S), rank
-        self._silent_s = dict.fromkeys(range(1, world) if rank == 0 else (0,), 0.0)
-        #: Who may be silent for longer, as its device is opened.
-        self.opening = set(self._silent_s)
-        self._ended, self._gone = threading.Event(), list[tuple[int, How]]()
-        self._talker = threading.Thread(target=self._talk, daemon=True)
-        self._counter: threading.Thread | None = None
-        self._talker.start()
-
-    def watch(self, lost: Callable[[int, How], None]) -> None:
-        self._counter = threading.Thread(target=self._count, args=(lost,), daemon=True)
-        self._counter.start()
-
-    def end(self) -> None:
-        """Must come before the process ends: an interpreter that stops a thread inside the store aborts. Where a worker
-        is lost `lost` has the last word."""
-        self._ended.set()
-        if self._gone and self._counter is not None:
-            self._counter.join()
-        self._talker.join(ANSWER_S)
-
-    def _talk(self) -> None:
-        """Count up one's own key, see whether the others' grew, and whom another has lost. Ends where the store is
-        lost."""
-        heard, own = dict.fromkeys(self._silent_s, MET), MET
-        with suppress(dist.DistError):  # The store is gone, and rank 0 with it: silence from now on.
-            while True:
-                own += 1
-                self._notices.say(_beats(self._rank), str(own))
-                for peer in self._silent_s:
-                    said = self._notices.heard(_beats(peer))
-                    if said is None:  # Somebody else has deleted or overwritten it, which says nothing of the worker.
-                        self._silent_s[peer] = 0.0
-                    elif (beats := int(said)) > heard[peer]:  # Also an older one could be there again.
-                        heard[peer], self._silent_s[peer] = beats, 0.0
-                        self.opening.discard(peer)
-                if (loss := self._notices.heard(LOST)) is not None:
-                    self._gone.append(_loss(loss))
-                if self._ended.wait(BEAT_S):
-                    return
-
-    def _count(self, lost: Callable[[int, How], None]) -> None:
-        """Seconds are counted, not read from a clock: machines that were suspended together blame nobody."""
-        while not self._gone and not self._ended.wait(1.0):
-            for peer in self._silent_s:
-                self._silent_s[peer] += 1.0
-                if self._silent_s[peer] > (OPEN_S if peer in self.opening else SILENCE_S):
-                    self._gone.append(self.tell(peer, "silence"))
-        if self._gone:
-            self.stay()
-            lost(*self._gone[0])
-
-    def tell(self, peer: int, how: How) -> tuple[int, How]:
-        """Say in the store who is lost and how, unless another was named there before; returns who is: rank 0 where
-        the store does not answer and has not said it."""
-        named: list[tuple[int, How]] = []
-
-        def write() -> None:
-            with suppress(dist.DistError):
-                named.append(_loss(self._notices.say_first(LOST, f"{peer} {how}")))
-
-        writer = threading.Thread(target=write, daemon=True)
-        writer.start()
-        writer.join(ANSWER_S)
-        return (named or self._gone or [(0, how)])[0]
-
-    def stay(self) -> None:
-        """Where somebody is lost, rank 0 ends when the others have heard of it: their store goes with it."""
-        if self._rank == 0:
-            time.sleep(BEAT_S + ANSWER_S)
-
-
 def gather_bytes(content: bytes, rank: int, world: int) -> list[bytes]:
     """The content of every worker, by rank. Bytes, as torch's own exchange of objects unpickles what peers send."""
     if world == 1:
@@ -313,15 +217,6 @@ def _asking_rank_0(rank: int) -> Iterator[None]:
             fact="it has kept the store, and ended before all had opened their devices",
             remedy="see what it says itself: logs/rank-0.log of the run",
         ) from None  # fmt: skip
-
-
-def _loss(said: bytes) -> tuple[int, How]:
-    rank, how = said.decode().split()
-    return int(rank), cast(How, how)
-
-
-def _beats(rank: int) -> str:
-    return f"farspan/beats/{rank}"
 
 
 def _ends(rank: int, round_: int) -> str:

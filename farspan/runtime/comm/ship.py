@@ -27,7 +27,7 @@ from farspan.domain.corpus import TOKEN_FILES, CorpusManifest
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder, RunRecord, cache_folder
-from farspan.runtime.comm import connections, sealed
+from farspan.runtime.comm import sealed, tcp
 from farspan.runtime.comm.notices import Notices
 
 #: Keys of what the workers tell each other.
@@ -161,7 +161,7 @@ class _Server:
     def __init__(self, run: RunFolder, corpus: Path, secret: bytes) -> None:
         self._secret, self._writers, self._closed = secret, list[sealed.Writer](), False
         self._folders = {"run": run.path, "corpus": corpus}
-        self._socket = socket.create_server((connections.listening(os.environ["MASTER_ADDR"]), 0))
+        self._socket = socket.create_server((tcp.listening(os.environ["MASTER_ADDR"]), 0))
         self.port = int(self._socket.getsockname()[1])
 
     @property

@@ -30,7 +30,8 @@ from farspan.runtime.parallel.pipeline import Batch, Pipeline
 from farspan.runtime.spans import Spans
 from farspan.runtime.state.full_state import FullState
 from farspan.runtime.state.tied_embeddings import TABLE, TiedEmbedding
-from farspan.runtime.state.train_state import Bucket, Division, TrainState
+from farspan.runtime.state.train_state import TrainState
+from farspan.runtime.state.zero_buckets import Bucket, Division
 
 
 @dataclass(frozen=True)

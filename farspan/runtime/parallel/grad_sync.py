@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from farspan.runtime.comm import connections
+from farspan.runtime.comm import tcp
 from farspan.runtime.comm.channels import Channel, tag
 from farspan.runtime.comm.collective import NCCL
 from farspan.runtime.comm.compress import Codec, ErrorFeedback
 from farspan.runtime.comm.messages import Messenger, Posted, Sent
 from farspan.runtime.comm.topology import ProcessGroups, Topology
-from farspan.runtime.state.train_state import Bucket, TrainState
+from farspan.runtime.state.train_state import TrainState
+from farspan.runtime.state.zero_buckets import Bucket
 
 #: Between two looks at what has arrived: longer while nothing comes, as looking takes from what others compute with.
 SHORTEST_S, LONGEST_S = 5e-5, 1e-3
@@ -77,7 +78,7 @@ class GradReducer:
         self._inside = group(whole and self._by_site, self._home, "inside")
         self._back = group(whole and self._by_site, self._home, "back")
         if self._sync.wan_rate is not None and len(self._sites) > 1:
-            connections.pace(self._sync.wan_rate)
+            tcp.pace(self._sync.wan_rate)
 
     def forget(self) -> None:
         """Drop what rounding left of gradients: it is not to be added to the next ones."""

@@ -17,7 +17,8 @@ from farspan.runtime.comm.collective import gather_bytes
 from farspan.runtime.comm.messages import Messenger, Posted
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.model.tensor_axis import TensorSlice
-from farspan.runtime.state.train_state import TrainState, length
+from farspan.runtime.state.train_state import TrainState
+from farspan.runtime.state.zero_buckets import length
 
 
 class Piece(NamedTuple):

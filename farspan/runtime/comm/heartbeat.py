@@ -1,0 +1,118 @@
+"""Who is alive: each worker says so in the store, rank 0 hears all of them, and each of them rank 0."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Literal, cast
+
+import torch.distributed as dist
+
+from farspan.runtime.comm.notices import Notices
+
+#: A worker that says nothing for this long is lost; each says every BEAT_S that it is there.
+SILENCE_S, BEAT_S = 20.0, 2.0
+#: Who has met the others opens its device, and says so for the first time, within this.
+OPEN_S = 120.0
+#: Where the store does not say within this who is lost, rank 0 is, which keeps it. With SILENCE_S before it and the
+#: seconds that rank 0 stays after it, every worker ends within 30 s.
+ANSWER_S = 3.0
+#: Beats of a worker that has met the others, and of which nothing was heard since.
+MET = 1
+#: The rank that was lost and how that was noticed, as the first worker that did has written in the store.
+LOST = "farspan/lost"
+
+#: How a worker is noticed to be lost: it says nothing, or a connection to it broke.
+How = Literal["silence", "connection"]
+
+
+class Heartbeat:
+    """Says in `notices` that this worker is alive, and hears the others: rank 0 all of them, each of them rank 0.
+
+    Where one is lost, who notices tells the others and ends, and they with it. Collectives cannot tell: a lost machine
+    closes no connection, and a peer that is busy is as silent in them as one that is gone.
+    """
+
+    def __init__(self, notices: Notices, rank: int, world: int) -> None:
+        # A store that is gone, with rank 0, would be tried for as long as workers may take to come.
+        self._notices, self._rank = notices.clone(SILENCE_S), rank
+        self._silent_s = dict.fromkeys(range(1, world) if rank == 0 else (0,), 0.0)
+        #: Who may be silent for longer, as its device is opened.
+        self.opening = set(self._silent_s)
+        self._ended, self._gone = threading.Event(), list[tuple[int, How]]()
+        self._talker = threading.Thread(target=self._talk, daemon=True)
+        self._counter: threading.Thread | None = None
+        self._talker.start()
+
+    def watch(self, lost: Callable[[int, How], None]) -> None:
+        self._counter = threading.Thread(target=self._count, args=(lost,), daemon=True)
+        self._counter.start()
+
+    def end(self) -> None:
+        """Must come before the process ends: an interpreter that stops a thread inside the store aborts. Where a worker
+        is lost `lost` has the last word."""
+        self._ended.set()
+        if self._gone and self._counter is not None:
+            self._counter.join()
+        self._talker.join(ANSWER_S)
+
+    def _talk(self) -> None:
+        """Count up one's own key, see whether the others' grew, and whom another has lost. Ends where the store is
+        lost."""
+        heard, own = dict.fromkeys(self._silent_s, MET), MET
+        with suppress(dist.DistError):  # The store is gone, and rank 0 with it: silence from now on.
+            while True:
+                own += 1
+                self._notices.say(beats(self._rank), str(own))
+                for peer in self._silent_s:
+                    said = self._notices.heard(beats(peer))
+                    if said is None:  # Somebody else has deleted or overwritten it, which says nothing of the worker.
+                        self._silent_s[peer] = 0.0
+                    elif (counted := int(said)) > heard[peer]:  # Also an older one could be there again.
+                        heard[peer], self._silent_s[peer] = counted, 0.0
+                        self.opening.discard(peer)
+                if (loss := self._notices.heard(LOST)) is not None:
+                    self._gone.append(_loss(loss))
+                if self._ended.wait(BEAT_S):
+                    return
+
+    def _count(self, lost: Callable[[int, How], None]) -> None:
+        """Seconds are counted, not read from a clock: machines that were suspended together blame nobody."""
+        while not self._gone and not self._ended.wait(1.0):
+            for peer in self._silent_s:
+                self._silent_s[peer] += 1.0
+                if self._silent_s[peer] > (OPEN_S if peer in self.opening else SILENCE_S):
+                    self._gone.append(self.tell(peer, "silence"))
+        if self._gone:
+            self.stay()
+            lost(*self._gone[0])
+
+    def tell(self, peer: int, how: How) -> tuple[int, How]:
+        """Say in the store who is lost and how, unless another was named there before; returns who is: rank 0 where
+        the store does not answer and has not said it."""
+        named: list[tuple[int, How]] = []
+
+        def write() -> None:
+            with suppress(dist.DistError):
+                named.append(_loss(self._notices.say_first(LOST, f"{peer} {how}")))
+
+        writer = threading.Thread(target=write, daemon=True)
+        writer.start()
+        writer.join(ANSWER_S)
+        return (named or self._gone or [(0, how)])[0]
+
+    def stay(self) -> None:
+        """Where somebody is lost, rank 0 ends when the others have heard of it: their store goes with it."""
+        if self._rank == 0:
+            time.sleep(BEAT_S + ANSWER_S)
+
+
+def _loss(said: bytes) -> tuple[int, How]:
+    rank, how = said.decode().split()
+    return int(rank), cast(How, how)
+
+
+def beats(rank: int) -> str:
+    return f"farspan/beats/{rank}"
