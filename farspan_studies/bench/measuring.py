@@ -8,7 +8,7 @@ import os
 import platform
 import random
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +18,6 @@ import msgspec
 
 from farspan._version import __version__
 from farspan.app.clusters import reached_by
-from farspan.cli.console import Console
 from farspan.domain.cluster import Cluster
 from farspan.domain.codec import content_hash, cut_unfinished_line, load, save
 from farspan.domain.corpus import CorpusManifest
@@ -130,7 +129,9 @@ class Todo(NamedTuple):
         return CELL_S + predicted_s(self.case.made, self.case.cluster, step_s, steps, warmup)
 
 
-def measure(matrix: Matrix, results: Results, console: Console, *, agreed: bool, retry: bool = False) -> list[Row]:
+def measure(
+    matrix: Matrix, results: Results, say: Callable[[str], None], *, agreed: bool, retry: bool = False
+) -> list[Row]:
     """Measure what is missing and return all rows. Without `agreed`, refuses a long matrix."""
     check_techniques(matrix)
     positive(parse_seconds, matrix.deadline, "deadline", "5m", MATRIX)
@@ -142,7 +143,7 @@ def measure(matrix: Matrix, results: Results, console: Console, *, agreed: bool,
         some, many = wanted, not agreed and len(wanted) - len(known) > MANY
         if many:
             some = random.Random(matrix.seed).sample(wanted, MANY)
-        console.say(f"{len(wanted):,} cells: pricing {f'{MANY} of them' if many else 'them'}")
+        say(f"{len(wanted):,} cells: pricing {f'{MANY} of them' if many else 'them'}")
         clusters = stack.enter_context(clusters_of(matrix, {cell.cluster: None for cell in some}))
         refuse_changed(clusters, rows)
         paces = TriedPaces(results.trials, matrix, clusters)
@@ -154,12 +155,12 @@ def measure(matrix: Matrix, results: Results, console: Console, *, agreed: bool,
         if many or (not agreed and (len(todo) > MANY or seconds > LONG_S)):
             raise too_long(matrix, len(wanted) / len(some) * len(todo), seconds)
         if untried:
-            paces.make(untried, console)
+            paces.make(untried, say)
             every, todo = meanings(matrix, some, clusters, paces, known)
             seconds = sum(item.seconds(matrix) for item in todo)
             if not agreed and seconds > LONG_S:  # Longer than it seemed before the trials, which are kept.
                 raise too_long(matrix, len(todo), seconds)
-        console.say(
+        say(
             f"{len(wanted)} cells, {len(wanted) - len(todo)} of them measured already, {len(todo)} to measure: about "
             f"{format_seconds(seconds)}"
         )
@@ -168,7 +169,7 @@ def measure(matrix: Matrix, results: Results, console: Console, *, agreed: bool,
         for number, item in enumerate(todo):
             row, plan = measured(matrix, item)
             results.add(row, plan, item.cluster)
-            console.say(f"{number + 1}/{len(todo)} {line(row)}")
+            say(f"{number + 1}/{len(todo)} {line(row)}")
     return results.read()
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 
 from farspan.app.clusters import first_device
 from farspan.app.resolving import PROBE_S
-from farspan.cli.console import Console
 from farspan.domain.cluster import Cluster
 from farspan.domain.codec import content_hash, load, save
 from farspan.domain.engine import engine
@@ -64,15 +63,15 @@ class TriedPaces:
                 untried.setdefault(path, case)
         return untried
 
-    def make(self, cases: Mapping[Path, Case], console: Console) -> None:
+    def make(self, cases: Mapping[Path, Case], say: Callable[[str], None]) -> None:
         """Try every case that is missing."""
         for path, case in cases.items():
             plain = self._there[case.cell.cluster][0]
             kind = plain.devices[0].kind
-            console.say(f"trying {case.cell.model} on one {kind} of {case.cell.cluster}: {case.cell.precision}")
+            say(f"trying {case.cell.model} on one {kind} of {case.cell.cluster}: {case.cell.precision}")
             trial = self._known[path] = tried(case, plain)
             if trial.probe is None:
-                console.say(f"it cannot be tried there and is predicted alone: {trial.why}")
+                say(f"it cannot be tried there and is predicted alone: {trial.why}")
             path.parent.mkdir(parents=True, exist_ok=True)
             save(trial, path)
 
