@@ -180,10 +180,9 @@ def picked(task: Task) -> Plan:
     """What the planner chooses among techniques that compute the same: those whose step times can be compared."""
     synchronous = [name for name in techniques.names() if name != "diloco"]
     found = rank(task.model, task.cluster, task.train, task.engine, allow=synchronous, corpus=task.corpus)
-    best = None if found.chosen is None else found.candidates[found.chosen].plan
-    if best is None:
+    if found.chosen is None:
         raise ValueError("the planner has no plan for this cluster")
-    return best
+    return found.candidates[found.chosen].plan
 
 
 def stage(

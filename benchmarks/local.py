@@ -105,9 +105,7 @@ def picked(work: Work, workers: int) -> Plan:
 
         ranking = select(cluster, asked, measure).ranking
     assert ranking.chosen is not None
-    plan = ranking.candidates[ranking.chosen].plan
-    assert plan is not None
-    return plan
+    return ranking.candidates[ranking.chosen].plan
 
 
 def measured(given: argparse.Namespace, name: str, workers: int, work: Work) -> dict[str, Any]:

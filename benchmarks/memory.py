@@ -55,9 +55,9 @@ def planned(name: str, work: Work) -> tuple[Plan, list[float]]:
     """A technique's own plan on two workers, and its bytes by worker without what an empty one holds."""
     task = plans.question(work, here(2), STEPS)
     found = rank(task.model, task.cluster, task.train, task.engine, allow=[name], corpus=task.corpus)
-    best = next((one for one in found.candidates if one.plan is not None and len(one.places) == 2), None)
-    if best is None or best.plan is None or best.estimate is None:
-        raise cells.Failed(f"no plan: {found.candidates[0].problem}")
+    best = next((one for one in found.candidates if len(one.places) == 2), None)
+    if best is None:
+        raise cells.Failed(f"no plan: {', '.join(str(refused.problem) for refused in found.refused)}")
     return best.plan, [one.total - one.framework for one in best.estimate.memory]
 
 

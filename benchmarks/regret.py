@@ -296,7 +296,7 @@ def measured(
     def measure(plan: Plan, step_s: float) -> Trial:
         return world.run(plan, step_s, names.get(plan_key(plan), plan.technique))
 
-    names |= {plan_key(one.plan): named(one) for one in first.candidates if one.plan is not None}
+    names |= {plan_key(one.plan): named(one) for one in first.candidates}
     selection = select(cluster, asked, measure)
     ranking = selection.ranking
     ours = None if ranking.chosen is None else ranking.candidates[ranking.chosen]
@@ -314,7 +314,7 @@ def measured(
     sites = [fixed[name] for name in ("td1", "ts1", "td2", "ts2") if fixed and fixed[name].trial is not None]
     ran = [one for one in sites if one.trial is not None and one.trial.step_s is not None]
     rules["best site"] = min(ran, key=lambda one: one.trial.step_s or math.inf).plan if ran else None  # type: ignore[union-attr]
-    foretold = {plan_key(one.plan): one.estimate.step_s for one in first.candidates if one.plan and one.estimate}
+    foretold = {plan_key(one.plan): one.estimate.step_s for one in first.candidates}
     for rule, plan in rules.items():
         if plan is not None and plan_key(plan) not in world.trials:
             world.run(plan, foretold[plan_key(plan)], rule)
@@ -333,8 +333,7 @@ def measured(
 def truth(world: World, candidates: list[Candidate]) -> None:
     """Run every technique's plans on both sites and on either, but those that must take far longer than the best."""
     seen = set()
-    for one in sorted((one for one in candidates if one.plan is not None), key=lambda one: one.time_s):
-        assert one.plan is not None and one.estimate is not None
+    for one in sorted(candidates, key=lambda one: one.time_s):
         place = (one.technique, one.places)
         known = [t.step_s for t in world.trials.values() if t.step_s is not None]
         least = one.estimate.step_s * bounds(one)[0] / one.time_s

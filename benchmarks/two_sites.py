@@ -107,31 +107,29 @@ class Bench:
             if self.known(Planned, arm=arm):
                 continue
             parts = [one.first(len(one.sites[0].hosts[0].devices)) if arm == ONE else one for one in clusters]
-            found = {count: self._best(one, names, arm) for count, one in zip(WORKERS, parts, strict=True)}
+            best_by = {count: self._best(one, names, arm) for count, one in zip(WORKERS, parts, strict=True)}
+            found = {count: best for count, best in best_by.items() if best is not None}
             tried = {count: took for count, one in found.items() if (took := self._took(one)) is not None}
             if not tried:
                 sys.exit(f"the planner has no plan that runs for: {arm}")
             best = found[min(tried, key=tried.__getitem__)]
-            assert best.plan is not None and best.estimate is not None
             self.write(made := Planned(
                 session=self.session, work=self.work, arm=arm, plan=msgspec.to_builtins(best.plan),
                 step_s=best.estimate.step_s, interval=best.estimate.interval, tried=tried,
             ))  # fmt: skip
             print(f"{arm}: {described(made)}; {made.step_s:.3f} s a step predicted", flush=True)
 
-    def _best(self, cluster: Cluster, names: Sequence[str], arm: str) -> Candidate:
+    def _best(self, cluster: Cluster, names: Sequence[str], arm: str) -> Candidate | None:
         """The planner's choice with all devices. DiLoCo counts though no published run is as small."""
         train = self.work.train(self.work.steps, 1e-3, 0, arm)
         found = rank(
             self.work.spec, cluster, train, engine(ENGINE), allow=names, corpus=self.work.corpus, parts=False
         ).candidates
         asked = [one for one in found if one.eligible or one.technique == DILOCO]
-        return min(asked or found, key=lambda one: one.time_s)
+        return min(asked or found, key=lambda one: one.time_s, default=None)
 
     def _took(self, one: Candidate) -> float | None:
         """Seconds a step in a trial."""
-        if one.plan is None or one.estimate is None:
-            return None
         cluster = of_lab(cells.status(self.labs[RTT_MS]))
         within = limits(one.plan, cluster, one.estimate.step_s, TRIED)
         return trial(one.plan, self.corpus, cluster, "local", within).step_s

@@ -49,11 +49,10 @@ def best_plan(
         progress(Ranked(ranking))
     runnable = [] if ranking.chosen is None else [ranking.candidates[ranking.chosen]]
     # What is named is run, also where something speaks against it.
-    runnable += [candidate for candidate in ranking.candidates if named and candidate.plan is not None]
+    runnable += ranking.candidates if named else ()
     if not runnable:
         raise nothing_runs(ranking, () if selection is None else selection.tried, question)
     best = runnable[0]
-    assert best.plan is not None and best.estimate is not None
     if selection is not None:
         progress(Chosen(selection))
     learned = msgspec.structs.replace(resolved, cluster=ranking.cluster)

@@ -14,7 +14,7 @@ from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.problems import Refusal, command, nearest
 from farspan.domain.units import format_bytes, format_count, format_seconds, parse_rate
 from farspan.planning.question import Question, model_of, train_of
-from farspan.planning.rank import TOLERANCE, Candidate, Objective, Ranking, rank
+from farspan.planning.rank import TOLERANCE, Candidate, Objective, Ranking, Refused, rank
 from farspan.semantics.identity import lasting
 
 if TYPE_CHECKING:
@@ -98,23 +98,19 @@ def price_resolved(resolved: Resolved, parallel: ParallelConfig, query: PlanQuer
     )  # fmt: skip
 
 
-def as_json(candidate: Candidate, ranking: Ranking) -> dict[str, Any]:
-    """A candidate as `--json` has it."""
-    names = [
-        f"{host.name}/{device.backend}:{i}" for host in ranking.cluster.hosts for i, device in enumerate(host.devices)
-    ]
+def as_json(candidate: Candidate | Refused, cluster: Cluster) -> dict[str, Any]:
+    """A candidate, or a technique without a plan, as `--json` has it."""
+    names = [f"{host.name}/{device.backend}:{i}" for host in cluster.hosts for i, device in enumerate(host.devices)]
     devices = [names[place] for place in candidate.places]
-    answer: dict[str, Any] = {
-        "technique": candidate.technique, "where": candidate.where, "devices": devices,
-        "fits": candidate.plan is not None, "problem": candidate.problem, "unchosen": candidate.unchosen,
-        "estimate": None, "plan": candidate.plan and lasting(candidate.plan, ranking.cluster),
+    about = {"technique": candidate.technique, "where": candidate.where, "devices": devices}
+    if isinstance(candidate, Refused):
+        return {**about, "fits": False, "problem": candidate.problem, "unchosen": None, "estimate": None, "plan": None}
+    memory = dict(zip(devices, (part.total for part in candidate.estimate.memory), strict=True))
+    estimate = {**msgspec.to_builtins(candidate.estimate), "minutes": candidate.time_s / 60, "memory_bytes": memory}
+    return {
+        **about, "fits": True, "problem": None, "unchosen": candidate.unchosen, "estimate": estimate,
+        "plan": lasting(candidate.plan, cluster),
     }  # fmt: skip
-    if candidate.estimate is not None:
-        memory = dict(zip(devices, (part.total for part in candidate.estimate.memory), strict=True))
-        answer["estimate"] = {
-            **msgspec.to_builtins(candidate.estimate), "minutes": candidate.time_s / 60, "memory_bytes": memory,
-        }  # fmt: skip
-    return answer
 
 
 # -- what fits ---------------------------------------------------------------------------------------------------------
@@ -152,9 +148,7 @@ def fit(what: Fitting, query: PlanQuery) -> Fit:
 
 def demand_a_fit(query: PlanQuery, ranking: Ranking) -> None:
     """Refuses where no technique has a plan on any part because memory is short."""
-    if any(candidate.plan is not None for candidate in ranking.candidates):
-        return
-    if any(candidate.problem and candidate.problem.code == "out-of-memory" for candidate in ranking.candidates):
+    if not ranking.candidates and any(refused.problem.code == "out-of-memory" for refused in ranking.refused):
         raise _nothing_fits(query, _ground(query), ranking.model)
 
 
@@ -260,18 +254,11 @@ def exportable(ranking: Ranking, system: str) -> Plan | None:
     if ranking.chosen is None:
         return None
     plan = ranking.candidates[ranking.chosen].plan
-    assert plan is not None
     reasons = known.reasons(evened(plan))
     if not reasons:
         return plan
-    able = next(
-        (
-            candidate
-            for candidate in ranking.candidates
-            if candidate.eligible and candidate.plan and not known.reasons(evened(candidate.plan))
-        ),
-        None,
-    )
+    eligible = (candidate for candidate in ranking.candidates if candidate.eligible)
+    able = next((candidate for candidate in eligible if not known.reasons(evened(candidate.plan))), None)
     fact = "it can run none of the other plans either"
     if able is not None:
         fact = f"the best plan it can run: {able.technique} on {able.where}, {format_seconds(able.time_s)}"

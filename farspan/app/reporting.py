@@ -74,9 +74,9 @@ def _planned_again(run: RunHistory, paces: dict[int, float], links: dict[tuple[s
         ranking = question(plan.model, plan.train, cluster, plan.inputs.corpus, parallel).rank(cluster)
     except Refusal:
         return ""
-    best = None if ranking.chosen is None else ranking.candidates[ranking.chosen]
-    if best is None or best.plan is None or best.estimate is None:
+    if ranking.chosen is None:
         return ""
+    best = ranking.candidates[ranking.chosen]
     now = estimate(plan, models.graph(plan.model), cluster, engine(plan.engine))
     speed, old = (priced.tokens_per_s * priced.token_efficiency for priced in (best.estimate, now))
     if (best.plan.replicas, best.plan.devices) == (plan.replicas, plan.devices) or (

@@ -16,6 +16,7 @@ from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.problems import Refusal, command
 from farspan.domain.units import format_bytes, format_count, format_rate, format_seconds
 from farspan.planning.question import Question, model_of
+from farspan.planning.rank import Candidate
 
 if TYPE_CHECKING:
     from farspan.domain.plan import Plan
@@ -144,8 +145,6 @@ def _row(fit: Fit, limit: Limit) -> tuple[str, ...]:
 
 
 def _rent(given: argparse.Namespace, query: PlanQuery, console: Console) -> None:
-    from farspan.planning.rank import Ranking
-
     _need(given, "model")
     rented = pricing.rent(query, hours=given.hours, usd=given.usd, kinds=given.device, network=given.network)
     model = model_of(given.model)
@@ -153,9 +152,8 @@ def _rent(given: argparse.Namespace, query: PlanQuery, console: Console) -> None
     say_rent(rented, model, console, limited=limited)
     answer: dict[str, Any] = {"candidates": [], "chosen": rented.chosen, "frontier": rented.frontier}
     for offer in rented.offers:
-        ranking = Ranking(model=model, cluster=offer.cluster, objective="cost", candidates=(), chosen=None)
         answer["candidates"].append({
-            **pricing.as_json(offer.candidate, ranking), "kind": offer.kind, "count": offer.count,
+            **pricing.as_json(offer.best, offer.cluster), "kind": offer.kind, "count": offer.count,
             "usd_per_hour": offer.usd_per_hour, "price": {"source": offer.source, "checked": offer.checked},
             "meets_budget": offer.meets, "pipelines_searched": offer.searched,
         })  # fmt: skip
@@ -189,8 +187,8 @@ def say_rent(rented: Rent, model: ModelSpec, console: Console, *, limited: bool)
 
 
 def _offer_row(mark: str, offer: Offer, *, limited: bool) -> tuple[str, ...]:
-    candidate = offer.candidate
-    assert candidate.estimate is not None
+    candidate = offer.best
+    assert isinstance(candidate, Candidate)
     meets = ("meets" if offer.meets else "beyond") if limited else ""
     return (
         mark, candidate.where, candidate.technique, format_seconds(candidate.time_s), f"${offer.usd:,.2f}",

@@ -11,16 +11,16 @@ from farspan.cli.paint import paint, painter, width
 from farspan.domain.model import parameters
 from farspan.domain.units import format_bytes, format_count, format_seconds, short_time
 from farspan.domain.words import joined
-from farspan.planning.compare import best_of, bounds, called, devices_line, spent, verdict
+from farspan.planning.compare import bounds, called, devices_line, refused_by_reason, spent, verdict
 from farspan.planning.diff import PlanDifference
 from farspan.planning.rank import Candidate, Ranking
-from farspan.planning.why import Why, assumed, choice, reason, why
+from farspan.planning.why import Why, assumed, choice, why
 
 if TYPE_CHECKING:
     from farspan.report.plan_page import Told
     from farspan.report.plan_picture import Picture
 
-#: So many candidates with a plan are shown, and each technique's best, unless all are asked for.
+#: So many candidates are shown, and each technique's best, unless all are asked for.
 SHOWN = 8
 #: Assumptions below the table; `--why` has them all.
 ASSUMED = 3
@@ -56,9 +56,8 @@ def question(ranking: Ranking) -> str:
 
     model, cluster = ranking.model, ranking.cluster
     text = f"{model.family}, {model.layers} layers x {model.d_model}, {format_count(parameters(model))} parameters"
-    plan = next((candidate.plan for candidate in ranking.candidates if candidate.plan is not None), None)
-    if plan is not None:
-        train = plan.train
+    if ranking.candidates:
+        train = ranking.candidates[0].plan.train
         tokens = format_count(train.steps * train.tokens_per_step)
         text += f"; {tokens} tokens in {train.steps:,} steps of {train.batch} x {train.seq_len}, {train.precision}"
     where = joined([site.name for site in cluster.sites])
@@ -68,28 +67,25 @@ def question(ranking: Ranking) -> str:
 
 def table(ranking: Ranking, *, everything: bool, colours: bool, more: str) -> list[str]:
     """The candidates, a line each (two where the part's name is long), and what of them is not shown."""
-    planned = [i for i, candidate in enumerate(ranking.candidates) if candidate.plan is not None]
-    best = {id(best_of(ranking, candidate.technique)) for candidate in ranking.candidates}
+    candidates, best = ranking.candidates, dict[str, int]()
+    for i, candidate in enumerate(candidates):
+        best.setdefault(candidate.technique, i)
     # What one device takes by itself says what all the others are worth.
-    best |= {
-        id(candidate)
-        for candidate in [
-            candidate for candidate in ranking.candidates if candidate.eligible and len(candidate.places) == 1
-        ][:1]
-    }
-    shown = [i for k, i in enumerate(planned) if everything or k < SHOWN or id(ranking.candidates[i]) in best]
+    alone = [i for i, candidate in enumerate(candidates) if candidate.eligible and len(candidate.places) == 1][:1]
+    always = range(len(candidates)) if everything else {*range(SHOWN), *best.values(), *alone}
+    shown = [i for i in range(len(candidates)) if i in always]
     rows = [_cells(ranking, i) for i in shown]
     lines = _aligned(rows, [_tint(ranking, i) for i in shown], colours) if rows else []
-    notes = {row: ranking.candidates[i].unchosen for row, i in enumerate(shown) if ranking.candidates[i].unchosen}
+    notes = {row: candidates[i].unchosen for row, i in enumerate(shown) if candidates[i].unchosen}
     output = [paint(line, "soft", colours) for heading in lines[:1] for line in heading]
     for row, group in enumerate(lines[1:]):
         output += group
         if row in notes:
             output.append(paint(paragraph(f"not chosen: {notes[row]}", indent=14), "soft", colours))
-    if hidden := len(planned) - len(shown):
+    if hidden := len(candidates) - len(shown):
         output.append(paint(f"    {hidden} more, each behind its technique's best: {more}", "soft", colours))
     if rows:
-        tried = "; *: measured in a trial" if any(ranking.candidates[i].trial is not None for i in shown) else ""
+        tried = "; *: measured in a trial" if any(candidates[i].trial is not None for i in shown) else ""
         output.append(paint(paragraph(LEGEND + tried, indent=4), "soft", colours))
     return output + _refused(ranking, colours)
 
@@ -97,7 +93,6 @@ def table(ranking: Ranking, *, everything: bool, colours: bool, more: str) -> li
 def _cells(ranking: Ranking, index: int) -> list[str]:
     candidate = ranking.candidates[index]
     priced, plan = candidate.estimate, candidate.plan
-    assert priced is not None and plan is not None
     ranks = sorted(rank for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks)
     capacity = [ranking.cluster.devices[candidate.places[rank]].memory for rank in ranks]
     used, of = max(
@@ -165,20 +160,15 @@ def _terse(cell: str) -> str:
 
 def _refused(ranking: Ranking, colours: bool) -> list[str]:
     """A paragraph for each reason why techniques have no plan."""
-    reasons: dict[str, list[Candidate]] = {}
-    for candidate in ranking.candidates:
-        if candidate.problem is not None and best_of(ranking, candidate.technique) is candidate:
-            reasons.setdefault(reason(candidate), []).append(candidate)
     paragraphs = []
-    for text, alike in reasons.items():
-        names = ", ".join(candidate.technique for candidate in alike)
-        paragraphs.append(paint(paragraph(f"{names}: {verdict(ranking, alike[0])}: {text}", indent=4), "soft", colours))
+    for reason, alike in refused_by_reason(ranking).items():
+        text = f"{', '.join(refused.technique for refused in alike)}: {verdict(ranking, alike[0])}: {reason}"
+        paragraphs.append(paint(paragraph(text, indent=4), "soft", colours))
     return paragraphs
 
 
 def told(ranking: Ranking, index: int | None) -> Told:
     """What the page says around the pictures of the candidate at `index`."""
-    planned = [i for i, candidate in enumerate(ranking.candidates) if candidate.plan is not None]
     from farspan.report.plan_page import Told
 
     reasons = why(ranking)
@@ -188,15 +178,13 @@ def told(ranking: Ranking, index: int | None) -> Told:
     return Told(
         title="Nothing fits" if candidate is None else called(candidate), question=question(ranking),
         choice=instead + reasons.choice, tiles=() if candidate is None else _tiles(ranking, candidate), heads=HEADS,
-        rows=tuple(tuple(_cells(ranking, i)) for i in planned),
-        marked=planned.index(index) if index is not None else None,
+        rows=tuple(tuple(_cells(ranking, i)) for i in range(len(ranking.candidates))), marked=index,
         refused=tuple(_refused(ranking, colours=False)), why=parts,
     )  # fmt: skip
 
 
 def _tiles(ranking: Ranking, candidate: Candidate) -> tuple[tuple[str, str, str], ...]:
     priced = candidate.estimate
-    assert priced is not None
     low, high = bounds(candidate)
     peak = "" if priced.mfu is None else f" · MFU {priced.mfu:.1%}"
     energy = "energy unknown" if priced.kwh is None else f"{_short(priced.kwh)} kWh at most"
@@ -212,7 +200,6 @@ def _tiles(ranking: Ranking, candidate: Candidate) -> tuple[tuple[str, str, str]
 
 def _split(candidate: Candidate) -> str:
     priced = candidate.estimate
-    assert priced is not None
     parts = (priced.compute_s, priced.communication_s, priced.bubble_s)
     return "/".join(f"{100 * part / priced.step_s:.0f}" for part in parts)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from farspan.app.plans import check_cluster, read_plan, write_plan
 from farspan.cli.console import Console
 from farspan.domain.problems import Refusal, command, nearest
-from farspan.planning.rank import Candidate, Ranking
+from farspan.planning.rank import Candidate, Ranking, Refused
 
 if TYPE_CHECKING:
     from farspan.planning.diff import PlanSide
@@ -73,9 +73,7 @@ def say_views(given: argparse.Namespace, ranking: Ranking, console: Console) -> 
     if given.html:
         _write_page(given.html, ranking, index, console)
     if given.out and index is not None:
-        plan = ranking.candidates[index].plan
-        assert plan is not None
-        write_plan(plan, ranking.cluster, Path(given.out))
+        write_plan(ranking.candidates[index].plan, ranking.cluster, Path(given.out))
         console.say(f"\nthe plan is in {given.out}")
     return answer
 
@@ -93,23 +91,19 @@ def _picture(candidate: Candidate, ranking: Ranking) -> Picture:
     from farspan.planning.why import costs_of
     from farspan.report.plan_picture import picture
 
-    assert candidate.plan is not None and candidate.estimate is not None
     return picture(candidate.plan, candidate.estimate, costs_of(candidate.plan, ranking.cluster))
 
 
 def _index(name: str, ranking: Ranking) -> int | None:
-    """The place of a candidate with a plan; None where the chosen one is meant and nothing is chosen."""
+    """The place of a candidate; None where the chosen one is meant and nothing is chosen."""
     if name == "chosen":
         return ranking.chosen
-    matching = [i for i, candidate in enumerate(ranking.candidates) if name in (candidate.technique, str(i + 1))]
-    if not matching:
-        raise _unknown(name, [candidate.technique for candidate in ranking.candidates], len(ranking.candidates))
-    planned = [i for i in matching if ranking.candidates[i].plan is not None]
-    if not planned:
-        problem = ranking.candidates[matching[0]].problem
-        assert problem is not None
-        raise Refusal.of(problem)
-    return planned[0]
+    for i, listed in enumerate(ranking.listed):
+        if name in (listed.technique, str(i + 1)):
+            if isinstance(listed, Refused):
+                raise Refusal.of(listed.problem)
+            return i
+    raise _unknown(name, [listed.technique for listed in ranking.listed], len(ranking.listed))
 
 
 def _side(name: str, ranking: Ranking) -> PlanSide:
@@ -132,7 +126,6 @@ def _side(name: str, ranking: Ranking) -> PlanSide:
             fact="the table says why", remedy="name two candidates of the table: --diff 1 2",
         )  # fmt: skip
     candidate = ranking.candidates[index]
-    assert candidate.plan is not None and candidate.estimate is not None
     return PlanSide(name=called(candidate), plan=candidate.plan, estimate=candidate.estimate)
 
 

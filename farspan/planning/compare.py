@@ -8,7 +8,7 @@ from farspan.domain.cluster import Cluster
 from farspan.domain.plan import Plan
 from farspan.domain.units import format_seconds, format_usd
 from farspan.domain.words import joined
-from farspan.planning.rank import Candidate, Ranking
+from farspan.planning.rank import Candidate, Ranking, Refused
 
 #: Less of a difference than this is none: estimates are rounded to about as much.
 SAME = 0.001
@@ -16,7 +16,6 @@ SAME = 0.001
 
 def step_s(candidate: Candidate) -> float:
     """Seconds of a step, and of the further ones that the same loss takes where a token counts for less than one."""
-    assert candidate.estimate is not None
     return candidate.estimate.step_s / candidate.estimate.token_efficiency
 
 
@@ -26,7 +25,7 @@ def dearer(ranking: Ranking) -> bool:
 
 
 def factor(ranking: Ranking, candidate: Candidate, base: Candidate) -> float:
-    """How many times as long, or as many dollars, `candidate` takes as `base`; infinite without a plan."""
+    """How many times as long, or as many dollars, `candidate` takes as `base`."""
     if not dearer(ranking):
         return candidate.time_s / base.time_s
     return candidate.time_s / base.time_s if candidate.usd is None or not base.usd else candidate.usd / base.usd
@@ -53,12 +52,10 @@ def words_of(ranking: Ranking) -> tuple[str, str]:
     return ("dearer", "cheaper") if dearer(ranking) else ("slower", "faster")
 
 
-def verdict(ranking: Ranking, candidate: Candidate) -> str:
+def verdict(ranking: Ranking, candidate: Candidate | Refused) -> str:
     """A few words: chosen, how much slower (or dearer), or that there is no plan."""
-    if candidate.plan is None:
-        return (
-            "does not fit" if candidate.problem is not None and candidate.problem.code == "out-of-memory" else "no plan"
-        )
+    if isinstance(candidate, Refused):
+        return "does not fit" if candidate.problem.code == "out-of-memory" else "no plan"
     if ranking.chosen is None:
         return "not chosen"
     chosen = ranking.candidates[ranking.chosen]
@@ -67,10 +64,16 @@ def verdict(ranking: Ranking, candidate: Candidate) -> str:
     return difference(factor(ranking, candidate, chosen), words_of(ranking))
 
 
-def best_of(ranking: Ranking, technique: str) -> Candidate | None:
-    """The first candidate of a technique, with a plan where it has any."""
-    own = [candidate for candidate in ranking.candidates if candidate.technique == technique]
-    return next((candidate for candidate in own if candidate.plan is not None), own[0] if own else None)
+def refused_by_reason(ranking: Ranking) -> dict[str, list[Refused]]:
+    """The techniques that have no plan anywhere, by why that is, without their names."""
+    planned = {candidate.technique for candidate in ranking.candidates}
+    reasons: dict[str, list[Refused]] = {}
+    for refused in ranking.refused:
+        if refused.technique not in planned:
+            problem = refused.problem
+            reason = f"{f'it {problem.predicate}' if problem.subject else problem.what} ({problem.fact})"
+            reasons.setdefault(reason, []).append(refused)
+    return reasons
 
 
 def called(candidate: Candidate) -> str:
@@ -86,7 +89,6 @@ def devices_line(cluster: Cluster, places: Sequence[int]) -> str:
 
 def bounds(candidate: Candidate) -> tuple[float, float]:
     """Seconds between which the run is expected to end, queues included; bounds of its tokens count too."""
-    assert candidate.estimate is not None
     low, high = candidate.estimate.interval
     worst, best = sorted(candidate.estimate.token_efficiency_interval)
     run_s = (candidate.time_s - candidate.queue_s) * candidate.estimate.token_efficiency
@@ -106,8 +108,6 @@ def time_line(candidate: Candidate) -> str:
     return f"{format_seconds(candidate.time_s)} ({format_seconds(low)} to {format_seconds(high)})"
 
 
-def same_plan(plan: Plan | None, other: Plan | None) -> bool:
+def same_plan(plan: Plan, other: Plan) -> bool:
     """Whether two techniques found the same."""
-    if plan is None or other is None:
-        return False
     return (plan.replicas, plan.sync, plan.devices) == (other.replicas, other.sync, other.devices)

@@ -33,7 +33,7 @@ from farspan.planning.ladders import (
     holds_too_little,
 )
 from farspan.planning.parts import ClusterPart, all_parts
-from farspan.planning.rank import Candidate, candidate, host_bytes
+from farspan.planning.rank import Candidate, Refused, candidate, host_bytes
 from farspan.techniques import Task
 
 
@@ -197,20 +197,17 @@ class _Search:
         if key not in self._tasks:
             self._tasks[key] = self.task(rung, part)
         task = self._tasks[key]
-        planned = candidate(task, part, name)
-        if self.ladder.asked == "batch":
-            return next(
-                (limit for variant in at_once(task, planned) if (limit := self._limit(task, variant, rung))), None
-            )
-        return self._limit(task, planned, rung)
+        answer = candidate(task, part, name)
+        if isinstance(answer, Refused):
+            return None
+        variants = at_once(task, answer) if self.ladder.asked == "batch" else (answer,)
+        return next((limit for variant in variants if (limit := self._limit(task, variant, rung))), None)
 
     def task(self, rung: Rung, part: ClusterPart) -> Task:
         only = None if len(part.places) == len(rung.cluster.devices) else part.places
         return Task(rung.model, models.graph(rung.model), rung.cluster, rung.train, self.ground.engine, only=only)
 
     def _limit(self, task: Task, candidate: Candidate, rung: Rung) -> Limit | None:
-        if candidate.plan is None or candidate.estimate is None:
-            return None
         room = fullest(task, candidate.plan, candidate.estimate, hosts=self.ladder.asked != "memory")
         return None if room.spare < 0 else limit_of(candidate, rung, room)
 
@@ -219,10 +216,9 @@ class _Search:
         part = ClusterPart(name=best.where, places=best.places)
         if self.ladder.asked == "batch":
             task = self.task(rung, part)
-            plans = at_once(task, candidate(task, part, best.technique))
-            fullest_rooms = [
-                fullest(task, variant.plan, variant.estimate) for variant in plans if variant.plan and variant.estimate
-            ]
+            answer = candidate(task, part, best.technique)
+            variants = () if isinstance(answer, Refused) else at_once(task, answer)
+            fullest_rooms = [fullest(task, variant.plan, variant.estimate) for variant in variants]
             return max(fullest_rooms, key=lambda room: room.spare, default=None)
         missed = nearest_miss(self.ground, rung, best.technique, part)
         if missed is None:
@@ -261,7 +257,7 @@ def nearest_miss(ground: Ground, rung: Rung, name: str, part: ClusterPart) -> Mi
 
 def at_once(task: Task, candidate: Candidate) -> Iterator[Candidate]:
     """The candidate's plan with a step's sequences all computed at once, without and with recompute; none if piped."""
-    if candidate.plan is None or any(len(replica.stages) > 1 for replica in candidate.plan.replicas):
+    if any(len(replica.stages) > 1 for replica in candidate.plan.replicas):
         return
     for recompute in (True,) if task.train.recompute else (False, True):
         replicas = tuple(
@@ -277,7 +273,6 @@ def at_once(task: Task, candidate: Candidate) -> Iterator[Candidate]:
 
 def limit_of(candidate: Candidate, rung: Rung, room: Room) -> Limit:
     """A candidate that fits a rung, and what it fills most."""
-    assert candidate.plan is not None and candidate.estimate is not None
     rows = [
         replica.micro_rows(i, c)
         for replica in candidate.plan.replicas for i, stage in enumerate(replica.stages) for c in range(len(stage.rows))

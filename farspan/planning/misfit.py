@@ -88,7 +88,7 @@ def _fits(ground: Ground, model: ModelSpec, cluster: Cluster, seq_len: int | Non
         return False
     task = Task(model, models.graph(model), cluster, train, ground.engine)
     answers = (candidate(task, whole(cluster), name) for name in ground.names)
-    return any(answer.eligible for answer in answers)
+    return any(isinstance(answer, Candidate) and answer.eligible for answer in answers)
 
 
 def _shorter(ground: Ground, model: ModelSpec) -> int | None:

@@ -15,7 +15,6 @@ from farspan.planning.select import Selection, SelectionTask
 
 def trial_line(candidate: Candidate, trial: Trial) -> str:
     """`tried pipeshard on all devices: 1.21 s a step, predicted 1.18 s`."""
-    assert candidate.estimate is not None
     text, kept = f"tried {called(candidate)}: ", "" if trial.took_s else ", kept from an earlier trial"
     if trial.step_s is not None:
         return f"{text}{short_time(trial.step_s)} a step, predicted {short_time(candidate.estimate.step_s)}{kept}"
@@ -32,12 +31,11 @@ def why(selection: Selection) -> str:
         "unpaid": "more trials would take longer than they could save",
         "budget": f"the budget of {format_seconds(selection.budget_s)} for trials is spent",
     }[selection.ended]
-    text = f"{len(tried)} of {sum(candidate.plan is not None for candidate in ranking.candidates)} plans tried"
+    text = f"{len(tried)} of {len(ranking.candidates)} plans tried"
     text += f" in {format_seconds(selection.spent_s)}; {ended}." if tried else f"; {ended}."
     if ranking.chosen is None:
         return f"Nothing is chosen. {text}"
     chosen = ranking.candidates[ranking.chosen]
-    assert chosen.estimate is not None
     how = "measured" if chosen.trial is not None else "predicted"
     head = f"{called(chosen)} is chosen: {short_time(chosen.estimate.step_s)} a step {how}"
     rivals = [
@@ -45,7 +43,7 @@ def why(selection: Selection) -> str:
         for candidate in ranking.candidates
         if candidate is not chosen and candidate.eligible and (candidate.trial is not None or not done)
     ]
-    if rivals and rivals[0].estimate is not None:
+    if rivals:
         behind = verdict(ranking, rivals[0])
         if ranking.objective == "fewest_devices":
             behind = f"with {len(rivals[0].places)} devices for {len(chosen.places)}, {behind}"
@@ -77,9 +75,9 @@ def nothing_runs(ranking: Ranking, tried: Sequence[tuple[Candidate, Trial]], ask
             "cannot-plan", what=f"{what} failed", where=called(candidate), fact=fact,
             remedy="farspan doctor --cluster, with the same cluster",
         )  # fmt: skip
-    if ranking.candidates[0].plan is not None:
+    if ranking.candidates:
         return Refusal.of(unchosen(ranking.candidates[0]))
-    problems = [candidate.problem for candidate in ranking.candidates if candidate.problem]
+    problems = [refused.problem for refused in ranking.refused]
     for problem in problems:
         if problem.code == "out-of-memory":
             return _short(problem.what, problem.where, problem.fact, (), asked, ranking)

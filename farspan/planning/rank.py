@@ -31,18 +31,17 @@ NO_GAIN = 1e12
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """One technique on one part of the cluster: a priced plan, or why there is none."""
+    """A technique's plan on a part of the cluster, priced."""
 
     technique: str
     where: str
     #: Places of its devices in the cluster.
     places: tuple[int, ...]
-    plan: Plan | None = None
-    estimate: Estimate | None = None
-    problem: Problem | None = None
+    plan: Plan
+    estimate: Estimate
     #: Seconds until the run's loss is that of synchronous training, queues included, without a deadline that cuts it
-    #: short; infinite without a plan.
-    time_s: float = math.inf
+    #: short.
+    time_s: float
     #: Seconds of them that the job waits in a queue.
     queue_s: float = 0.0
     #: Seconds after which a site of its takes its machines back.
@@ -55,33 +54,46 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def unchosen(self) -> str | None:
         """Why a plan that fits is listed but not chosen."""
-        if self.barred or self.estimate is None or self.queue_s + self.estimate.run_s <= self.lease_s:
+        if self.barred or self.queue_s + self.estimate.run_s <= self.lease_s:
             return self.barred
         return f"a lease ends after {format_seconds(self.lease_s)}, before the run does"
 
     @property
     def eligible(self) -> bool:
-        return self.plan is not None and self.unchosen is None
+        return self.unchosen is None
 
     @property
     def usd(self) -> float | None:
         """Dollars of what `time_s` tells the seconds of: the whole run, also where a deadline cuts it short."""
-        estimate = self.estimate
-        return (
-            None
-            if estimate is None or estimate.usd is None
-            else estimate.usd * (self.time_s - self.queue_s) / estimate.run_s
-        )
+        usd = self.estimate.usd
+        return None if usd is None else usd * (self.time_s - self.queue_s) / self.estimate.run_s
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True):
+    """A technique that has no plan on a part of the cluster, and why."""
+
+    technique: str
+    where: str
+    #: Places of the part's devices in the cluster.
+    places: tuple[int, ...]
+    problem: Problem
 
 
 class Ranking(msgspec.Struct, frozen=True, kw_only=True):
-    """Candidates, best first; those without a plan last. `chosen` is the best that may be chosen."""
+    """Candidates, best first, of which `chosen` is the best that may be chosen; and techniques without a plan, by
+    name."""
 
     model: ModelSpec
     cluster: Cluster
     objective: Objective
     candidates: tuple[Candidate, ...]
+    refused: tuple[Refused, ...]
     chosen: int | None
+
+    @property
+    def listed(self) -> tuple[Candidate | Refused, ...]:
+        """All of them in the order in which they are numbered: what has no plan comes last."""
+        return self.candidates + self.refused
 
 
 def rank(
@@ -93,14 +105,17 @@ def rank(
     Raises Refusal for an unknown technique, or an objective in money where no price is known.
     """
     graph, names = models.graph(model), tuple(allow) or techniques.names()
-    answers: list[Candidate] = []
+    answers: list[Candidate | Refused] = []
     memo: dict[object, object] = {}
     for part in all_parts(cluster) if parts else (whole(cluster),):
         only = None if len(part.places) == len(cluster.devices) else part.places
         task = Task(model, graph, cluster, train, engine, corpus, only, memo)
         answers += [candidate(task, part, name) for name in names]
-    candidates, chosen = ordered(_without_repeats(answers), objective, tolerance)
-    return Ranking(model=model, cluster=cluster, objective=objective, candidates=candidates, chosen=chosen)
+    priced = [answer for answer in answers if isinstance(answer, Candidate)]
+    refused, (candidates, chosen) = _planless(answers), ordered(priced, objective, tolerance)
+    return Ranking(
+        model=model, cluster=cluster, objective=objective, candidates=candidates, refused=refused, chosen=chosen
+    )
 
 
 def ordered(
@@ -117,11 +132,11 @@ def ordered(
     return best_first, 0 if best_first and best_first[0].eligible and key(best_first[0]) < math.inf else None
 
 
-def candidate(task: Task, part: ClusterPart, name: str) -> Candidate:
+def candidate(task: Task, part: ClusterPart, name: str) -> Candidate | Refused:
     """One technique's answer, priced."""
     answer = techniques.plan(name, task)
     if isinstance(answer, Problem):
-        return Candidate(technique=name, where=part.name, places=part.places, problem=answer)
+        return Refused(technique=name, where=part.name, places=part.places, problem=answer)
     estimate = price(answer, task.costs)
     sites = [task.cluster.site_of(device.host) for device in answer.devices]
     queue = max(site.queue_s for site in sites)
@@ -154,22 +169,20 @@ def host_bytes(task: Task, host: str) -> float:
     return len(workers) * task.engine.host_framework + state
 
 
-def _without_repeats(candidates: list[Candidate]) -> list[Candidate]:
+def _planless(answers: Sequence[Candidate | Refused]) -> tuple[Refused, ...]:
     """A technique that has no plan on any part says so once, for the largest."""
-    planned = {candidate.technique for candidate in candidates if candidate.plan is not None}
-    refused: dict[str, Candidate] = {}
-    for candidate in candidates:
-        if candidate.technique not in planned:
-            refused.setdefault(candidate.technique, candidate)
-    return [candidate for candidate in candidates if candidate.plan is not None] + list(refused.values())
+    planned = {answer.technique for answer in answers if isinstance(answer, Candidate)}
+    first: dict[str, Refused] = {}
+    for answer in answers:
+        if isinstance(answer, Refused) and answer.technique not in planned:
+            first.setdefault(answer.technique, answer)
+    return tuple(first[name] for name in sorted(first))
 
 
 def by(objective: Objective, candidates: Sequence[Candidate], tolerance: float) -> Callable[[Candidate], float]:
     """What the objective orders by; less is better."""
     if objective in ("cost", "loss_per_dollar"):
-        if all(candidate.estimate is None or candidate.estimate.usd is None for candidate in candidates) and any(
-            candidate.plan for candidate in candidates
-        ):
+        if candidates and all(candidate.estimate.usd is None for candidate in candidates):
             raise Refusal(
                 "out-of-range", what=f"the objective {objective} needs prices", where="--objective",
                 fact="no plan's devices all have a price",
@@ -193,16 +206,9 @@ def _cost(candidate: Candidate) -> float:
 
 def _loss_per_dollar(candidate: Candidate) -> float:
     """Dollars for each nat that the loss falls below a uniform guess (arXiv 2410.19456 with a scaling law's loss)."""
-    if (
-        candidate.estimate is None
-        or candidate.estimate.usd is None
-        or candidate.estimate.loss is None
-        or candidate.plan is None
-    ):
+    usd, loss = candidate.estimate.usd, candidate.estimate.loss
+    if usd is None or loss is None:
         return math.inf
-    gained, spent = (
-        math.log(candidate.plan.model.vocab_size) - candidate.estimate.loss,
-        candidate.estimate.usd + 1e-9 * candidate.time_s,
-    )
+    gained, spent = math.log(candidate.plan.model.vocab_size) - loss, usd + 1e-9 * candidate.time_s
     # So few tokens that the law knows of no gain: by dollars, and after all that gain.
     return spent / gained if gained > 0 else NO_GAIN + spent

@@ -24,7 +24,7 @@ from farspan.domain.train import TrainSpec
 from farspan.estimate.price import RESERVE
 from farspan.planning.pace import on_one_device
 from farspan.planning.parts import ClusterPart
-from farspan.planning.rank import Candidate, candidate
+from farspan.planning.rank import Candidate, Refused, candidate
 from farspan.semantics.kernel_choice import BYTES
 from farspan.techniques import Task
 
@@ -49,7 +49,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     checked: str
     cluster: Cluster
-    candidate: Candidate
+    best: Candidate | Refused
     #: Whether pipelines were searched too: only where they might beat every other offer in time or dollars.
     searched: bool
     #: Whether it ends in time, and within the dollars, that were given; False where it does not fit.
@@ -57,7 +57,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def time_s(self) -> float:
-        return self.candidate.time_s
+        """Seconds of the run; infinite where nothing fits."""
+        return _time_s(self.best)
 
     @property
     def usd(self) -> float:
@@ -172,10 +173,10 @@ class _Renting(NamedTuple):
         quick = [name for name in self.allow or techniques.names() if name != SEARCHED]
         names = quick or [SEARCHED]
         best = self._best(self._task(cluster), names)
-        hourly = count * price.usd_per_hour
+        hourly, seconds = count * price.usd_per_hour, _time_s(best)
         return Offer(
             kind=kind, count=count, usd_per_hour=hourly, source=price.source, checked=price.checked, cluster=cluster,
-            candidate=best, searched=not quick, meets=self.budget.meets(best.time_s, hourly * best.time_s / 3600),
+            best=best, searched=not quick, meets=self.budget.meets(seconds, hourly * seconds / 3600),
         )  # fmt: skip
 
     def searched(self, offers: Sequence[Offer]) -> list[Offer]:
@@ -192,11 +193,9 @@ class _Renting(NamedTuple):
                 continue
             left -= offer.count
             other = self._best(self._task(offer.cluster), [SEARCHED])
-            best = min(offer.candidate, other, key=_order)
-            revised[place] = msgspec.structs.replace(
-                offer, candidate=best, searched=True,
-                meets=self.budget.meets(best.time_s, offer.usd_per_hour * best.time_s / 3600),
-            )  # fmt: skip
+            offer = msgspec.structs.replace(offer, best=min(offer.best, other, key=_order), searched=True)
+            meets = self.budget.meets(offer.time_s, offer.usd)
+            revised[place] = msgspec.structs.replace(offer, meets=meets)
         return revised
 
     def _bound(self, offer: Offer) -> float:
@@ -214,7 +213,7 @@ class _Renting(NamedTuple):
     def _task(self, cluster: Cluster) -> Task:
         return Task(self.model, self.graph, cluster, self.train_for(self.model, cluster), self.engine)
 
-    def _best(self, task: Task, names: Sequence[str]) -> Candidate:
+    def _best(self, task: Task, names: Sequence[str]) -> Candidate | Refused:
         devices = task.cluster.devices
         part = ClusterPart(name=f"{len(devices)} x {devices[0].kind}", places=tuple(range(len(devices))))
         return min((candidate(task, part, name) for name in names), key=_order)
@@ -226,5 +225,9 @@ def _beaten(offer: Offer, least: float, offers: Sequence[Offer]) -> bool:
     return any(other.time_s <= least and other.usd <= usd for other in offers)
 
 
-def _order(candidate: Candidate) -> tuple[bool, float]:
-    return not candidate.eligible, candidate.time_s
+def _time_s(answer: Candidate | Refused) -> float:
+    return answer.time_s if isinstance(answer, Candidate) else math.inf
+
+
+def _order(answer: Candidate | Refused) -> tuple[bool, float]:
+    return not (isinstance(answer, Candidate) and answer.eligible), _time_s(answer)

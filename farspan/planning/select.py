@@ -120,7 +120,6 @@ def select(
             ended = "unpaid"
             break
         candidate = contenders[0]
-        assert candidate.plan is not None and candidate.estimate is not None
         trial = measure(candidate.plan, candidate.estimate.step_s)
         spent += trial.took_s
         tried[plan_key(candidate.plan)] = (candidate, trial)
@@ -165,7 +164,6 @@ def _contenders(ranking: Ranking, asked: SelectionTask) -> list[Candidate]:
 
 def _at(candidate: Candidate, bound: Literal[0, 1], cluster: Cluster) -> Candidate:
     """The candidate with its time, and its devices' money, at its least or most."""
-    assert candidate.estimate is not None
     return _taking(candidate, candidate.estimate.step_s * candidate.estimate.interval[bound], cluster)
 
 
@@ -184,7 +182,7 @@ def _with_evidence(cluster: Cluster, asked: SelectionTask, tried: Mapping[str, t
     """Every technique's plans for the cluster as the trials show it, and every plan that was tried."""
     seen = [
         Observation(candidate.plan, trial.step_s, trial.compute_s) for candidate, trial in tried.values()
-        if candidate.plan is not None and trial.step_s is not None
+        if trial.step_s is not None
     ]  # fmt: skip
     learned = learn(cluster, seen)
     out = [candidate for candidate, trial in tried.values() if trial.status == "oom"]
@@ -192,9 +190,7 @@ def _with_evidence(cluster: Cluster, asked: SelectionTask, tried: Mapping[str, t
     known = parts_of(cluster, seen)
     updated = [_judged(candidate, trial, cluster) for candidate, trial in tried.values()]
     for candidate in ranking.candidates:
-        if (plan := candidate.plan) is None or candidate.estimate is None:
-            updated.append(candidate)
-        elif plan_key(plan) not in tried:
+        if plan_key(plan := candidate.plan) not in tried:
             candidate = _taking(candidate, candidate.estimate.step_s * learned.way(plan), cluster)
             known_all = seen and parts_of(cluster, [Observation(plan, 0.0)]) <= known
             updated.append(_within(candidate, LEARNED) if known_all else candidate)
@@ -206,7 +202,6 @@ def held(cluster: Cluster, engine: Engine, out: Sequence[Candidate]) -> Cluster:
     """The cluster whose devices hold less than plans that ran `out` of memory were predicted to fill; of each plan
     the device that is fullest by that prediction tells, with all others of its kind in its host."""
     for candidate in out:
-        assert candidate.estimate is not None
         needs = {place: need.total for place, need in zip(candidate.places, candidate.estimate.memory, strict=True)}
         fullest = max(needs, key=lambda place: needs[place] / cluster.devices[place].memory)
         cluster = _holding(cluster, fullest, int(LESS * needs[fullest] / engine.fill))
@@ -235,14 +230,12 @@ def _judged(candidate: Candidate, trial: Trial, cluster: Cluster) -> Candidate:
 
 
 def _within(candidate: Candidate, interval: tuple[float, float]) -> Candidate:
-    assert candidate.estimate is not None
     return msgspec.structs.replace(candidate, estimate=msgspec.structs.replace(candidate.estimate, interval=interval))
 
 
 def _taking(candidate: Candidate, step_s: float, cluster: Cluster) -> Candidate:
     """The candidate with another time of a step: what takes time and money follows, bytes and memory do not."""
     estimate, plan = candidate.estimate, candidate.plan
-    assert estimate is not None and plan is not None
     factor, deadline = step_s / estimate.step_s, plan.train.deadline_s or math.inf
     whole_s = plan.train.steps * step_s / (1 - RESERVE)
     run_s = min(whole_s, deadline)

@@ -17,12 +17,12 @@ from farspan.estimate.stage import Costs
 from farspan.estimate.traffic import Exchange, traffic
 from farspan.planning.compare import (
     SAME,
-    best_of,
     called,
     dearer,
     devices_line,
     difference,
     factor,
+    refused_by_reason,
     same_plan,
     spent,
     step_s,
@@ -75,7 +75,6 @@ def choice(ranking: Ranking) -> str:
         return _nothing(ranking)
     chosen = ranking.candidates[ranking.chosen]
     estimate = chosen.estimate
-    assert estimate is not None and chosen.plan is not None
     best = {
         "time": "fastest", "cost": "cheapest", "loss_per_dollar": "best in loss for a dollar",
         "fewest_devices": "on the fewest devices at about the least time",
@@ -96,15 +95,13 @@ def choice(ranking: Ranking) -> str:
 
 
 def _nothing(ranking: Ranking) -> str:
-    listed = [candidate for candidate in ranking.candidates if candidate.plan is not None]
-    if listed:
-        first = listed[0]
+    if ranking.candidates:
+        first = ranking.candidates[0]
         reason = first.unchosen or "it has no price"
         return f"Nothing is chosen: {called(first)} would take {time_line(first)}, but {reason}."
-    short = [candidate.problem for candidate in ranking.candidates if candidate.problem is not None]
-    memory = [problem for problem in short if problem.code == "out-of-memory"]
-    first_problem = (memory or short)[0]
-    return f"Nothing is chosen: {first_problem.what} ({first_problem.fact})."
+    problems = [refused.problem for refused in ranking.refused]
+    problem = next((problem for problem in problems if problem.code == "out-of-memory"), problems[0])
+    return f"Nothing is chosen: {problem.what} ({problem.fact})."
 
 
 def against(ranking: Ranking) -> tuple[str, ...]:
@@ -114,7 +111,7 @@ def against(ranking: Ranking) -> tuple[str, ...]:
     rivals: list[Candidate] = []
     for candidate in ranking.candidates:
         first = all(other.technique != candidate.technique for other in (chosen, *rivals))
-        if candidate is not chosen and candidate.plan is not None and (first or not rivals):
+        if candidate is not chosen and (first or not rivals):
             rivals.append(candidate)
     same = [rival.technique for rival in rivals if same_plan(rival.plan, chosen.plan)]
     sentences = []
@@ -141,7 +138,7 @@ def _versus(ranking: Ranking, rival: Candidate, chosen: Candidate) -> str:
 def _reasons(ranking: Ranking, rival: Candidate, base: Candidate) -> list[str]:
     """What takes longer; and where money is compared, what for how long is paid."""
     reasons = slower_because(ranking.cluster, rival, base)
-    if dearer(ranking) and factor(ranking, rival, base) > 1 + SAME and rival.estimate and base.estimate:
+    if dearer(ranking) and factor(ranking, rival, base) > 1 + SAME:
         paid = f"{_devices(len(rival.places))} for {format_seconds(rival.estimate.run_s)}"
         reasons = [f"{paid}, not {_devices(len(base.places))} for {format_seconds(base.estimate.run_s)}", *reasons]
     return reasons
@@ -149,9 +146,7 @@ def _reasons(ranking: Ranking, rival: Candidate, base: Candidate) -> list[str]:
 
 def slower_because(cluster: Cluster, rival: Candidate, base: Candidate) -> list[str]:
     """What of `rival` takes longer than of `base`, the largest part first; empty where nothing does."""
-    a, b = rival.estimate, base.estimate
-    assert a is not None and b is not None and rival.plan is not None and base.plan is not None
-    steps = rival.plan.train.steps
+    a, b, steps = rival.estimate, base.estimate, rival.plan.train.steps
     parts: dict[Callable[[Cluster, Candidate, Candidate], str], float] = {
         _compute: a.compute_s - b.compute_s,
         _communication: a.communication_s - b.communication_s,
@@ -167,7 +162,6 @@ def slower_because(cluster: Cluster, rival: Candidate, base: Candidate) -> list[
 
 
 def _compute(cluster: Cluster, rival: Candidate, base: Candidate) -> str:
-    assert rival.plan is not None and base.plan is not None and rival.estimate is not None and base.estimate is not None
     took = short_time(rival.estimate.compute_s)
     text = f"its arithmetic takes {took} of a step, not {short_time(base.estimate.compute_s)}"
     if len(rival.places) < len(base.places):
@@ -180,7 +174,7 @@ def _compute(cluster: Cluster, rival: Candidate, base: Candidate) -> str:
         return f"{text}: {sheets}, {devices_line(cluster, base.places)} {format_flops(peaks[1])}"
     if _recomputes(rival.plan) and not _recomputes(base.plan):
         return f"{text}: to fit it computes activations again in the backward pass"
-    parts = [max(replica.microbatches for replica in each.plan.replicas) for each in (rival, base) if each.plan]
+    parts = [max(replica.microbatches for replica in each.plan.replicas) for each in (rival, base)]
     if parts[0] > parts[1]:
         return f"{text}: {parts[0]} microbatches where {'one does' if parts[1] == 1 else f'{parts[1]} do'}"
     return text
@@ -188,7 +182,6 @@ def _compute(cluster: Cluster, rival: Candidate, base: Candidate) -> str:
 
 def _peak(cluster: Cluster, candidate: Candidate) -> float | None:
     """FLOP/s of a candidate's devices together by their data sheets; None where one is unknown."""
-    assert candidate.plan is not None
     known = [cluster.devices[place].flops.get(candidate.plan.train.precision) for place in candidate.places]
     return None if None in known else sum(rate or 0.0 for rate in known)
 
@@ -198,7 +191,6 @@ def _recomputes(plan: Plan) -> bool:
 
 
 def _communication(cluster: Cluster, rival: Candidate, base: Candidate) -> str:
-    assert rival.plan is not None and rival.estimate is not None and base.estimate is not None
     text = f"communication that nothing hides takes {short_time(rival.estimate.communication_s)} of a step"
     if base.estimate.communication_s > SAME * base.estimate.step_s:
         text += f", not {short_time(base.estimate.communication_s)}"
@@ -250,7 +242,6 @@ def slowest_pair(exchange: Exchange, costs: Costs) -> tuple[tuple[str, str], flo
 
 
 def _bubble(cluster: Cluster, rival: Candidate, base: Candidate) -> str:
-    assert rival.plan is not None and rival.estimate is not None and base.estimate is not None
     replica = max(rival.plan.replicas, key=lambda each: len(each.stages))
     text = f"its stages wait {short_time(rival.estimate.bubble_s)} of a step for each other"
     if base.estimate.bubble_s > SAME * base.estimate.step_s:
@@ -259,12 +250,8 @@ def _bubble(cluster: Cluster, rival: Candidate, base: Candidate) -> str:
 
 
 def _tokens(cluster: Cluster, rival: Candidate, base: Candidate) -> str:
-    assert rival.plan is not None and rival.estimate is not None
-    every = (
-        ""
-        if rival.plan.sync is None
-        else f" with {len(rival.plan.replicas)} replicas that meet every {rival.plan.sync.every} steps"
-    )
+    plan = rival.plan
+    every = "" if plan.sync is None else f" with {len(plan.replicas)} replicas that meet every {plan.sync.every} steps"
     return f"the same loss needs {1 / rival.estimate.token_efficiency:.3g} x the tokens{every}"
 
 
@@ -274,19 +261,10 @@ def _queue(cluster: Cluster, rival: Candidate, base: Candidate) -> str:
 
 def _misfits(ranking: Ranking) -> tuple[str, ...]:
     """A sentence for every reason why techniques have no plan anywhere."""
-    reasons: dict[str, list[str]] = {}
-    for candidate in ranking.candidates:
-        if candidate.problem is not None and best_of(ranking, candidate.technique) is candidate:
-            reasons.setdefault(reason(candidate), []).append(candidate.technique)
-    return tuple(f"{joined(names)} {'have' if len(names) > 1 else 'has'} no plan: {text}."
-                 for text, names in reasons.items())  # fmt: skip
-
-
-def reason(candidate: Candidate) -> str:
-    """Why a candidate has no plan, without its name: techniques that share a reason are told together."""
-    problem = candidate.problem
-    assert problem is not None
-    return f"{f'it {problem.predicate}' if problem.subject else problem.what} ({problem.fact})"
+    return tuple(
+        f"{joined([refused.technique for refused in alike])} {'have' if len(alike) > 1 else 'has'} no plan: {reason}."
+        for reason, alike in refused_by_reason(ranking).items()
+    )
 
 
 def left_out(ranking: Ranking) -> tuple[str, ...]:
@@ -295,11 +273,7 @@ def left_out(ranking: Ranking) -> tuple[str, ...]:
     chosen = ranking.candidates[ranking.chosen]
     by_best: dict[int, tuple[Candidate, list[str], list[int]]] = {}
     for name, places in _unused(ranking.cluster, chosen.places):
-        with_it = [
-            candidate
-            for candidate in ranking.candidates
-            if candidate.plan is not None and set(candidate.places) & set(places)
-        ]
+        with_it = [candidate for candidate in ranking.candidates if set(candidate.places) & set(places)]
         joint = [candidate for candidate in with_it if set(candidate.places) > set(chosen.places)] or with_it
         if joint:
             best = min(joint, key=lambda candidate: factor(ranking, candidate, chosen))
@@ -316,7 +290,7 @@ def _without(ranking: Ranking, chosen: Candidate, best: Candidate, names: Sequen
     own = [
         candidate
         for candidate in ranking.candidates
-        if candidate.technique == chosen.technique and candidate.places == best.places and candidate.plan
+        if candidate.technique == chosen.technique and candidate.places == best.places
     ]
     text = f"Do not use {joined(list(names))}, because: "
     how = difference(factor(ranking, best, chosen), words_of(ranking))
@@ -359,7 +333,6 @@ def unknown(ranking: Ranking) -> tuple[str, ...]:
     """What rests on assumptions: the order of those that are close, and what was never measured."""
     assert ranking.chosen is not None
     chosen = ranking.candidates[ranking.chosen]
-    assert chosen.estimate is not None
     low, high = chosen.estimate.interval
     close = [
         candidate for candidate in ranking.candidates
@@ -378,7 +351,6 @@ def unknown(ranking: Ranking) -> tuple[str, ...]:
 
 def assumed(candidate: Candidate) -> tuple[str, ...]:
     """The estimate's assumptions; those that say the same of many pairs of sites in one sentence."""
-    assert candidate.estimate is not None
     by_text: dict[str, list[str]] = {}
     for text in candidate.estimate.assumptions:
         pair, separator, rest = text.partition(": ")

@@ -13,7 +13,6 @@ from tests.planning.worlds import ranking
 
 def planned(one, technique, where="all devices"):
     found = next(c for c in one.candidates if (c.technique, c.where) == (technique, where))
-    assert found.plan is not None
     return found, costs_of(found.plan, one.cluster)
 
 
@@ -31,7 +30,7 @@ def test_a_ring_of_four_sends_one_and_a_half_tensors_over_each_hop():
 @pytest.mark.parametrize("technique", ["data", "zero2", "diloco", "pipeshard"])
 def test_sites_send_what_the_estimate_charges_them_for(technique):
     one = ranking("FF", "SS", allow=("data", "zero2", "diloco", "pipeshard"))
-    candidates = [c for c in one.candidates if c.technique == technique and c.plan is not None]
+    candidates = [c for c in one.candidates if c.technique == technique]
     for candidate in candidates:
         costs = costs_of(candidate.plan, one.cluster)
         found = traffic(candidate.plan, costs)

@@ -29,7 +29,7 @@ from farspan.domain.engine import engine
 from farspan.domain.plan import Plan
 from farspan.domain.trial import Trial
 from farspan.estimate.price import estimate
-from farspan.planning.rank import Candidate, rank
+from farspan.planning.rank import Candidate, Refused, rank
 from farspan.planning.select import SelectionTask, select
 from farspan.planning.why import why
 from farspan_studies.papers import algorithm1
@@ -56,7 +56,7 @@ def rankings(folder: Path, numbers: range) -> Iterator[tuple[str, Any]]:
                 {
                     "objective": asked.objective,
                     "chosen": found.chosen,
-                    "candidates": [_candidate(one) for one in found.candidates],
+                    "candidates": [_listed(one) for one in found.listed],
                     "why": why(found),
                 },
             )
@@ -94,7 +94,7 @@ def selections(folder: Path, numbers: range) -> Iterator[tuple[str, Any]]:
                 "ended": found.ended,
                 "spent_s": found.spent_s,
                 "tried": [(one.technique, one.where, trial.status, trial.step_s) for one, trial in found.tried],
-                "candidates": [_candidate(one) for one in found.ranking.candidates],
+                "candidates": [_listed(one) for one in found.ranking.listed],
             },
         )
         if len(asked.cluster.hosts) == 2:
@@ -121,21 +121,15 @@ def commands() -> Iterator[tuple[str, Any]]:
             )
 
 
-def _candidate(one: Candidate) -> dict[str, Any]:
-    return {
-        "technique": one.technique,
-        "where": one.where,
-        "places": one.places,
-        "plan": one.plan,
-        "estimate": one.estimate,
-        "problem": one.problem,
-        "time_s": one.time_s,
-        "queue_s": one.queue_s,
-        "lease_s": one.lease_s,
-        "unchosen": one.unchosen,
-        "eligible": one.eligible,
-        "usd": one.usd,
-    }
+def _listed(one: Candidate | Refused) -> dict[str, Any]:
+    """A candidate, or a technique without a plan, under the same keys, as older dumps have them."""
+    about = {"technique": one.technique, "where": one.where, "places": one.places}
+    if isinstance(one, Refused):
+        blank = {"plan": None, "estimate": None, "unchosen": None, "eligible": False, "usd": None}
+        times = {"time_s": math.inf, "queue_s": 0.0, "lease_s": math.inf}
+        return {**about, **blank, **times, "problem": one.problem}
+    names = ("plan", "estimate", "time_s", "queue_s", "lease_s", "unchosen", "eligible", "usd")
+    return {**about, **{name: getattr(one, name) for name in names}, "problem": None}
 
 
 def plain(value: Any) -> Any:

@@ -21,7 +21,7 @@ from farspan.planning.ladders import Ground, Models, with_memory
 from farspan.planning.misfit import misfit, multiplied
 from farspan.planning.parts import all_parts
 from farspan.planning.question import Question, model_of, train_of
-from farspan.planning.rank import candidate, rank
+from farspan.planning.rank import Refused, candidate, rank
 from farspan.techniques import Task
 from farspan.techniques._task import shortage
 from tests.techniques import worlds
@@ -139,7 +139,7 @@ def test_a_misfit_is_told_with_what_would_fit() -> None:
     for part in all_parts(where.cluster):
         only = None if len(part.places) == 2 else part.places
         task = Task(model, graph, where.cluster, train, ENGINE, only=only)
-        assert all(candidate(task, part, name).plan is None for name in techniques.names())
+        assert all(isinstance(candidate(task, part, name), Refused) for name in techniques.names())
     # Were every device so much larger, it would fit.
     room = found.lacks.used / ENGINE.fill
     assert fits(ground(with_memory(where.cluster, lambda device: round(1.03 * room))), model)

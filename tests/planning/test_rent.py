@@ -19,7 +19,7 @@ from farspan.domain.model import ModelSpec
 from farspan.domain.problems import Refusal
 from farspan.domain.train import TrainSpec
 from farspan.planning.question import Question, model_of, train_of
-from farspan.planning.rank import rank
+from farspan.planning.rank import Candidate, rank
 from farspan.planning.rent import Budget, Rent, frontier, offered, rent
 
 ENGINE, MODEL = engine("farspan"), model_of("gpt2m")
@@ -65,10 +65,10 @@ def test_dollars_are_the_catalogue_price_times_devices_times_hours(found: Rent) 
         price = file[offer.kind]["price"]
         assert offer.usd_per_hour == pytest.approx(offer.count * price["usd_per_hour"])
         assert (offer.source, offer.checked) == (price["source"], price["checked"])
-        if offer.candidate.estimate is not None:
-            hours = offer.candidate.estimate.run_s / 3600
+        if isinstance(offer.best, Candidate):
+            hours = offer.best.estimate.run_s / 3600
             assert offer.usd == pytest.approx(offer.count * price["usd_per_hour"] * hours)
-            assert offer.candidate.estimate.usd == pytest.approx(offer.usd)
+            assert offer.best.estimate.usd == pytest.approx(offer.usd)
 
 
 def test_the_budget_takes_exactly_what_is_within_it(found: Rent) -> None:
@@ -115,7 +115,7 @@ def test_a_kind_without_a_price_is_refused() -> None:
 
 def test_a_technique_that_is_searched_for_may_be_the_only_one() -> None:
     found = rent(MODEL, train_for, ENGINE, kinds=("l40s",), counts=(1, 2), allow=("pipeshard",))
-    assert all(offer.candidate.technique == "pipeshard" for offer in found.offers)
+    assert all(offer.best.technique == "pipeshard" for offer in found.offers)
 
 
 def test_the_command_says_prices_dates_and_the_frontier(capsys: pytest.CaptureFixture[str]) -> None:

@@ -238,7 +238,7 @@ def test_a_lease_holds_at_the_measured_pace():
     leased = msgspec.structs.replace(here, sites=sites)
 
     tried = select(leased, question, Slow(leased), budget_s=1e6).ranking.candidates
-    found = next(one for one in tried if one.plan and plan_key(one.plan) == plan_key(best.plan))
+    found = next(one for one in tried if plan_key(one.plan) == plan_key(best.plan))
     assert found.trial is not None and found.time_s > 1.2 * best.time_s
     assert not found.eligible and "a lease ends" in found.unchosen
 
@@ -261,10 +261,10 @@ def test_loss_for_a_dollar_chooses_the_cheapest_where_the_law_knows_of_no_gain()
     short = msgspec.structs.replace(question, train=msgspec.structs.replace(question.train, steps=1))
     here = cluster((FAST, FAST), (SLOW,), rtt_s=1e-3)
     found = short.rank(here)
-    assert all(one.estimate.loss > math.log(one.plan.model.vocab_size) for one in found.candidates if one.plan)
+    assert all(one.estimate.loss > math.log(one.plan.model.vocab_size) for one in found.candidates)
     assert found.chosen is not None
     chosen = found.candidates[found.chosen].estimate.usd
-    assert chosen == pytest.approx(min(one.estimate.usd for one in found.candidates if one.plan), rel=1e-6)
+    assert chosen == pytest.approx(min(one.estimate.usd for one in found.candidates), rel=1e-6)
 
 
 def test_the_papers_algorithm_takes_the_mean_of_steps():
@@ -319,7 +319,7 @@ def test_what_a_link_takes_in_trials_is_not_what_it_carries():
     slow = with_paces(here, {Paced("link", "s0", "s1"): 1.4})
 
     def rates(where):
-        plans = [one.plan for one in asked(allow=("data", "hsdp"), parts=False).rank(where).candidates if one.plan]
+        plans = [one.plan for one in asked(allow=("data", "hsdp"), parts=False).rank(where).candidates]
         return {stage.grad_sync.wan_rate for plan in plans for stage in plan.replicas[0].stages} - {None}
 
     assert rates(here) and rates(slow) == rates(here)
@@ -363,7 +363,7 @@ def test_a_deadline_does_not_make_few_devices_cheap():
     ]
     assert all(
         one.usd == pytest.approx(other.usd, rel=1e-3)
-        for one, other in zip(cut.candidates, free.candidates, strict=True) if one.plan
+        for one, other in zip(cut.candidates, free.candidates, strict=True)
     )  # fmt: skip
 
 
@@ -374,7 +374,7 @@ def test_the_loss_at_a_deadline_follows_the_measured_pace():
     world = World(with_paces(here, {Paced("device", f"h{i}", "fast"): 1.5 for i in range(2)}))
     found = select(here, question, world, budget_s=1e6)
     (one, _), *_ = found.tried
-    now = next(other for other in found.ranking.candidates if other.plan and plan_key(other.plan) == plan_key(one.plan))
+    now = next(other for other in found.ranking.candidates if plan_key(other.plan) == plan_key(one.plan))
     assert now.estimate.loss > one.estimate.loss
     exact = estimate(one.plan, models.graph(one.plan.model), world.true, ENGINE)
     assert now.estimate.loss == pytest.approx(exact.loss)
@@ -387,7 +387,7 @@ def test_paces_are_found_again():
     here = cluster((FAST, FAST), (SLOW, SLOW), rtt_s=0.02)
     true = with_paces(here, {Paced("device", "h0", "fast"): 1.5, Paced("link", "s0", "s1"): 0.7})
     candidates = asked().rank(here).candidates
-    plans = [one.plan for one in candidates if one.plan is not None and len(one.places) == 4]
+    plans = [one.plan for one in candidates if len(one.places) == 4]
     world = World(true)
     found = learn(here, [Observation(plan, world.step_s(plan), world.compute_s(plan)) for plan in plans]).cluster
     assert found.hosts[0].devices[0].pace == pytest.approx(1.5, rel=0.1)
@@ -396,7 +396,7 @@ def test_paces_are_found_again():
 
 def test_what_is_missed_of_one_plan_with_stages_is_missed_of_the_next():
     here = cluster((FAST, FAST), (SLOW, SLOW), rtt_s=0.02)
-    candidates = [one for one in asked(allow=SYNCHRONOUS).rank(here).candidates if one.plan and len(one.places) == 4]
+    candidates = [one for one in asked(allow=SYNCHRONOUS).rank(here).candidates if len(one.places) == 4]
     staged = next(one.plan for one in candidates if stages(one.plan) > 1)
     whole = next(one.plan for one in candidates if one.technique == "data")
     world = World(here)

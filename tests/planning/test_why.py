@@ -9,7 +9,7 @@ import pytest
 
 from farspan.domain.units import format_bytes, format_seconds, short_time
 from farspan.estimate.traffic import between_sites, traffic
-from farspan.planning.compare import best_of, bounds, devices_line, difference, factor, verdict
+from farspan.planning.compare import bounds, devices_line, difference, factor, verdict
 from farspan.planning.rank import Ranking
 from farspan.planning.why import choice, costs_of, exchange_line, slower_because, why
 from tests.planning.worlds import ranking
@@ -39,7 +39,7 @@ def test_every_technique_is_compared_with_the_choice_once():
     one = ranking(*PAIR)
     chosen, told = one.candidates[one.chosen], why(one).against
     for technique in {c.technique for c in one.candidates} - {chosen.technique}:
-        best = best_of(one, technique)
+        best = next(c for c in one.candidates if c.technique == technique)
         (sentence,) = [text for text in told if re.search(rf"\b{technique}\b", text.split(" on ")[0])]
         assert difference(factor(one, best, chosen)) in sentence
         assert format_seconds(best.time_s) in sentence
@@ -82,7 +82,7 @@ def test_a_site_that_is_left_out_has_its_reason():
     chosen = one.candidates[one.chosen]
     assert chosen.places == (0, 1)
     (sentence,) = why(one).left_out
-    joint = [c for c in one.candidates if c.plan is not None and set(c.places) > {0, 1}]
+    joint = [c for c in one.candidates if set(c.places) > {0, 1}]
     best = min(joint, key=lambda one: one.time_s)
     assert sentence.startswith(f"Do not use s1, because: the best with it, {best.technique} on all devices, is ")
     assert difference(best.time_s / chosen.time_s) in sentence
@@ -96,12 +96,13 @@ def test_nothing_is_left_out_where_all_is_used():
 
 def test_techniques_without_a_plan_say_what_is_short():
     one = ranking("SS", model="gpt2-xl", allow=("data",))
-    problem = one.candidates[0].problem
-    assert problem is not None and problem.code == "out-of-memory"
+    (refused,) = one.refused
+    problem = refused.problem
+    assert one.candidates == () and problem.code == "out-of-memory"
     told = why(one)
     assert told.choice.startswith("Nothing is chosen: slow is short of ")
     assert told.against == (f"data has no plan: {problem.what} ({problem.fact}).",)
-    assert verdict(one, one.candidates[0]) == "does not fit"
+    assert verdict(one, refused) == "does not fit"
 
 
 def test_what_lies_inside_the_interval_is_said_to_be_open():
@@ -126,7 +127,7 @@ def test_a_queue_is_a_reason():
 def test_a_run_that_a_deadline_cuts_waits_in_no_queue():
     one = ranking(*PAIR)
     chosen = one.candidates[one.chosen]
-    other = next(c for c in one.candidates if c.plan is not None and c.time_s > 1.1 * chosen.time_s)
+    other = next(c for c in one.candidates if c.time_s > 1.1 * chosen.time_s)
     cut = msgspec.structs.replace(other.estimate, run_s=0.5 * other.estimate.run_s)
     said = slower_because(one.cluster, msgspec.structs.replace(other, estimate=cut), chosen)
     assert said == slower_because(one.cluster, other, chosen) and not any("queue" in each for each in said)
@@ -135,7 +136,7 @@ def test_a_run_that_a_deadline_cuts_waits_in_no_queue():
 def test_an_objective_in_money_is_compared_in_money():
     one = ranking(*PAIR, objective="cost")
     chosen = one.candidates[one.chosen]
-    other = next(c for c in one.candidates if c.plan is not None and c.estimate.usd > 1.05 * chosen.estimate.usd)
+    other = next(c for c in one.candidates if c.estimate.usd > 1.05 * chosen.estimate.usd)
     assert "cheapest" in choice(one)
     assert verdict(one, other).endswith("dearer")
 

@@ -111,7 +111,6 @@ def test_planning_again_ranks_with_the_measured_pace(tmp_path: Path):
     costs = costs_of(run.plan, cluster)
     ranking = rank(run.plan.model, cluster, run.plan.train, costs.engine, allow=("data", "pipeshard"))
     best = next(one for one in ranking.candidates if one.eligible and 0 in one.places)
-    assert best.estimate is not None
     speed = best.estimate.tokens_per_s / price(run.plan, costs).tokens_per_s
     assert found.again == (
         f"planned again with this pace, {called(best)} would be chosen: {speed:.2g}x as many tokens a second"
@@ -141,7 +140,6 @@ def test_where_no_plan_is_faster_that_is_said(tmp_path: Path):
     cluster = paced(load(RunFolder(run.folder).cluster, Cluster), {("star", 0): 2.5})
     engine = costs_of(run.plan, cluster).engine
     (best,) = rank(run.plan.model, cluster, run.plan.train, engine, allow=("data",), parts=False).candidates
-    assert best.plan is not None
     folder = fleet_run(tmp_path / "best", make=lambda steps: best.plan, **slow)  # type: ignore[arg-type,return-value]
     (folder / "run.yaml").write_text("data: docs\nparallel: {technique: data}\n")
     found = write_report(folder).compared

@@ -26,7 +26,7 @@ TOLD = Told(
 
 def drawn(technique: str, where: str, *sites: str) -> tuple[Picture, object]:
     one = ranking(*sites, allow=("data", "zero2", "diloco"))
-    found = next(c for c in one.candidates if (c.technique, c.where) == (technique, where) and c.plan is not None)
+    found = next(c for c in one.candidates if (c.technique, c.where) == (technique, where))
     costs = costs_of(found.plan, one.cluster)
     return picture(found.plan, found.estimate, costs), costs
 

@@ -59,7 +59,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
             for key, (value, origin) in resolved.values.items():
                 console.say(f"  {key:22} {value!s:20} {origin}")
     answer: dict[str, Any] = say_views(given, ranking, console)
-    answer["candidates"] = [pricing.as_json(candidate, ranking) for candidate in ranking.candidates]
+    answer["candidates"] = [pricing.as_json(listed, ranking.cluster) for listed in ranking.listed]
     answer["chosen"] = ranking.chosen
     if given.model is not None:
         pricing.demand_a_fit(query, ranking)

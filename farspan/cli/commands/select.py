@@ -22,7 +22,7 @@ from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, command, nearest
 from farspan.domain.units import parse_seconds
 from farspan.planning.quantities import positive
-from farspan.planning.rank import OBJECTIVES, TOLERANCE
+from farspan.planning.rank import OBJECTIVES, TOLERANCE, Refused
 
 if TYPE_CHECKING:
     from farspan.planning.select import Selection
@@ -81,10 +81,10 @@ def run(given: argparse.Namespace, console: Console) -> None:
     say_ranking(ranking, console, more="farspan plan --all")
     console.say()
     console.say(paragraph(why(selection)))
-    plan = None if ranking.chosen is None else ranking.candidates[ranking.chosen].plan
-    if plan is None:
+    if ranking.chosen is None:
         question = choosing.question_of(resolved, parallel, given.tolerance, choosing.PARTS)
         raise nothing_runs(ranking, selection.tried, question)
+    plan = ranking.candidates[ranking.chosen].plan
     return console.answer({**as_json(selection), **_write(plan, resolved, given, out, console)})
 
 
@@ -110,12 +110,13 @@ def as_json(selection: Selection) -> dict[str, Any]:
     ranking = selection.ranking
     return {
         "candidates": [
-            {**pricing.as_json(candidate, ranking), "trial": candidate.trial} for candidate in ranking.candidates
+            {**pricing.as_json(listed, ranking.cluster), "trial": None if isinstance(listed, Refused) else listed.trial}
+            for listed in ranking.listed
         ],
         "chosen": ranking.chosen,
         "tried": [
             {"technique": candidate.technique, "where": candidate.where,
-             "predicted_s": candidate.estimate and candidate.estimate.step_s, "trial": trial}
+             "predicted_s": candidate.estimate.step_s, "trial": trial}
             for candidate, trial in selection.tried
         ],
         "spent_s": selection.spent_s, "budget_s": selection.budget_s, "ended": selection.ended, "why": why(selection),
