@@ -5,17 +5,21 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import msgspec
+
 from farspan.app.configs import overridden
 from farspan.cli.console import Console
 from farspan.domain.codec import load_yaml
 from farspan.domain.config import RunConfig
-from farspan.domain.problems import Refusal, command
+from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.run import RunFolder
 
 
 def takes_config(parser: argparse.ArgumentParser) -> None:
     """The arguments that `load_config` reads."""
-    parser.add_argument("config", metavar="RUN.YAML", nargs="?", default="run.yaml", type=Path)
+    parser.add_argument(
+        "config", metavar="RUN.YAML", nargs="?", default="run.yaml", type=Path, help="what to train (default: run.yaml)"
+    )
     for key in ("cluster", "launcher"):
         parser.add_argument(f"--{key}", metavar=key.upper(), help=f"short for --set parallel.{key}={key.upper()}")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of run.yaml")
@@ -34,6 +38,20 @@ def load_config(given: argparse.Namespace) -> RunConfig:
     for override in (*short, *given.set):
         config = overridden(config, override)
     return config
+
+
+def at_option(problem: Problem, given: argparse.Namespace) -> Problem:
+    """A problem with a key of run.yaml, at the option that set it, or else at the file that was given."""
+    if problem.key is None or not hasattr(given, "config"):
+        return problem
+    short = {key: value for key in ("cluster", "launcher") if (value := getattr(given, key))}
+    options = {f"parallel.{key}": f"--{key} {value}" for key, value in short.items()}
+    options |= {override.partition("=")[0]: f"--set {override}" for override in given.set}
+    key = f"{problem.key}."
+    whole = [option for name, option in options.items() if key.startswith(f"{name}.")]
+    parts = [option for name, option in options.items() if name.startswith(key)]
+    where = " ".join(whole[-1:] or parts) or f"{given.config}, key {problem.key}"
+    return msgspec.structs.replace(problem, where=where)
 
 
 def words_again(given: argparse.Namespace) -> list[object]:

@@ -99,6 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the process's exit code."""
     words = sys.argv[1:] if arguments is None else arguments
     console = Console(json="--json" in takewhile(lambda word: word != "--", words))
+    given: argparse.Namespace | None = None
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler)
@@ -107,12 +108,17 @@ def main(arguments: list[str] | None = None) -> int:
             parser.parse_args(words or ["--help"])
             parser.error("the command comes before its options")
         else:
-            load(words[0]).run(parser_of(words[0]).parse_args(words[1:]), console)
+            given = parser_of(words[0]).parse_args(words[1:])
+            load(words[0]).run(given, console)
     except BrokenPipeError:
         # Whoever read has gone: what Python still holds back for them must not fail at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (Exception, KeyboardInterrupt) as error:
         problem = as_refusal(error, words).problem
+        if given is not None and problem.key is not None:
+            from farspan.cli.arguments import at_option
+
+            problem = at_option(problem, given)
         print(problem, file=sys.stderr)
         fields = msgspec.to_builtins(problem)
         printable = {key: _printable(value) if isinstance(value, str) else value for key, value in fields.items()}

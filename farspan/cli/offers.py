@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +11,13 @@ import msgspec
 from farspan.app import pricing
 from farspan.app.pricing import PlanQuery
 from farspan.cli.console import Console
+from farspan.cli.paint import width
 from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.problems import Refusal, command
 from farspan.domain.units import format_bytes, format_count, format_rate, format_seconds
 from farspan.planning.question import Question, model_of
 from farspan.planning.rank import Candidate
+from farspan.report.tables import table_lines
 
 if TYPE_CHECKING:
     from farspan.domain.plan import Plan
@@ -123,7 +124,8 @@ def say_fit(fit: Fit, given: argparse.Namespace, console: Console) -> None:
         ("technique", "where", "most" if fit.asked != "memory" else "least", "at once", "recompute", "fullest")
     ]
     rows += [_row(fit, limit) for limit in fit.limits]
-    say_table(rows, console, right={2, 3})
+    for line in table_lines(rows[0], rows[1:], right={2, 3}, width=width()):
+        console.say(line)
     if fit.asked == "model" and pricing.reproduced(best):
         console.say(f"\nprice it: {command('plan', '--model', best.typed, '--cluster', given.cluster)}")
 
@@ -174,7 +176,8 @@ def say_rent(rented: Rent, model: ModelSpec, console: Console, *, limited: bool)
         offer = rented.offers[place]
         mark = ("*" if place == rented.chosen else "") + ("+" if place in rented.frontier else "")
         rows.append(_offer_row(mark, offer, limited=limited))
-    say_table(rows, console, right={3, 4, 5, 6})
+    for line in table_lines(rows[0], rows[1:], right={3, 4, 5, 6}, width=width()):
+        console.say(line)
     misfits = sum(offer.time_s == float("inf") for offer in rented.offers)
     meets = sum(offer.meets for offer in rented.offers)
     console.say(f"\n{len(rented.offers)} offers; {misfits} have too little memory" + (
@@ -194,16 +197,6 @@ def _offer_row(mark: str, offer: Offer, *, limited: bool) -> tuple[str, ...]:
         mark, candidate.where, candidate.technique, format_seconds(candidate.time_s), f"${offer.usd:,.2f}",
         f"${offer.usd_per_hour:,.2f}", f"{candidate.estimate.memory_bytes / 1e9:.1f}", meets, offer.checked,
     )  # fmt: skip
-
-
-def say_table(rows: Sequence[Sequence[str]], console: Console, right: set[int]) -> None:
-    """Rows under their heading, columns aligned."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        cells = (
-            cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        console.say("  ".join(cells).rstrip())
 
 
 # -- other systems -----------------------------------------------------------------------------------------------------

@@ -49,27 +49,27 @@ def check_names(given: argparse.Namespace) -> None:
 
 def say_views(given: argparse.Namespace, ranking: Ranking, console: Console) -> dict[str, Any]:
     """Show what was asked for; returns what of it `--json` has besides the candidates."""
-    from farspan.cli import planning
+    from farspan.cli import plan_table
     from farspan.planning.why import why
 
     answer: dict[str, Any] = {}
-    planning.say_ranking(ranking, console, everything=given.all, more="add --all")
+    plan_table.say_ranking(ranking, console, everything=given.all, more="add --all")
     if given.why:
         answer["why"] = why(ranking)
-        planning.say_why(answer["why"], console)
+        plan_table.say_why(answer["why"], console)
     if given.diff:
         from farspan.planning.diff import difference
 
         a, b = (_side(name, ranking) for name in given.diff)
         answer["diff"] = difference(a, b, ranking.cluster)
         console.say()
-        planning.say_difference(answer["diff"], console)
+        plan_table.say_difference(answer["diff"], console)
     if not (given.show or given.html or given.out):
         return answer
     index = _index(given.pick, ranking)
     if given.show and index is not None:
         candidate = ranking.candidates[index]
-        planning.say_picture(_picture(candidate, ranking), candidate, console)
+        plan_table.say_picture(_picture(candidate, ranking), candidate, console)
     if given.html:
         _write_page(given.html, ranking, index, console)
     if given.out and index is not None:
@@ -79,7 +79,7 @@ def say_views(given: argparse.Namespace, ranking: Ranking, console: Console) -> 
 
 
 def _write_page(path: Path, ranking: Ranking, index: int | None, console: Console) -> None:
-    from farspan.cli.planning import told
+    from farspan.cli.plan_table import told
     from farspan.report.plan_page import write_plan_page
 
     shown = None if index is None else _picture(ranking.candidates[index], ranking)

@@ -11,7 +11,7 @@ from farspan.app.plans import Planned
 from farspan.app.updates import Chosen, Ended, Note, Ranked, Training, Tried
 from farspan.cli.console import Console
 from farspan.cli.index_progress import IndexProgress
-from farspan.cli.planning import paragraph, say_ranking
+from farspan.cli.plan_table import paragraph, say_ranking
 from farspan.cli.progress import TrainingDisplay
 from farspan.domain.results import Event
 from farspan.planning.outcome import trial_line, why

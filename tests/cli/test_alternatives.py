@@ -41,12 +41,12 @@ def test_the_best_plan_of_those_allowed_is_run_and_named(capsys) -> None:
     assert said.startswith(f"{called(best)} is chosen: ") and "0 of " in said and "than they could save" in said
 
 
-def test_on_one_device_there_is_nothing_to_say_but_the_table(capsys) -> None:
+def test_on_one_device_there_is_nothing_to_say_but_what_it_takes(capsys) -> None:
     asked = ParallelConfig(allow=("data",))
     best_plan(resolved((FAST,)), asked, Show(Console(json=False)))
     assert capsys.readouterr().out == ""
     best_plan(resolved((FAST,)), asked, Show(Console(json=False)), table=True)
-    assert "chosen" in capsys.readouterr().out
+    assert "data on all devices (1 fast) is fastest" in capsys.readouterr().out
 
 
 def test_a_technique_that_is_named_runs_on_all_devices() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from farspan.cli.console import Console
 from farspan.domain.config import BudgetConfig, RunConfig
 from farspan.domain.problems import command
+from farspan.domain.units import parse_seconds
 
 HELP = "the main job on the built-in corpus"
 
@@ -28,9 +29,11 @@ def run(given: argparse.Namespace, console: Console) -> None:
     from farspan.cli.answers import say_answer
     from farspan.cli.report_text import say_result
     from farspan.cli.show import Show
+    from farspan.planning.quantities import positive
     from farspan.retrieval.evaluate import table
     from farspan.retrieval.search import search
 
+    positive(parse_seconds, given.time, "--time", "2m")
     config = RunConfig(data="pydocs", name="demo", size=SIZE, budget=BudgetConfig(time=given.time))
     path = _free(Path(given.run))
     console.say("== text, tokens, plan")

@@ -23,7 +23,9 @@ HELP = "say what is wrong and how to fix it"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="what to look at (default: auto)"
+    )
     parser.add_argument("--cluster", metavar="CLUSTER", help="look at every host and link of a cluster file")
 
 

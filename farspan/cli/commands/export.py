@@ -14,7 +14,7 @@ HELP = "write the model as a Hugging Face folder"
 def configure(parser: argparse.ArgumentParser) -> None:
     takes_run(parser)
     parser.add_argument("--out", metavar="FOLDER", help="folder to write (default: RUN/export)")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default: fp32)")
 
 
 def run(given: argparse.Namespace, console: Console) -> None:

@@ -8,7 +8,7 @@ import msgspec
 
 from farspan.cli.arguments import load_config, takes_config
 from farspan.cli.console import Console
-from farspan.domain.units import format_bytes, format_count
+from farspan.domain.units import counted, format_bytes, format_count
 
 HELP = "make tokenizer and token files"
 
@@ -20,7 +20,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace, console: Console) -> None:
     from farspan.app.resolving import prepare
     from farspan.cli.show import Show
-    from farspan.report.text import counted
 
     with Show(console) as show:
         folder, manifest = prepare(load_config(given), show)

@@ -12,7 +12,7 @@ HELP = "search the documents"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("query", metavar="QUERY", nargs="?")
+    parser.add_argument("query", metavar="QUERY", nargs="?", help="what to search for")
     takes_run(parser, "--run", nargs=None)
     parser.add_argument("-k", type=positive, default=5, help="results to show (default: 5)")
     parser.add_argument("--system", choices=("bm25", "model", "fused"), help="search this way, whatever was measured")

@@ -17,7 +17,7 @@ from farspan.app.extensions import extensions
 from farspan.app.resolving import Resolved, resolve
 from farspan.cli.arguments import load_config, takes_config, words_again
 from farspan.cli.console import Console
-from farspan.cli.planning import paragraph, say_ranking
+from farspan.cli.plan_table import paragraph, say_ranking
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, command, nearest
 from farspan.domain.units import parse_seconds

@@ -15,6 +15,7 @@ from farspan.planning.compare import bounds, called, devices_line, refused_by_re
 from farspan.planning.diff import PlanDifference
 from farspan.planning.rank import Candidate, Ranking
 from farspan.planning.why import Why, assumed, choice, why
+from farspan.report.tables import table_lines
 
 if TYPE_CHECKING:
     from farspan.report.plan_page import Told
@@ -25,13 +26,14 @@ SHOWN = 8
 #: Assumptions below the table; `--why` has them all.
 ASSUMED = 3
 HEADS = ("#", "technique", "where", "GB/device", "step %", "tok/s", "TFLOP/s", "minutes", "cost", "verdict")
-#: The same where the terminal is narrow, and the least that a part's name gets.
+#: The same where the terminal is narrow.
 NARROW = ("#", "technique", "where", "GB", "step %", "tok/s", "TFLOP/s", "minutes", "cost", "verdict")
-LEAST = 8
 LEGEND = "step %: compute / communication that nothing hides / waiting for other stages; minutes: predicted (interval)"
 WHERE = HEADS.index("where")
 #: Columns that are aligned to the left.
 LEFT = {"technique", "where", "verdict"}
+#: rich's names for the tints of rows.
+STYLES = {"good": "bold green", "soft": "dim", "": ""}
 
 
 def say_ranking(
@@ -40,12 +42,15 @@ def say_ranking(
     """The question, the table, what is chosen and what that assumes."""
     console.say(paragraph(question(ranking)))
     console.say()
-    for line in table(ranking, everything=everything, colours=painter(json=console.json), more=more):
-        console.say(line)
-    console.say()
+    if everything or len(ranking.cluster.devices) > 1 or ranking.chosen is None:
+        for line in table(ranking, everything=everything, colours=painter(json=console.json), more=more):
+            console.say(line)
+        console.say()
     console.say(paragraph(choice(ranking)))
     if ranking.chosen is None:
         return
+    if len(ranking.cluster.devices) == 1:
+        console.say("The other techniques divide work between devices; --all lists why each has no plan for one.")
     known = assumed(ranking.candidates[ranking.chosen])
     rest = f"; {len(known) - ASSUMED} more with --why" if len(known) > ASSUMED else ""
     console.say(paragraph(f"Assumes: {'; '.join(known[:ASSUMED])}{rest}."))
@@ -75,13 +80,11 @@ def table(ranking: Ranking, *, everything: bool, colours: bool, more: str) -> li
     always = range(len(candidates)) if everything else {*range(SHOWN), *best.values(), *alone}
     shown = [i for i in range(len(candidates)) if i in always]
     rows = [_cells(ranking, i) for i in shown]
-    lines = _aligned(rows, [_tint(ranking, i) for i in shown], colours) if rows else []
-    notes = {row: candidates[i].unchosen for row, i in enumerate(shown) if candidates[i].unchosen}
-    output = [paint(line, "soft", colours) for heading in lines[:1] for line in heading]
-    for row, group in enumerate(lines[1:]):
-        output += group
-        if row in notes:
-            output.append(paint(paragraph(f"not chosen: {notes[row]}", indent=14), "soft", colours))
+    output = _aligned(rows, [_tint(ranking, i) for i in shown], colours) if rows else []
+    for i in shown:
+        if candidates[i].unchosen:
+            text = f"{i + 1} {candidates[i].technique} is not chosen: {candidates[i].unchosen}"
+            output.append(paint(paragraph(text, indent=4), "soft", colours))
     if hidden := len(candidates) - len(shown):
         output.append(paint(f"    {hidden} more, each behind its technique's best: {more}", "soft", colours))
     if rows:
@@ -121,32 +124,14 @@ def _tint(ranking: Ranking, index: int) -> str:
     return "good" if index == ranking.chosen else "" if ranking.candidates[index].eligible else "soft"
 
 
-def _aligned(rows: Sequence[Sequence[str]], tints: Sequence[str], colours: bool) -> list[list[str]]:
-    """Lines of each row, the heading first; the part's name has what other columns leave, on several lines at need."""
-    heads, widths, spare = HEADS, *_widths((HEADS, *rows))
-    if spare < 0:
-        # Long cells give way before the name does.
+def _aligned(rows: Sequence[Sequence[str]], tints: Sequence[str], colours: bool) -> list[str]:
+    """The table's lines; long cells give way before the part's name does, which goes on below."""
+    heads, right = HEADS, [place for place, head in enumerate(HEADS) if head not in LEFT]
+    if sum(max(map(len, column)) + 1 for column in zip(HEADS, *rows, strict=True)) > width() + 1:
         heads, rows = NARROW, [[_terse(cell) for cell in row] for row in rows]
-        widths, spare = _widths((heads, *rows))
-    widths[WHERE] = max(LEAST, widths[WHERE] + min(0, spare))
-    aligned = []
-    for row, tint in zip((heads, *rows), ("", *tints), strict=True):
-        names = textwrap.wrap(row[WHERE], widths[WHERE]) or [""]
-        first = [*row[:WHERE], names[0], *row[WHERE + 1 :]]
-        cells = (
-            cell.ljust(size) if head in LEFT else cell.rjust(size)
-            for head, cell, size in zip(HEADS, first, widths, strict=True)
-        )
-        indent = " " * (sum(widths[:WHERE]) + WHERE)
-        lines = [" ".join(cells).rstrip(), *(indent + name for name in names[1:])]
-        aligned.append([paint(line, tint, colours) for line in lines])
-    return aligned
-
-
-def _widths(rows: Sequence[Sequence[str]]) -> tuple[list[int], int]:
-    """What each column needs, and how many columns of the terminal are left."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADS))]
-    return widths, width() - sum(widths) - len(HEADS) + 1
+    return table_lines(
+        heads, rows, right=right, width=width(), gap=1, wrap=(WHERE,), colours=colours, tints=[STYLES[t] for t in tints]
+    )
 
 
 def _terse(cell: str) -> str:
@@ -246,17 +231,8 @@ def say_difference(difference: PlanDifference, console: Console) -> None:
 
 
 def _say_columns(rows: Sequence[Sequence[str]], console: Console, colours: bool) -> None:
-    """Columns to the left; long cells go on below."""
-    first, last = (max(len(row[column]) for row in rows) for column in (0, 3))
-    each = (width() - first - last - 6) // 2
-    each = min(each, max(len(cell) for row in rows for cell in row[1:3]))
-    for number, row in enumerate(rows):
-        cells = [textwrap.wrap(cell, each) or [""] for cell in row[1:3]]
-        for line in range(max(map(len, cells))):
-            a, b = (cell[line] if line < len(cell) else "" for cell in cells)
-            name, ratio = (row[0], row[3]) if line == 0 else ("", "")
-            text = f"{name:{first}}  {a:{each}}  {b:{each}}  {ratio:>{last}}".rstrip()
-            console.say(paint(text, "" if number else "soft", colours))
+    for line in table_lines(rows[0], rows[1:], right=(3,), width=width(), colours=colours):
+        console.say(line)
 
 
 def paragraph(text: str, *, indent: int = 0, hang: int = 0) -> str:
