@@ -26,9 +26,9 @@ from farspan.domain.results import Event, Step
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.launch.hosts import command
 from farspan.launch.launchers import launch
+from farspan.launch.processes import place, with_environment, worker_environment
 from farspan.launch.rendezvous import arrange
 from farspan.launch.trial import Deadline
-from farspan.launch.workers import place, with_environment, worker_environment
 from farspan_lab import state
 from farspan_lab.lab import Status
 from farspan_studies.bench.made_corpus import make

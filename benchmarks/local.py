@@ -38,7 +38,7 @@ from farspan.domain.plan import Plan
 from farspan.domain.trial import Trial
 from farspan.launch.probe import Probe
 from farspan.launch.trial import limits, steps_for, trial
-from farspan.planning import pace
+from farspan.planning import model_speed
 from farspan.planning.select import SelectionTask, select
 from farspan.runtime.device import detect
 
@@ -86,7 +86,7 @@ def paced(cluster: Cluster, work: Work) -> Cluster:
         found = probe.measure(
             first_device(cluster), task.model, task.train, precisions=(work.precision,), seconds=PROBE_S
         )
-    return pace.calibrated(cluster, task.model, task.train, task.engine, found)
+    return model_speed.calibrated(cluster, task.model, task.train, task.engine, found)
 
 
 @functools.cache

@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 
 from farspan.domain.run import cache_folder
-from farspan.launch.workers import worker_environment
+from farspan.launch.processes import worker_environment
 
 RESULTS = Path(__file__).parent / "results"
 CHILD = Path(__file__).parent / "_contestants.py"

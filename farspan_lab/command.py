@@ -15,13 +15,19 @@ from typing import TYPE_CHECKING
 
 from farspan.cli.console import Console
 from farspan.domain.problems import Refusal
-from farspan.domain.units import format_bytes, format_rate, format_seconds
+from farspan.domain.units import counted, format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from farspan_lab.lab import Status
 
 HELP = "emulate several sites on this machine"
-QUANTITIES = ("rtt", "jitter", "bandwidth", "loss")
+#: Options that change a link: what each takes, and what that is.
+QUANTITIES = {
+    "rtt": ("TIME", "round trip"),
+    "jitter": ("TIME", "by which delays differ"),
+    "bandwidth": ("RATE", "of each direction, or none for no cap"),
+    "loss": ("SHARE", "of the packets"),
+}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -30,16 +36,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     up.add_argument("file", metavar="LAB.YAML", help="a file, or the name of a lab that ships with farspan")
     status = actions.add_parser("status", help="sites, devices, links and what they carried")
     inside = actions.add_parser("exec", help="run a command in a site")
-    inside.add_argument("site", metavar="SITE")
+    inside.add_argument("site", metavar="SITE", help="where to run it")
     inside.add_argument("--device", type=int, metavar="N", help="as this device, with its speed and memory")
-    inside.add_argument("command", metavar="COMMAND", nargs="+")
+    inside.add_argument("command", metavar="COMMAND", nargs="+", help="the command and its arguments")
     link = actions.add_parser("link", help="change a link while jobs run")
-    link.add_argument("between", metavar="SITE", nargs=2)
+    link.add_argument("between", metavar="SITE", nargs=2, help="the two sites that it joins")
     switch = link.add_mutually_exclusive_group()
     switch.add_argument("--down", dest="up", action="store_const", const=False, help="cut it")
     switch.add_argument("--up", action="store_const", const=True, help="mend it")
-    for key in QUANTITIES:
-        link.add_argument(f"--{key}", metavar={"bandwidth": "RATE", "loss": "SHARE"}.get(key, "TIME"))
+    for key, (metavar, what) in QUANTITIES.items():
+        link.add_argument(f"--{key}", metavar=metavar, help=what)
     link.add_argument("--one-way", action="store_true", help="only from the first site to the second")
     down = actions.add_parser("down", help="remove every trace of a lab, also of one that crashed")
     for action in (status, inside, link, down):
@@ -123,7 +129,7 @@ def show(status: Status, console: Console) -> None:
             f"{link.delay_s * 1e3:.4g} ms one way", f"jitter {link.jitter_s * 1e3:.3g} ms", f"loss {link.loss:.3g}",
             format_rate(link.bandwidth) if link.bandwidth else "no cap", "up" if link.up else "DOWN",
         ]  # fmt: skip
-        carried = f"{format_bytes(traffic.bytes)} in {traffic.packets} packets, {traffic.dropped} dropped"
+        carried = f"{format_bytes(traffic.bytes)} in {counted(traffic.packets, 'packet')}, {traffic.dropped} dropped"
         path = carried if traffic.relayed else "past the relay, not counted"
         console.say(f"{link.source} > {link.target}: {', '.join(is_now)}; {path}")
     for note in lab.notes:

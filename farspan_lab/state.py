@@ -19,6 +19,7 @@ import msgspec
 from farspan.domain.cluster import READY, STARTING
 from farspan.domain.codec import load, parse_json, save
 from farspan.domain.problems import Problem, Refusal
+from farspan.domain.units import counted
 from farspan_lab import INTERFACE, devices
 from farspan_lab.lab import Lab, Link, Status, out_of_range, unavailable
 from farspan_lab.spec import check_name
@@ -102,7 +103,7 @@ def enter(status: Status, site: str, device: int | None = None) -> list[str]:
     """
     entered = next((known for known in status.lab.sites if known.name == site), None)
     if entered is None or not (device is None or 0 <= device < len(entered.devices)):
-        choices = ", ".join(f"{known.name} with {len(known.devices)} devices" for known in status.lab.sites)
+        choices = ", ".join(f"{known.name} with {counted(len(known.devices), 'device')}" for known in status.lab.sites)
         raise out_of_range(f"{site} {'' if device is None else device}", f"there are: {choices}", "farspan lab status")
     chosen = entered.devices if device is None else [entered.devices[device]]
     cores = ",".join(str(core) for core in sorted({core for chosen_device in chosen for core in chosen_device.cpus}))

@@ -50,6 +50,8 @@ def written_type(kind: msgspec.inspect.Type) -> str:
             return " ".join([word, ", ".join(bounds)]).strip()
         case msgspec.inspect.VarTupleType(item_type=item):
             return f"list of {written_type(item)}"
+        case msgspec.inspect.Metadata(type=inner):
+            return written_type(inner)
         case msgspec.inspect.StructType():
             return "keys"
     raise AssertionError(f"run-yaml.md has no word for {kind}")

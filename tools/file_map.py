@@ -1,6 +1,6 @@
 """Write docs/files.md: every file of the three packages with the first sentence of its docstring.
 
-    python tools/file_map.py            # writes the page; a test compares it with the files
+python tools/file_map.py            # writes the page; a test compares it with the files
 """
 
 from __future__ import annotations

@@ -54,8 +54,9 @@ def given_cluster(config: RunConfig, *, reach: bool) -> Cluster | None:
         return cluster
     if workers > len(cluster.devices):
         raise Refusal(
-            "device-missing", what=f"the cluster has no {workers} devices", where="run.yaml, key parallel.workers",
-            fact=f"it has {len(cluster.devices)}", remedy=f"set parallel.workers: {len(cluster.devices)}",
+            "device-missing", what=f"the cluster has fewer than {workers} devices",
+            where="run.yaml, key parallel.workers", fact=f"it has {len(cluster.devices)}",
+            remedy=f"set parallel.workers: {len(cluster.devices)}", key="parallel.workers",
         )  # fmt: skip
     return cluster.first(workers)
 

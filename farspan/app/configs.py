@@ -39,7 +39,8 @@ def overridden(config: RunConfig, override: str) -> RunConfig:
     keys, separator, value = override.partition("=")
     if not separator or not keys:
         raise Refusal(
-            "usage", what=f"--set {override} is not KEY=VALUE", where="--set", fact="a key, an equals sign, a value",
+            "usage", what=f"--set {override} is not KEY=VALUE", where="--set",
+            fact="it needs a key, an equals sign and a value",
             remedy="write it like --set train.steps=100",
         )  # fmt: skip
     content: dict[str, Any] = msgspec.to_builtins(config)

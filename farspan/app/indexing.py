@@ -14,6 +14,7 @@ from farspan.domain.config import RunConfig
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.units import counted
 
 if TYPE_CHECKING:
     from farspan.retrieval.index import Index, IndexManifest, Origin
@@ -50,7 +51,7 @@ def embed(run: RunFolder, progress: Progress = silent, *, evaluate: bool = True)
     finally:
         progress(Ended())
     if work.kept:
-        progress(Note(f"embedded {work.embedded:,} texts; {work.kept:,} were embedded before"))
+        progress(Note(f"embedded {counted(work.embedded, 'text')}, besides {work.kept:,} from before"))
     return Indexed(manifest=manifest, embedded=work.embedded, kept=work.kept)
 
 

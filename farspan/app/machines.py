@@ -70,7 +70,7 @@ def probe(
     length = spec.context if seq_len is None else seq_len
     if not 1 <= length <= spec.context:
         raise Refusal(
-            "out-of-range", what=f"{length} tokens are no sequence of {model}", where="--seq-len",
+            "out-of-range", what=f"{model} takes no sequence of {length} tokens", where="--seq-len",
             fact=f"its context is {spec.context}", remedy=f"--seq-len {spec.context}",
         )  # fmt: skip
     refuse_file(out, f"farspan probe --cluster {cluster} -o {out.with_stem(out.stem + '-2')}")
@@ -119,7 +119,7 @@ def _disk_findings() -> list[Problem]:
         free = shutil.disk_usage(path).free
         if free < LITTLE_DISK:
             problems.append(Problem(
-                code="disk-full", what=f"little disk space for {what}", where=str(path.absolute()),
+                code="disk-full", what=f"there is little disk space for {what}", where=str(path.absolute()),
                 fact=f"{format_bytes(free)} free, {format_bytes(LITTLE_DISK)} is comfortable",
                 remedy=f"du -xh {path.absolute()} | sort -h | tail",
             ))  # fmt: skip

@@ -64,8 +64,8 @@ def prepare(config: RunConfig, progress: Progress = silent) -> tuple[Path, Corpu
     folder, manifest = prepare_corpus(
         config.data_config, config.tokenizer_config, cache_folder() / "corpora", workers=workers, say=notes(progress)
     )
-    for skipped in manifest.skipped:
-        progress(Note(f"skipped {skipped}"))
+    for kinds in manifest.skipped_kinds:
+        progress(Note(f"skipped {kinds}"))
     return folder, manifest
 
 
@@ -75,7 +75,7 @@ def resolve(config: RunConfig, progress: Progress = silent, *, trial: bool) -> R
     Without a trial nothing of the cluster is touched: its figures and the estimator stand for it.
     """
     from farspan.domain.engine import engine as find_engine
-    from farspan.planning import pace
+    from farspan.planning import model_speed
     from farspan.planning.resolve import resolve as resolve_config
     from farspan.retrieval.stores import resolve as resolve_store
 
@@ -87,13 +87,15 @@ def resolve(config: RunConfig, progress: Progress = silent, *, trial: bool) -> R
     if trial or given is None:
         with _prober(config, given) as (probe, cluster):
             settled = resolve_config(config, manifest, cluster, **_trials(config, probe, cluster, progress))
-        cluster = pace.calibrated(cluster, settled.model, settled.train, engine, settled.probe)
+        cluster = model_speed.calibrated(cluster, settled.model, settled.train, engine, settled.probe)
     else:
         cluster = given
-        precisions = pace.common_precisions(cluster) if config.train.precision == "auto" else (config.train.precision,)
+        precisions = (
+            model_speed.common_precisions(cluster) if config.train.precision == "auto" else (config.train.precision,)
+        )
         settled = resolve_config(
-            config, manifest, cluster, matmul_flops=lambda: pace.product_flops(cluster, engine, precisions),
-            measure=lambda model, train: pace.predicted(model, train, cluster, engine, precisions),
+            config, manifest, cluster, matmul_flops=lambda: model_speed.product_flops(cluster, engine, precisions),
+            measure=lambda model, train: model_speed.predicted(model, train, cluster, engine, precisions),
         )  # fmt: skip
     return Resolved(
         model=settled.model, train=settled.train, cluster=cluster, corpus=manifest, corpus_folder=folder,
@@ -130,21 +132,23 @@ class _Trials(TypedDict):
 def _trials(config: RunConfig, probe: Probe, cluster: Cluster, progress: Progress) -> _Trials:
     """The two measurements that resolving asks for, made on the cluster's first device."""
     from farspan.domain.engine import engine
-    from farspan.planning import pace
+    from farspan.planning import model_speed
 
     device, kind = first_device(cluster), cluster.devices[0].kind
     precisions = cluster.devices[0].dtypes if config.train.precision == "auto" else (config.train.precision,)
 
     def matmul_flops() -> float:
-        return len(cluster.devices) / pace.crowding(cluster) * max(probe.matmul_flops(device, precisions).values())
+        return (
+            len(cluster.devices) / model_speed.crowding(cluster) * max(probe.matmul_flops(device, precisions).values())
+        )
 
     def measure(model: ModelSpec, train: TrainSpec) -> ProbeResult:
-        fitting = pace.fitting(model, train, cluster, engine("farspan"))
+        fitting = model_speed.fitting(model, train, cluster, engine("farspan"))
         if isinstance(fitting, Problem) and len(cluster.devices) == 1:
             raise Refusal.of(fitting)
         if isinstance(fitting, Problem):  # A model that one device cannot hold may still be divided over several.
             progress(Note(f"the model is not tried on one {kind}, which cannot hold it: predicted"))
-            return pace.predicted(model, train, cluster, engine("farspan"), precisions)
+            return model_speed.predicted(model, train, cluster, engine("farspan"), precisions)
         progress(Note(f"trying the model on {kind}: {', '.join(precisions)}"))
         return probe.measure(device, model, fitting, precisions=precisions, seconds=PROBE_S)
 

@@ -23,7 +23,7 @@ from farspan.domain.config import RunConfig
 from farspan.domain.problems import Refusal, command
 from farspan.domain.results import Finished
 from farspan.domain.run import RunFolder, RunRecord
-from farspan.domain.units import format_bytes
+from farspan.domain.units import counted, format_bytes
 from farspan.semantics.identity import lasting
 
 
@@ -112,7 +112,7 @@ def train(run: RunFolder, progress: Progress = silent) -> Report:
     board, ended, reported = TensorBoard(run.tensorboard), None, None
     if record.launcher != "local" or len(cluster.hosts) > 1:
         hosts = ", ".join(dict.fromkeys(device.host for device in plan.devices))
-        progress(Note(f"starting {len(plan.devices)} workers on {hosts} through {record.launcher}"))
+        progress(Note(f"starting {counted(len(plan.devices), 'worker')} on {hosts} through {record.launcher}"))
     try:
         with launch(record.launcher, plan, run, cluster) as workers, _passing_signals(workers.interrupt, progress):
             progress(Training(plan))

@@ -72,8 +72,8 @@ def find_run(given: argparse.Namespace, console: Console) -> RunFolder:
     started = sorted(Path("runs").glob("*/plan.json"), key=lambda path: path.stat().st_mtime)
     if not started:
         raise Refusal(
-            "not-a-run", what="there is no run here", where=Path("runs").absolute(), fact="no runs/*/plan.json",
-            remedy="farspan train run.yaml",
+            "not-a-run", what="there is no run here", where=Path("runs").absolute(),
+            fact="no folder in it has a plan.json", remedy="farspan train run.yaml",
         )  # fmt: skip
     run = RunFolder(started[-1].parent)
     console.say(f"run: {run.path}")

@@ -6,7 +6,7 @@ from itertools import combinations
 
 from farspan.cli.console import Console
 from farspan.domain.cluster import Cluster, Device, Link
-from farspan.domain.units import format_bytes, format_flops, format_rate, format_seconds
+from farspan.domain.units import counted, format_bytes, format_flops, format_rate, format_seconds
 
 
 def say_cluster(cluster: Cluster, console: Console) -> None:
@@ -29,8 +29,7 @@ def say_cluster(cluster: Cluster, console: Console) -> None:
 def count(cluster: Cluster) -> str:
     kinds = [device.kind for device in cluster.devices]
     parts = " + ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
-    sites, hosts = len(cluster.sites), len(cluster.hosts)
-    return f"{parts} in {hosts} host{'s' * (hosts > 1)} at {sites} site{'s' * (sites > 1)}"
+    return f"{parts} in {counted(len(cluster.hosts), 'host')} at {counted(len(cluster.sites), 'site')}"
 
 
 def _device(device: Device) -> str:
@@ -38,8 +37,8 @@ def _device(device: Device) -> str:
     price = f"${device.usd_per_hour:g}/h" if device.usd_per_hour is not None else "price unknown"
     bandwidth = f", {format_bytes(device.bandwidth)}/s" if device.bandwidth else ""
     watts = f", {device.watts:g} W" if device.watts else ""
-    measured = f", {len(device.rates)} rates measured" if device.rates else ""
-    measured += f", {len(device.units)} passes timed" if device.units else ""
+    measured = f", {counted(len(device.rates), 'rate')} measured" if device.rates else ""
+    measured += f", {counted(len(device.units), 'pass')} timed" if device.units else ""
     return (
         f"{device.kind}: {format_bytes(device.memory)}{bandwidth}, {rates}{watts}, {price}{measured} [{device.origin}]"
     )

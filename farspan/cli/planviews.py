@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from farspan.app.plans import check_cluster, read_plan, write_plan
 from farspan.cli.console import Console
 from farspan.domain.problems import Refusal, command, nearest
 from farspan.planning.rank import Candidate, Ranking, Refused
@@ -73,6 +72,8 @@ def say_views(given: argparse.Namespace, ranking: Ranking, console: Console) -> 
     if given.html:
         _write_page(given.html, ranking, index, console)
     if given.out and index is not None:
+        from farspan.app.plans import write_plan
+
         write_plan(ranking.candidates[index].plan, ranking.cluster, Path(given.out))
         console.say(f"\nthe plan is in {given.out}")
     return answer
@@ -109,6 +110,7 @@ def _index(name: str, ranking: Ranking) -> int | None:
 def _side(name: str, ranking: Ranking) -> PlanSide:
     """A candidate, or the plan in a file, priced."""
     from farspan import models
+    from farspan.app.plans import check_cluster, read_plan
     from farspan.domain.engine import engine
     from farspan.estimate.price import estimate
     from farspan.planning.compare import called

@@ -1,16 +1,21 @@
-"""The Hugging Face hub, asked only where it answers: its libraries try for half a minute to reach one that does not."""
+"""The Hugging Face hub, asked only where it answers: its libraries try for minutes to reach one that does not."""
 
 from __future__ import annotations
 
+import http.client
 import socket
+import ssl
 import threading
+import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 #: What a connection may take: ten round trips around the world, or a name that is looked up twice.
 _CONNECT_S = 4.0
+#: What an answer may take once it is connected, and the statuses with which a hub says that it cannot answer now.
+_ANSWER_S, _AWAY = 10.0, (500, 502, 503, 504)
 
 
 @contextmanager
@@ -37,17 +42,40 @@ def _unreachable(endpoint: str) -> str | None:
     if proxy and not urllib.request.proxy_bypass(url.hostname or ""):
         url = urllib.parse.urlsplit(proxy if "//" in proxy else f"//{proxy}")
     host, port = url.hostname or "", url.port or (80 if url.scheme == "http" else 443)
-    faults = [f"nothing answers within {_CONNECT_S:g} s"]
+    fault = _in_time(lambda: socket.create_connection((host, port), timeout=_CONNECT_S).close(), _CONNECT_S)
+    if fault is None and not url.scheme.startswith("socks"):  # Which urllib does not speak.
+        fault = _in_time(lambda: _ask(endpoint), _ANSWER_S)
+    return f"{host}:{port} cannot be reached ({fault}), and the cache does not have it" if fault else None
 
-    def connect() -> None:
+
+def _in_time(attempt: Callable[[], None], seconds: float) -> str | None:
+    """Why an attempt fails, or does not end in time; None where it succeeds."""
+    faults = [f"nothing answers within {seconds:g} s"]
+
+    def run() -> None:
         try:
-            socket.create_connection((host, port), timeout=_CONNECT_S).close()
+            attempt()
             faults.clear()
-        except OSError as error:
-            faults[:] = [error.strerror or str(error)]
+        except (OSError, http.client.HTTPException) as error:
+            faults[:] = [getattr(error, "strerror", None) or str(error)]
 
     # Looking up a name has no time limit of its own, and a host with many addresses would be waited for at each.
-    attempt = threading.Thread(target=connect, daemon=True)
-    attempt.start()
-    attempt.join(_CONNECT_S)
-    return f"{host}:{port} cannot be reached ({faults[0]}), and the cache does not have it" if faults else None
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return next(iter(faults), None)
+
+
+def _ask(endpoint: str) -> None:
+    """Ask a URL for anything; raises OSError where nothing answers, or only that it cannot now."""
+    question = urllib.request.Request(endpoint, method="HEAD")
+    try:
+        # Of its own, as urlopen keeps for ever what the environment's proxies were at its first call.
+        urllib.request.build_opener().open(question, timeout=_ANSWER_S).close()
+    except urllib.error.HTTPError as error:
+        if error.code in _AWAY:
+            raise OSError(f"HTTP {error.code}, {error.reason}") from None
+    except urllib.error.URLError as error:
+        # Whose certificates count is for the hub's libraries to say.
+        if not isinstance(error.reason, ssl.SSLError):
+            raise OSError(getattr(error.reason, "strerror", None) or str(error.reason)) from None

@@ -23,9 +23,9 @@ from farspan.corpus.sources import Source, open_source
 from farspan.corpus.tokens import TokenFile
 from farspan.domain.codec import content_hash, load, save, write_atomically
 from farspan.domain.config import DataConfig, TokenizerConfig
-from farspan.domain.corpus import CorpusManifest
+from farspan.domain.corpus import CorpusManifest, by_kind
 from farspan.domain.problems import Refusal
-from farspan.domain.units import format_bytes, format_count, parse_fraction
+from farspan.domain.units import counted, format_bytes, format_count, parse_fraction
 
 #: Part of every hash: raise it when the same input gives other files than before.
 _FORMAT = "3"
@@ -84,7 +84,7 @@ def _build(
     stems = [work / f"{number:05}" for number in range(len(shards))]
     pack.each_shard(dedup.sign, [(stem,) for stem in stems], workers)
     exact, near, fates = _decide(stems, data)
-    say(f"left out: {exact} exact and {near} near duplicates")
+    say(f"left out: {exact} exact and {counted(near, 'near duplicate')}")
     if not config.use:
         text_bytes = sum(shard.text_bytes for shard in shards)
         vocab = auto_vocab(text_bytes) if config.vocab == "auto" else config.vocab
@@ -134,11 +134,13 @@ def _spool(source: Source, data: DataConfig, work: Path, say: Say) -> list[pack.
     if not shards:
         raise Refusal(
             "no-documents", what="the source holds no text", where=data.source,
-            fact=f"no document with any text; skipped: {'; '.join(source.skipped[:3]) or 'nothing'}",
+            fact=f"no document has any text; skipped: {'; '.join(by_kind(source.skipped)[:3]) or 'nothing'}",
             remedy="name a folder that holds text files: farspan init FOLDER",
         )  # fmt: skip
     text_bytes = sum(shard.text_bytes for shard in shards)
-    say(f"{format_count(sum(shard.documents for shard in shards))} documents, {format_bytes(text_bytes)} of text")
+    documents = sum(shard.documents for shard in shards)
+    many = f"{format_count(documents)} documents" if documents > 1 else "1 document"
+    say(f"{many}, {format_bytes(text_bytes)} of text")
     _require_space(work, text_bytes)
     return shards
 
@@ -172,7 +174,8 @@ def _refuse_empty_split(fates: npt.NDArray[np.uint8], keys: dedup.U64, data: Dat
             enough = f"{100 * (distinct[0] + distinct[1]) / 2:.3g}%" if len(distinct) > 1 else ""
             raise Refusal(
                 "no-documents", what=f"the {name} part of this corpus would be empty", where=data.source,
-                fact=f"{len(distinct)} distinct documents, of which {data.val} by hash are for validation",
+                fact=f"it has {counted(len(distinct), 'distinct document')}, of which {data.val} by hash are for "
+                "validation",
                 remedy=f"write in run.yaml: data: {{source: {data.source}, val: {enough}}}" if enough
                 else f"cut the text in several documents: split -C 64k --additional-suffix=.txt {data.source} part-",
             )  # fmt: skip
@@ -245,5 +248,6 @@ def _file_digest(path: str | Path | None) -> str:
 
 
 def _shown(skipped: list[str]) -> tuple[str, ...]:
-    more = len(skipped) - _SKIPPED_SHOWN
-    return (*map(encodable, skipped[:_SKIPPED_SHOWN]), *([f"and {more} more"] if more > 0 else []))
+    """The first by name, the others by kind."""
+    lines = [encodable(line) for line in skipped]
+    return (*lines[:_SKIPPED_SHOWN], *(f"and {line}" for line in by_kind(lines[_SKIPPED_SHOWN:])))

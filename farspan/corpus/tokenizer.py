@@ -107,7 +107,7 @@ def load(where: Path | str) -> Tokenizer:
         raise Refusal(
             "tokenizer-unreadable", where=where, fact=fault or " ".join(str(error).split())[:300],
             what="this is not a tokenizer that can be used" if local
-            else "there is no such file, and no tokenizer of that id on the hub that can be used",
+            else "there is neither a file of this name nor a tokenizer on the hub that can be used",
             remedy="leave `tokenizer.use` out of run.yaml to train one on the corpus" if local
             else f"fetch it where the hub can be reached, then name the folder: hf download {where} --local-dir DIR",
         ) from None  # fmt: skip

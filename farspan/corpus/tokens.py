@@ -49,7 +49,7 @@ def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
     if size != count * dtype.itemsize:
         raise Refusal(
             "source-unreadable", what="a token file is not as large as the corpus manifest says", where=path,
-            fact=f"{size} bytes there, {count * dtype.itemsize} expected",
+            fact=f"it has {size} bytes and should have {count * dtype.itemsize}",
             remedy=f"remove the damaged corpus and prepare again: rm -r {path.parent}",
         )  # fmt: skip
     return np.memmap(path, dtype=dtype, mode="r", shape=(count,))

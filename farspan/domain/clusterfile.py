@@ -30,7 +30,7 @@ from farspan.domain.cluster import (
 )
 from farspan.domain.codec import load_yaml, write_atomically
 from farspan.domain.problems import Refusal, nearest
-from farspan.domain.units import parse_bytes, parse_fraction, parse_rate, parse_seconds
+from farspan.domain.units import counted, parse_bytes, parse_fraction, parse_rate, parse_seconds
 
 T = TypeVar("T")
 Quantity = str | int | float
@@ -141,7 +141,7 @@ class _Reader:
         sites = tuple(self._site(name, entry) for name, entry in file.sites.items())
         cluster = Cluster(sites=sites, links=self._links(set(hosts), set(file.sites)), allreduce_s=file.allreduce_s)
         if not cluster.devices:
-            raise self._invalid("the cluster has no devices", "sites", f"{len(hosts)} hosts, no device among them",
+            raise self._invalid("the cluster has no devices", "sites", f"none of {counted(len(hosts), 'host')} has any",
                                 "give a host its devices: hosts: {gpu1: {devices: [a30, a30]}}")  # fmt: skip
         return cluster
 
@@ -168,7 +168,8 @@ class _Reader:
         for index, written in enumerate(entry.devices):
             given = DeviceEntry(kind=written) if isinstance(written, str) else written
             if not 1 <= given.count <= 64:
-                raise self._out_of_range(f"{where}.devices[{index}].count", f"{given.count} is not between 1 and 64")
+                fact, fits = f"{given.count} is not between 1 and 64", 1 if given.count < 1 else 64
+                raise self._out_of_range(f"{where}.devices[{index}].count", fact, f": {fits}")
             devices += [self._device(given, f"{where}.devices[{index}]", price)] * given.count
         # A device's place in its host is its number for CUDA, which counts GPUs only.
         devices.sort(key=lambda device: device.backend != "cuda")
@@ -217,9 +218,9 @@ class _Reader:
                 raise self._unknown(name, names, f"{where}.between", "site or host")
             if len(pair) == 1 or pair in seen:
                 fact = "it joins a name to itself" if len(pair) == 1 else "the same pair has a link above"
-                raise self._invalid("this link cannot be", where, fact, f"remove {where}")
+                raise self._invalid("this link cannot exist", where, fact, f"remove {where}")
             if not (pair <= hosts or pair <= sites):
-                raise self._invalid("this link cannot be", where, "it joins a site to a host",
+                raise self._invalid("this link cannot exist", where, "it joins a site to a host",
                                     "name two sites, or two hosts")  # fmt: skip
             seen.add(pair)
             links.append(self._link(entry, where))
@@ -247,7 +248,8 @@ class _Reader:
         except ValueError as error:
             raise self._out_of_range(where, str(error)) from None
         if not low <= value <= high:
-            raise self._out_of_range(where, f"{text} is not between {low:g} and {high:g}, in SI units")
+            fact, fits = f"{text} is not between {low:g} and {high:g}, in SI units", low if value < low else high
+            raise self._out_of_range(where, fact, f": {fits:g}")
         return value  # type: ignore[no-any-return]
 
     def _check_kind(self, kind: str, where: str) -> None:
@@ -260,9 +262,9 @@ class _Reader:
         return self._invalid(f"there is no {what} {name!r}", where, f"known: {', '.join(names)}",
                              f"write {match}" if match else "farspan cluster list")  # fmt: skip
 
-    def _out_of_range(self, where: str, fact: str) -> Refusal:
+    def _out_of_range(self, where: str, fact: str, fits: str = " to a value that fits") -> Refusal:
         return Refusal("out-of-range", what=f"{where} has a value that farspan cannot use", where=self._where,
-                       fact=fact, remedy=f"set {where} to a value that fits")  # fmt: skip
+                       fact=fact, remedy=f"set {where}{fits}")  # fmt: skip
 
     def _invalid(self, what: str, where: str, fact: str, remedy: str) -> Refusal:
         return Refusal("cluster-invalid", what=what, where=f"{self._where}, {where}", fact=fact, remedy=remedy)

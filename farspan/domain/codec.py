@@ -5,17 +5,20 @@ Unknown keys and values out of range are refused with the file, the line, the ke
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import itertools
 import os
 import re
 import shlex
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
-from farspan.domain.problems import Refusal, nearest
+from farspan.domain.problems import LIKE, Refusal, nearest
+from farspan.domain.units import counted
 
 if TYPE_CHECKING:
     import yaml
@@ -23,6 +26,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 #: A file that a person writes has fewer values; aliases of aliases make more than a computer can hold.
 MAX_VALUES = 1_000_000
+#: A number that a bound itself may not be is offered so near to it.
+NEAR = 0.001
+#: msgspec's names of types, and its signs, in words.
+TYPES = {
+    "int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "array": "a list",
+    "object": "a table of keys", "null": "nothing",
+}  # fmt: skip
+BOUNDS = {">=": "at least", "<=": "at most", ">": "above", "<": "below"}
 _NUL = "a text holds a NUL or half of a surrogate pair, which no name can have"
 #: A NUL in JSON text: behind a backslash that is not itself behind one.
 _JSON_NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
@@ -199,13 +210,8 @@ def _refusal(error: msgspec.ValidationError, kind: Any, file: str, text: str) ->
     path = _path_of(message)
     if match := re.search(r"unknown field `([^`]+)`", message):
         return _unknown_key(match[1], path, kind, file, text)
-    fact = re.sub(r" - at `.*`$", "", message, flags=re.DOTALL)
-    remedy = f"set {path or 'it'} to a value that fits"
-    if fact.startswith("Invalid enum value ") and (allowed := _allowed(_type_at(kind, path))):
-        value = fact.removeprefix("Invalid enum value ")
-        meant = nearest(value.strip("'"), allowed)
-        fact = f"{value} is not one of {', '.join(allowed)}"
-        remedy = f"set {path}: {meant}" if meant else f"set {path} to one of them"
+    said = re.sub(r" - at `.*`$", "", message, flags=re.DOTALL)
+    fact, remedy = _explained(said, path or "it", _type_at(kind, path))
     return Refusal(
         "out-of-range", what=f"{path or 'the file'} has a value that farspan cannot use",
         where=_located(file, text, path.split(".")[-1]), fact=fact, remedy=remedy,
@@ -214,15 +220,48 @@ def _refusal(error: msgspec.ValidationError, kind: Any, file: str, text: str) ->
 
 def _unknown_key(key: str, path: str, kind: Any, file: str, text: str) -> Refusal:
     known = [field.encode_name for field in msgspec.structs.fields(_struct_in(_type_at(kind, path)))]
-    match = nearest(key, known)
     full = f"{path}.{key}" if path else key
+    remedy = f"remove {key!r}"
+    if match := _meant(full, {*(f"{path}.{name}" if path else name for name in known), *_dotted(kind)}):
+        folder, _, last = match.rpartition(".")
+        remedy = f"use {match} instead of {full}"
+        if text and folder != path:  # The lines of a file have no dots.
+            folders = folder.split(".") if folder else []
+            remedy = f"move it to {match}: {''.join(f'{name}: {{' for name in folders)}{last}: ...{'}' * len(folders)}"
     return Refusal(
         "unknown-key",
         what=f"unknown key {full!r}",
         where=_located(file, text, key),
         fact=f"known here: {', '.join(known)}",
-        remedy=f"rename {key!r} to {match!r}" if match else f"remove {key!r}",
+        remedy=remedy,
     )
+
+
+def _meant(key: str, known: Iterable[str]) -> str | None:
+    """The dotted key whose last word is most like that of `key`, in the same folder or in any; None if none is like."""
+    folder, _, last = key.rpartition(".")
+
+    def likeness(other: str) -> tuple[float, bool, float]:
+        place, _, word = other.rpartition(".")
+        return _likeness(last, word), place == folder, _likeness(folder, place)
+
+    best = max(sorted(known), key=likeness)
+    return best if likeness(best)[0] >= LIKE else None
+
+
+def _likeness(a: str, b: str) -> float:
+    return difflib.SequenceMatcher(None, a, b).ratio()
+
+
+def _dotted(kind: Any, folder: str = "", outer: tuple[Any, ...] = ()) -> Iterator[str]:
+    """The dotted keys of a struct and of all structs in it, `[...]` for any place in a list or a dict."""
+    struct = _struct_in(kind)
+    if struct is None or struct in outer:
+        return
+    for field in msgspec.structs.fields(struct):
+        key = folder + field.encode_name
+        yield key
+        yield from _dotted(field.type, f"{key}{'[...]' if _many(field.type) else ''}.", (*outer, struct))
 
 
 def _path_of(message: str) -> str:
@@ -243,6 +282,43 @@ def _struct_in(kind: Any) -> Any:
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return kind
     return next(filter(None, map(_struct_in, get_args(kind))), None)
+
+
+def _many(kind: Any) -> bool:
+    """Whether the struct inside a type is one of many: in a list or a dict."""
+    return get_origin(kind) in (list, tuple, dict) or any(map(_many, get_args(kind)))
+
+
+def _described(kind: Any) -> str | None:
+    """What the type says in words that a text must be."""
+    said = (getattr(meta, "description", None) for meta in getattr(kind, "__metadata__", ()))
+    return next(filter(None, (*said, *map(_described, get_args(kind)))), None)
+
+
+def _explained(said: str, path: str, kind: Any) -> tuple[str, str]:
+    """What is wrong with a value, and how to mend it, by what msgspec says and by its type; of a bound that is broken
+    the nearest value that is not."""
+    if said.startswith("Invalid enum value ") and (allowed := _allowed(kind)):
+        value = said.removeprefix("Invalid enum value ")
+        meant = nearest(value.strip("'"), allowed)
+        fact = f"{value} is not one of {', '.join(allowed)}"
+        return fact, f"set {path}: {meant}" if meant else f"set {path} to one of them"
+    if "matching regex" in said and (description := _described(kind)):
+        return f"it is not {description}", f"set {path} to {description}"
+    if match := re.fullmatch(r"Object missing required field `(.+)`", said):
+        return f"the key `{match[1]}` is missing", f"add the key {match[1]} to {path}"
+    if match := re.fullmatch(r"Expected `(\w+)` (of length )?(>=|<=|>|<) (\S+)", said):
+        noun, length, sign, bound = match.groups()
+        bound = bound.removesuffix(".0")
+        if length:
+            size = f"{BOUNDS[sign]} {counted(int(bound), {'str': 'letter', 'object': 'key'}.get(noun, 'value'))}"
+            return f"it must have {size}", f"give {path} {size}"
+        beyond = {">": NEAR, "<": -NEAR}.get(sign)
+        return f"it must be {BOUNDS[sign]} {bound}", f"set {path}: {f'{float(bound) + beyond:g}' if beyond else bound}"
+    if match := re.fullmatch(r"Expected `([\w |]+)`, got `(\w+)`", said):
+        wanted = " or ".join(TYPES.get(word, word) for word in match[1].split(" | ") if word != "null")
+        return f"it is {TYPES.get(match[2], match[2])}, and must be {wanted}", f"set {path} to {wanted}"
+    return said, f"set {path} to {'a smaller number' if 'out of range' in said else 'a value that fits'}"
 
 
 def _allowed(kind: Any) -> list[str]:

@@ -9,7 +9,10 @@ import msgspec
 Quantity = str | int | float
 Positive = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
 Dollars = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
-Name = Annotated[str, msgspec.Meta(pattern=r"^(?!\.)[^/]{1,100}$")]
+_NAMES = msgspec.Meta(
+    pattern=r"^(?!\.)[^/]{1,100}$", description="a name of 1 to 100 letters, no / and no dot in front"
+)
+Name = Annotated[str, _NAMES]
 Source = Annotated[str, msgspec.Meta(min_length=1)]
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import PurePath
 from typing import Literal
 
 import msgspec
 
 #: The files of both splits, as `Split` describes them.
 TOKEN_FILES = ("train.bin", "train.idx", "val.bin", "val.idx")
+#: A line about several skipped files.
+_SEVERAL = re.compile(r"and \d+ [^/,:]+(, \d+ [^/,:]+)*(: |$)")
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,10 +47,33 @@ class CorpusManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     #: (smoothed towards the unigram, see `farspan.corpus.entropy`).
     unigram_nats: float
     bigram_nats: float
-    #: Documents left out as exact or near duplicates, and files skipped with the reason.
+    #: Documents left out as exact or near duplicates, and files skipped with the reason: the first by name.
     exact_duplicates: int
     near_duplicates: int
     skipped: tuple[str, ...] = ()
+
+    @property
+    def skipped_kinds(self) -> list[str]:
+        return by_kind(self.skipped)
+
+
+def by_kind(skipped: Iterable[str]) -> list[str]:
+    """`12 .bin, 3 .exe: REASON` of lines `PATH: REASON` or `and 12 .bin: REASON`, one line for each reason."""
+    counts: dict[str, Counter[str]] = {}
+    for line in skipped:
+        several = _SEVERAL.match(line)
+        what, colon, reason = line.partition(": ")
+        kinds = counts.setdefault(colon + reason, Counter())
+        for number, kind in re.findall(r"(\d+) ([^,]+)", what) if several else [("1", _kind(what))]:
+            kinds[kind] += int(number)
+    return [
+        ", ".join(f"{number} {kind}" for kind, number in kinds.most_common()) + reason
+        for reason, kinds in counts.items()
+    ]
+
+
+def _kind(path: str) -> str:
+    return PurePath(path).suffix.lower() or "without an extension"
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):

@@ -51,6 +51,9 @@ EXIT_CODES = {
 }
 
 
+#: Words as like as this, by difflib's ratio, may have been meant for each other.
+LIKE = 0.5
+
 #: Why a worker ended: by an error of its own, or in an exchange, which fails for another worker's sake.
 Cause = Literal["own", "exchange"]
 
@@ -69,6 +72,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     #: With which `what` begins, where others share the rest of it.
     subject: str | None = None
     cause: Cause | None = None
+    #: The key of run.yaml whose value is refused.
+    key: str | None = None
     #: The signal that ended a worker ("SIGKILL"), its rank and host, and the last line of its log.
     signal: str | None = None
     rank: int | None = None
@@ -115,5 +120,5 @@ def command(*words: object) -> str:
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word most like `word`, or None when nothing is close enough to be meant."""
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=LIKE)
     return matches[0] if matches else None

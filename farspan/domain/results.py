@@ -249,7 +249,7 @@ def decoded(lines: Iterable[bytes], where: object) -> Iterator[Event]:
             yield decoder.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise Refusal(
-                "file-unreadable", what="a line is no event of a run", where=where,
+                "file-unreadable", what="a line is not an event of a run", where=where,
                 fact=f"{str(error)[:200]}: {line[:80].decode(errors='backslashreplace')}",
                 remedy=f"take that line out of {where}",
             ) from None  # fmt: skip

@@ -25,6 +25,8 @@ HOME = "FARSPAN_RUN"
 SECRET, ON_STDIN = "FARSPAN_SECRET", "-"
 #: The variable that names the port of the workers' own store, where that of MASTER_PORT is torchrun's.
 STORE_PORT = "FARSPAN_STORE_PORT"
+#: So many of the runs that there are a refusal names, the newest first.
+RUNS_SHOWN = 10
 
 
 def cache_folder() -> Path:
@@ -101,14 +103,17 @@ class RunFolder:
         """The folder of a run that was started; refuses anything else."""
         run = cls(path)
         if not run.plan.exists():
-            runs = sorted(p.parent for p in Path("runs").glob("*/plan.json"))
-            meant = nearest(str(path), map(str, runs)) or (runs[-1] if runs else None)
+            newest = sorted(Path("runs").glob("*/plan.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+            runs = [str(file.parent) for file in newest]
+            more = f" and {len(runs) - RUNS_SHOWN} more" if len(runs) > RUNS_SHOWN else ""
+            meant = nearest(f"runs/{path.name}", runs) or (runs[0] if runs else None)
+            missing = "it has no plan.json" if path.is_dir() else "there is no such folder"
             raise Refusal(
                 "not-a-run",
                 what="this is not a farspan run",
                 where=path,
-                fact="it has no plan.json" if path.is_dir() else "there is no such folder",
-                remedy=f"use {shlex.quote(str(meant))}" if meant else "start one: farspan train run.yaml",
+                fact=f"{missing}; runs here: {', '.join(runs[:RUNS_SHOWN]) or 'none'}{more}",
+                remedy=f"use {shlex.quote(meant)}" if meant else "start one: farspan train run.yaml",
             )
         return run
 

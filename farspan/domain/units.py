@@ -8,11 +8,25 @@ from __future__ import annotations
 import math
 import re
 
-_NUMBER = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*(.*?)\s*", re.IGNORECASE)
+_DIGITS = r"[0-9][0-9_]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?"
+_NUMBER = re.compile(rf"\s*({_DIGITS})\s*(.*?)\s*", re.IGNORECASE)
+#: A number and its unit, of several one after the other.
+_PARTS = re.compile(rf"{_DIGITS}\s*[a-z]+\s*", re.IGNORECASE)
 
 _SECONDS = {
-    "us": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0,
-}  # fmt: skip
+    word: seconds
+    for words, seconds in (
+        ("us", 1e-6),
+        ("ms", 1e-3),
+        ("s sec secs second seconds", 1.0),
+        ("m min mins minute minutes", 60.0),
+        ("h hr hrs hour hours", 3600.0),
+        ("d day days", 86400.0),
+        ("w week weeks", 7 * 86400.0),
+        ("y year years", 365 * 86400.0),
+    )
+    for word in words.split()
+}
 _BYTES = {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30}
 _BITS_PER_S = {"bit/s": 1 / 8, "kbit/s": 1e3 / 8, "mbit/s": 1e6 / 8, "gbit/s": 1e9 / 8, "tbit/s": 1e12 / 8}
 _COUNT = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
@@ -24,10 +38,11 @@ ROUNDS_UP = 0.9995
 def _split(text: str | int | float) -> tuple[float, str]:
     match = _NUMBER.fullmatch(str(text))
     if match is None:
-        raise ValueError(f"{text!r} does not start with a number")
+        negative = _NUMBER.fullmatch(str(text).strip().removeprefix("-"))
+        raise ValueError(f"{text!r} {'is negative' if negative else 'does not start with a number'}")
     number = float(match[1].replace("_", ""))
     if math.isinf(number):
-        raise ValueError(f"{text!r} is more than any quantity")
+        raise ValueError(f"{text!r} is too large a number")
     return number, match[2]
 
 
@@ -40,10 +55,16 @@ def _scaled(text: str | int | float, table: dict[str, float] | dict[str, int], e
 
 
 def parse_seconds(text: str | int | float) -> float:
-    """`"57ms"`, `"90 min"`, `"1h"` or a bare number of seconds, as seconds."""
+    """`"57ms"`, `"90 min"`, `"1 hour 30m"` or a bare number of seconds, as seconds."""
     if isinstance(text, int | float):
         return float(text)
-    return _scaled(text, {**_SECONDS, "": 1.0}, "5m or 1.5h")
+    parts = _PARTS.findall(text)
+    if not parts or "".join(parts).strip() != text.strip():
+        parts = [text]
+    units = [_SECONDS.get(_split(part)[1].lower(), 0.0) for part in parts]
+    if units != sorted(set(units), reverse=True):
+        raise ValueError(f"{text!r} does not go from a larger unit to a smaller one")
+    return sum(_scaled(part, {**_SECONDS, "": 1.0}, "5m or 1.5h") for part in parts)
 
 
 def parse_bytes(text: str | int | float) -> int:
@@ -78,6 +99,11 @@ def parse_fraction(text: str | int | float) -> float:
     if not 0 <= value <= 1:
         raise ValueError(f"{text!r} is not between 0 and 1")
     return value
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 step`, `1,400 steps`, `2 passes`."""
+    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith(('s', 'x', 'ch')) else 's'}"
 
 
 def format_seconds(seconds: float) -> str:

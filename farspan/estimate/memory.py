@@ -10,7 +10,7 @@ from farspan.domain.engine import Engine
 from farspan.domain.graph import Operator, OpGraph
 from farspan.domain.train import TrainSpec
 from farspan.semantics.kernel_choice import BYTES, scored_keys
-from farspan.semantics.sharding import RESIDUAL, weight_share
+from farspan.semantics.tensor_sharding import RESIDUAL, weight_share
 
 #: Bytes a parameter of replicas that meet: the parameters of their last meeting, and the outer momentum (arXiv
 #: 2311.08105); while an exchange goes on, what it left from too.

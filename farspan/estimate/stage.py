@@ -22,10 +22,10 @@ from farspan.estimate.memory import (
     state_bytes,
 )
 from farspan.estimate.network import Network
-from farspan.estimate.units import TimedUnits
+from farspan.estimate.unit_times import TimedUnits
 from farspan.semantics.kernel_choice import BYTES, scored_keys
 from farspan.semantics.pass_order import depths_in_flight
-from farspan.semantics.sharding import (
+from farspan.semantics.tensor_sharding import (
     PARTIAL,
     RESIDUAL,
     Collective,

@@ -21,7 +21,7 @@ from farspan.estimate.network import Network
 from farspan.estimate.price import edges, tied_bytes
 from farspan.estimate.stage import Costs
 from farspan.estimate.sums import buckets
-from farspan.semantics.sharding import RESIDUAL, between, returns_to_residual, strategy
+from farspan.semantics.tensor_sharding import RESIDUAL, between, returns_to_residual, strategy
 
 Purpose = Literal["gradients", "weights", "operators", "activations", "tied table", "replicas"]
 Pair = tuple[str, str]

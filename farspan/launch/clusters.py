@@ -30,8 +30,9 @@ def find(name: str) -> Cluster:
         return cluster
     if not 1 <= int(count) <= len(cluster.devices):
         raise Refusal(
-            "device-missing", what=f"{whole} has no {count} devices", where="--cluster",
-            fact=f"it has {len(cluster.devices)}", remedy=f"--cluster {whole}:{len(cluster.devices)}",
+            "device-missing", where="--cluster", fact=f"{whole} has {len(cluster.devices)}",
+            what=f"{whole} has fewer than {count} devices" if int(count) else f"{name} has no devices",
+            remedy=f"--cluster {whole}:{len(cluster.devices)}",
         )  # fmt: skip
     return cluster.first(int(count))
 
@@ -47,6 +48,6 @@ def _path(name: str) -> Path:
     match = nearest(name, ours)
     raise Refusal(
         "path-missing", what=f"there is no cluster {name!r}", where="--cluster",
-        fact=f"neither a file nor one of {', '.join(ours)}",
+        fact=f"it is neither a file nor one of {', '.join(ours)}",
         remedy=f"--cluster {match}" if match else "farspan cluster list",
     )  # fmt: skip

@@ -18,7 +18,7 @@ from farspan.domain.model import ModelSpec
 from farspan.domain.plan import PlannedDevice
 from farspan.domain.probe import LeftOut, UnitTimes
 from farspan.domain.problems import Problem, Refusal
-from farspan.domain.units import format_bytes
+from farspan.domain.units import counted, format_bytes
 from farspan.launch.examine import HostPath, agents, reach, stream
 from farspan.launch.hosts import Agent
 from farspan.launch.probe import Probe
@@ -124,7 +124,7 @@ class _Measuring(NamedTuple):
 
     def note(self, host: Host, index: int, left_out: Sequence[LeftOut]) -> None:
         for omission in left_out:
-            rows = f" over {', '.join(map(str, omission.rows))} sequences" if omission.rows else ""
+            rows = f" of {', '.join(map(str, omission.rows))} sequences at a time" if omission.rows else ""
             needs = f"{format_bytes(omission.needed)} needed, {format_bytes(omission.free)} free"
             text = f"device {index} of {host.name}: left out {omission.what}{rows}: {needs}"
             self.say(text)
@@ -207,7 +207,7 @@ def _allreduce(cluster: Cluster, measuring: _Measuring) -> dict[int, float]:
     """Over all devices; nothing where one has failed, as what the others take is no figure of the cluster."""
     if measuring.failed:
         return {}
-    measuring.say(f"all-reduce over {len(cluster.devices)} devices")
+    measuring.say(f"all-reduce over {counted(len(cluster.devices), 'device')}")
     every = [(host, index) for host in cluster.hosts for index in range(len(host.devices))]
     return _together(every, ALLREDUCE_BYTES, measuring)
 

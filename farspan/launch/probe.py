@@ -23,8 +23,8 @@ from farspan.domain.train import Precision, TrainSpec
 from farspan.domain.units import format_bytes
 from farspan.launch.agent import nvidia
 from farspan.launch.hosts import answer_of, by_client, command, interpreter
+from farspan.launch.processes import with_environment, worker_environment
 from farspan.launch.rendezvous import Rendezvous
-from farspan.launch.workers import with_environment, worker_environment
 
 T = TypeVar("T")
 #: No answer takes longer, short of a machine in trouble.

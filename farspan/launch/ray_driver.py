@@ -28,8 +28,9 @@ from farspan.domain.problems import Problem, Refusal, command
 from farspan.domain.run import HOME, ON_STDIN, SECRET
 from farspan.launch.agent import free_ports, interfaces, nvidia
 from farspan.launch.launchers.ray import LOST, Job, Node
+from farspan.launch.processes import worker_environment
 from farspan.launch.stop_on_stdin import at_end_of_input
-from farspan.launch.workers import GRACE_S, worker_environment
+from farspan.launch.workers import GRACE_S
 
 POLL_S = 0.2
 #: A node that does not answer for so long is lost; Ray's own health check takes 15 s and more.

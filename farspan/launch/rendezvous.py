@@ -59,7 +59,7 @@ def interface(a: Host, b: Host, way: HostPath) -> str:
     if name is None:
         # Systems other than Linux name none, and Linux none for a second address of an interface.
         raise Refusal(
-            "host-unreachable", what=f"how {a.name} reaches {b.name} is not known", where=f"link {a.name} -> {b.name}",
+            "host-unreachable", what=f"{a.name} has no known way to {b.name}", where=f"link {a.name} -> {b.name}",
             fact=f"no interface that can be seen there has the address that its packets to {address(b)} leave by",
             remedy=f"set interface: of {a.name} in the cluster file",
         )  # fmt: skip

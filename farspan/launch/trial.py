@@ -28,10 +28,12 @@ from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import COMPUTE, IN_STEP, Environment, Event, Started, Step, Traced, read_events
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.trial import Trial
+from farspan.domain.units import counted
 from farspan.estimate.price import estimate
 from farspan.launch.hosts import ask, quoted
 from farspan.launch.launchers import launch
-from farspan.launch.workers import Workers, run_folder
+from farspan.launch.processes import run_folder
+from farspan.launch.workers import Workers
 from farspan.semantics.identity import plan_key
 
 #: Steps before those that count: memory is taken, connections are opened, windows of TCP grow.
@@ -162,12 +164,12 @@ def _run(
                 raise
             said = "" if refusal.problem.last_words is None else f"last words: {refusal.problem.last_words}"
             raise Refusal(
-                "worker-lost", what=f"not done after {deadline.seconds:.0f} s", where=run.path,
-                fact=f"{len(ends)} of {wanted} steps made; {said}", remedy="farspan doctor --cluster",
+                "worker-lost", what=f"the trial did not end within {deadline.seconds:.0f} s", where=run.path,
+                fact=f"it made {len(ends)} of {counted(wanted, 'step')}; {said}", remedy="farspan doctor --cluster",
             ) from None  # fmt: skip
     raise Refusal(
-        "worker-lost", what="the workers ended early", where=run.path, fact=f"{len(ends)} of {wanted} steps made",
-        remedy="farspan doctor --cluster",
+        "worker-lost", what="the workers ended early", where=run.path,
+        fact=f"they made {len(ends)} of {counted(wanted, 'step')}", remedy="farspan doctor --cluster",
     )  # fmt: skip
 
 

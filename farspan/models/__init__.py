@@ -52,7 +52,7 @@ def families() -> tuple[str, ...]:
 def family(name: str) -> Family:
     """The family file of that name."""
     if name not in families():
-        raise _unknown("model family", name, families())
+        raise _unknown("model family", "model.family", name, families())
     return cast(Family, importlib.import_module(f"{__name__}.{name}"))
 
 
@@ -65,7 +65,7 @@ def preset(name: str) -> Preset:
     """The preset of that name; a Refusal offers the nearest one."""
     known = presets()
     if name not in known:
-        raise _unknown("preset", name, tuple(known))
+        raise _unknown("preset", "model.preset", name, tuple(known))
     return known[name]
 
 
@@ -87,7 +87,7 @@ def from_config(config: Config) -> ModelSpec:
     except (ValueError, TypeError, ZeroDivisionError) as error:
         raise Refusal(
             "model-unsupported",
-            what="config.json describes no model that can be built",
+            what="config.json describes a model that cannot be built",
             where="config.json",
             fact=str(error),
             remedy="export the model again with transformers' save_pretrained",
@@ -99,12 +99,13 @@ def graph(spec: ModelSpec) -> OpGraph:
     return family(spec.family).graph(spec)
 
 
-def _unknown(kind: str, name: str, known: tuple[str, ...]) -> Refusal:
+def _unknown(kind: str, key: str, name: str, known: tuple[str, ...]) -> Refusal:
     match = nearest(name, known)
     return Refusal(
         "out-of-range",
         what=f"there is no {kind} {name!r}",
-        where="run.yaml, key 'model'",
+        where=f"run.yaml, key {key}",
         fact=f"known: {', '.join(known)}",
         remedy=f"use {match!r}" if match else f"use one of {', '.join(known)}",
+        key=key,
     )

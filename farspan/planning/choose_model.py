@@ -127,7 +127,10 @@ def _built(build: Callable[[], ModelSpec]) -> ModelSpec:
     try:
         return build()
     except ValueError as error:
-        raise out_of_range("model", "the shape", str(error), "change that key under model") from None
+        raise Refusal(
+            "out-of-range", what="a model of this shape cannot be built", where="run.yaml, key model", fact=str(error),
+            remedy="change one of these keys under model", key="model",
+        ) from None  # fmt: skip
 
 
 def _target(

@@ -13,10 +13,10 @@ from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.probe import ProbeResult
 from farspan.domain.problems import Refusal
 from farspan.domain.train import Optimizer, Precision, Schedule, TrainSpec
-from farspan.domain.units import format_count, format_seconds
+from farspan.domain.units import counted, format_count, format_seconds
 from farspan.estimate.price import RESERVE
 from farspan.planning.choose_model import ChosenModel
-from farspan.planning.pace import step_seconds
+from farspan.planning.model_speed import step_seconds
 from farspan.planning.quantities import asked_rows, asked_tokens, deadline_s, given_or, out_of_range, save_every_s
 from farspan.planning.size import FRESH_EPOCHS, SMALLEST, TOKENS_PER_PARAMETER, TOLERANCE
 
@@ -143,7 +143,7 @@ def _batch(
         assert asked.global_ is not None
         rows, key, value = asked_rows(asked.global_, chosen.seq_len), "train.batch.global", str(asked.global_)
     if rows > windows:
-        fact = f"a step would read {rows} sequences of {chosen.seq_len} tokens, the corpus has {windows}"
+        fact = f"a step would read {counted(rows, 'sequence')} of {chosen.seq_len} tokens, the corpus has {windows:,}"
         fits = f"{windows} sequences" if key.endswith("global") else str(windows // workers)
         raise out_of_range(key, value, fact, f"set {key}: {fits}")
     return rows, "run.yaml"
@@ -154,7 +154,7 @@ def _auto_batch(chosen: ChosenModel, windows: int, workers: int, run_tokens: flo
     if windows < workers:
         raise Refusal(
             "corpus-too-small", what="the corpus cannot fill one batch", where=source,
-            fact=f"it has {windows} sequences of {chosen.seq_len} tokens for {workers} devices",
+            fact=f"it has {counted(windows, 'sequence')} of {chosen.seq_len} tokens for {counted(workers, 'device')}",
             remedy=f"set parallel.workers: {windows}",
         )  # fmt: skip
     rows = 2 ** max(0, round(math.log2(batch_tokens(run_tokens) / chosen.seq_len)))
@@ -186,7 +186,7 @@ def _warmup(config: RunConfig, steps: int) -> int:
     if config.train.warmup == "auto":
         return min(2000, -(-steps // 20))
     if config.train.warmup > steps:
-        fact = f"the run has {steps} steps"
+        fact = f"the run has {counted(steps, 'step')}"
         raise out_of_range("train.warmup", config.train.warmup, fact, "set train.warmup: auto")
     return config.train.warmup
 

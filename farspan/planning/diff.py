@@ -10,7 +10,7 @@ from farspan.domain.cluster import Cluster
 from farspan.domain.model import parameters
 from farspan.domain.plan import Plan, Replica
 from farspan.domain.results import Estimate
-from farspan.domain.units import format_bytes, format_count, format_seconds, format_usd, short_time
+from farspan.domain.units import counted, format_bytes, format_count, format_seconds, format_usd, short_time
 from farspan.domain.words import listed, stage_words
 from farspan.estimate.traffic import between_sites, traffic
 from farspan.planning.why import costs_of
@@ -55,12 +55,13 @@ def difference(a: PlanSide, b: PlanSide, cluster: Cluster) -> PlanDifference:
 
 def configuration(plan: Plan, cluster: Cluster) -> dict[str, str]:
     """What a plan says, by name."""
+    train = plan.train
     kinds = {host.name: [device.kind for device in host.devices] for host in cluster.hosts}
     settings = {
         "technique": plan.technique,
         "devices": listed([f"{kinds[device.host][device.index]} in {device.host}" for device in plan.devices]),
         "model": f"{plan.model.family} of {format_count(parameters(plan.model))} parameters",
-        "training": f"{plan.train.steps:,} steps of {plan.train.batch} x {plan.train.seq_len}, {plan.train.precision}",
+        "training": f"{counted(train.steps, 'step')} of {train.batch} x {train.seq_len}, {train.precision}",
         "engine": plan.engine,
         "replicas": _replicas(plan),
     }
@@ -80,7 +81,8 @@ def _replicas(plan: Plan) -> str:
         return str(len(plan.replicas))
     sync = plan.sync
     hidden = ", while they go on" if sync.overlap else ""
-    return f"{len(plan.replicas)}, which meet every {sync.every} steps in {sync.bits} bits{hidden}"
+    every = "step" if sync.every == 1 else f"{sync.every} steps"
+    return f"{len(plan.replicas)}, which meet every {every} in {sync.bits} bits{hidden}"
 
 
 def _microbatches(replica: Replica) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -12,13 +13,14 @@ from farspan.domain.codec import missing_path
 from farspan.domain.config import Quantity, RunConfig
 from farspan.domain.problems import Refusal, nearest
 from farspan.domain.units import parse_count, parse_fraction, parse_seconds
-from farspan.planning.pace import hourly_price
+from farspan.planning.model_speed import hourly_price
 from farspan.planning.size import KNOBS
 
 Number = TypeVar("Number", int, float)
 
-#: No run lasts, reads or holds more than this of anything; what follows from it still fits 64 bits.
-MOST = 1e15
+#: The least and the most of anything, of a time, and of a model's parameters: beyond them it is a slip of the pen. What
+#: follows from them still fits 64 bits.
+ANY, TIMES, PARAMETERS = ("0", "1e15"), ("1ms", "100y"), ("1", "100T")
 #: Names of the size dial: parameters in all, embeddings included.
 SIZES = {"tiny": 3_000_000, "small": 15_000_000, "medium": 60_000_000, "large": 250_000_000, "xl": 1_000_000_000}
 
@@ -26,7 +28,13 @@ SIZES = {"tiny": 3_000_000, "small": 15_000_000, "medium": 60_000_000, "large": 
 def out_of_range(key: str, value: object, fact: str, remedy: str, file: str = "run.yaml") -> Refusal:
     """The refusal of one value of a file, or of a flag."""
     what, where = f"{key} = {value} cannot be used", key if key.startswith("--") else f"{file}, key {key}"
-    return Refusal("out-of-range", what=what, where=where, fact=fact, remedy=remedy)
+    own = key if where == f"run.yaml, key {key}" else None
+    return Refusal("out-of-range", what=what, where=where, fact=fact, remedy=remedy, key=own)
+
+
+def setting(key: str, value: str) -> str:
+    """The remedy that gives a key, or a flag, another value."""
+    return f"{key} {shlex.quote(value)}" if key.startswith("--") else f"set {key}: {value}"
 
 
 def given_or(value: object, otherwise: str) -> str:
@@ -35,50 +43,59 @@ def given_or(value: object, otherwise: str) -> str:
 
 
 def positive(
-    parse: Callable[[Quantity], Number], value: Quantity, key: str, example: str, file: str = "run.yaml"
+    parse: Callable[[Quantity], Number],
+    value: Quantity,
+    key: str,
+    example: str,
+    file: str = "run.yaml",
+    within: tuple[str, str] = ANY,
 ) -> Number:
-    """`value` read by `parse`; refuses what does not parse, is not above 0, or is beyond all use."""
+    """`value` read by `parse`; refuses what does not parse, is not above 0, or is not `within` two values."""
+    least, most = TIMES if parse is parse_seconds else within
     remedy = f"set {key} to something like {example}"
     try:
         number = parse(value)
     except (ValueError, OverflowError) as error:
         raise out_of_range(key, value, str(error), remedy, file) from None
-    if not 0 < number <= MOST:
-        raise out_of_range(key, value, f"it must be above 0 and at most {MOST:g}", remedy, file)
+    if not number > 0:
+        raise out_of_range(key, value, "it must be above 0", remedy, file)
+    if number < parse(least):
+        raise out_of_range(key, value, f"it must be at least {least}", setting(key, least), file)
+    if number > parse(most):
+        raise out_of_range(key, value, f"it must be at most {most}", setting(key, most), file)
     return number
 
 
 def asked_parameters(config: RunConfig) -> int | None:
     """The parameters that `size` or `model.params` asks for; None for `auto`."""
     if config.model.params is not None:
-        return positive(parse_count, config.model.params, "model.params", "30M")
+        return positive(parse_count, config.model.params, "model.params", "30M", within=PARAMETERS)
     size = str(config.size)
     if size == "auto" or size in SIZES:
         return SIZES.get(size)
-    if not size[:1].isdigit():
+    if not size.removeprefix("-")[:1].isdigit():
         known = ["auto", *SIZES]
         match = nearest(size, known)
         fix = f"use {match!r}" if match else "use auto, or parameters such as 30M"
         raise out_of_range("size", size, f"known: {', '.join(known)}, or parameters such as 30M", fix)
-    return positive(parse_count, size, "size", "30M")
+    return positive(parse_count, size, "size", "30M", within=PARAMETERS)
 
 
-def asked_tokens(value: Quantity, parameters: int) -> int:
+def asked_tokens(value: Quantity, parameters: int, key: str = "train.tokens") -> int:
     """Tokens to train on: a count, or a multiple of the model's parameters such as `20x_params`."""
-    key, example = "train.tokens", "20x_params or 500M"
+    example = "20x_params or 500M"
     if match := re.fullmatch(r"\s*([0-9.]+)\s*x[ _]?params\s*", str(value)):
         return round(positive(float, match[1], key, example) * parameters)
     return positive(parse_count, value, key, example)
 
 
-def asked_rows(value: Quantity, seq_len: int) -> int:
+def asked_rows(value: Quantity, seq_len: int, key: str = "train.batch.global") -> int:
     """Sequences of a global batch: `256k tokens` (rounded to whole sequences), `32 sequences`, or bare `32`."""
-    key, example = "train.batch.global", "8k tokens or 32 sequences"
-    count = positive(parse_count, value, key, example)
+    count = positive(parse_count, value, key, "8k tokens or 32 sequences")
     if not str(value).strip().lower().endswith("tokens"):
         return count
     if count < seq_len:
-        raise out_of_range(key, value, f"one sequence has {seq_len} tokens", f"set {key}: {seq_len} tokens")
+        raise out_of_range(key, value, f"one sequence has {seq_len} tokens", setting(key, f"{seq_len} tokens"))
     return round(count / seq_len)
 
 
@@ -102,7 +119,7 @@ def deadline_s(config: RunConfig, cluster: Cluster) -> float | None:
         raise Refusal(
             "out-of-range", what="a dollar budget needs a price", where="run.yaml, key budget.usd",
             fact=f"no price is known for {', '.join(sorted({d.kind for d in cluster.devices}))}",
-            remedy="set budget.usd_per_hour: the price of all devices together, dollars an hour",
+            remedy="set budget.usd_per_hour: the price of all devices together, dollars an hour", key="budget.usd",
         )  # fmt: skip
     paid_for = budget.usd / price * 3600
     return paid_for if seconds is None else min(seconds, paid_for)
@@ -113,9 +130,11 @@ def check(config: RunConfig) -> None:
     asked_parameters(config)
     save_every_s(config)
     time_budget_s(config)
-    share = positive(parse_fraction, config.data_config.val, "data.val", "5%")
+    share = positive(parse_fraction, config.data_config.val, "data.val", "5%", within=("0%", "100%"))
     if share > 0.5:
-        raise out_of_range("data.val", config.data_config.val, "more than half would be held out", "set data.val: 5%")
+        raise out_of_range(
+            "data.val", config.data_config.val, "more than half of the text would be held out", "set data.val: 50%"
+        )
     if config.train.tokens is not None:
         asked_tokens(config.train.tokens, 1)
     model, batch = config.model, config.train.batch
@@ -133,5 +152,5 @@ def check(config: RunConfig) -> None:
 def _at_most_one(values: Mapping[str, object]) -> None:
     given = [key for key, value in values.items() if value is not None]
     if len(given) > 1:
-        fact = f"{given[0]} = {values[given[0]]} decides the same"
+        fact = f"{given[0]} = {values[given[0]]} sets the same"
         raise out_of_range(given[1], values[given[1]], fact, f"remove {given[1]} or {given[0]}")

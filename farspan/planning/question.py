@@ -18,8 +18,8 @@ from farspan.domain.train import Precision, TrainSpec
 from farspan.domain.units import parse_count
 from farspan.planning.choose_model import DEFAULT_FAMILY
 from farspan.planning.choose_train import batch_tokens
-from farspan.planning.pace import common_precisions
-from farspan.planning.quantities import asked_rows, asked_tokens, out_of_range, positive
+from farspan.planning.model_speed import common_precisions
+from farspan.planning.quantities import PARAMETERS, asked_rows, asked_tokens, out_of_range, positive
 from farspan.planning.size import shape_for
 
 #: Vocabulary of a model that is asked for by its size alone: Llama-2's (arXiv 2307.09288).
@@ -52,12 +52,12 @@ def model_of(name: str, flag: str = "--model", file: str = "run.yaml") -> ModelS
     if name in known:
         return known[name].spec
     if name[:1].isdigit():
-        count = positive(parse_count, name, flag, "124M", file)
+        count = positive(parse_count, name, flag, "124M", file, PARAMETERS)
         return shape_for(DEFAULT_FAMILY, count, vocab_size=VOCABULARY, context=CONTEXT, knobs={})
     match, flagged = nearest(name, known) or "gpt2", flag.startswith("--")
     raise Refusal(
         "out-of-range", what=f"there is no model {name!r}", where=flag if flagged else f"{file}, key {flag}",
-        fact=f"no parameters such as 124M, folder with config.json, plan file, nor one of {', '.join(known)}",
+        fact=f"it is no number such as 124M, no folder with config.json, no plan file, and none of {', '.join(known)}",
         remedy=f"{flag} {match}" if flagged else f"use {match}",
     )  # fmt: skip
 
@@ -68,10 +68,10 @@ def train_of(question: Question, model: ModelSpec, cluster: Cluster) -> TrainSpe
     if not 1 <= seq_len <= model.context:
         fact = f"the model has {model.context} positions"
         raise out_of_range("--seq-len", seq_len, fact, f"--seq-len {model.context}")
-    tokens = asked_tokens(question.tokens, parameters(model))
+    tokens = asked_tokens(question.tokens, parameters(model), "--tokens")
     devices = len(cluster.devices)
     if question.batch is not None:
-        batch = asked_rows(question.batch, seq_len)
+        batch = asked_rows(question.batch, seq_len, "--batch")
     else:
         rows = 2 ** max(0, round(math.log2(batch_tokens(tokens) / seq_len)))
         batch = max(1, math.ceil(rows / devices)) * devices

@@ -22,7 +22,7 @@ from farspan.domain.model import ModelSpec
 from farspan.domain.problems import Refusal
 from farspan.domain.train import TrainSpec
 from farspan.estimate.price import RESERVE
-from farspan.planning.pace import on_one_device
+from farspan.planning.model_speed import on_one_device
 from farspan.planning.parts import ClusterPart
 from farspan.planning.rank import Candidate, Refused, candidate
 from farspan.semantics.kernel_choice import BYTES

@@ -9,6 +9,7 @@ import msgspec
 from farspan.domain.problems import Refusal
 from farspan.domain.results import IN_STEP
 from farspan.domain.run import RunFolder
+from farspan.domain.units import counted
 from farspan.domain.words import joined
 from farspan.estimate.stage import Costs
 from farspan.report import expected as predicting
@@ -136,7 +137,7 @@ def _rows(
         device, history = run.plan.devices[rank], run.histories.get(rank)
         words, expected = part_words(run.plan, places[rank]), devices.get(rank)
         if expected is not None and len(stages[expected.stage].rows) > 1:
-            words += f"; {expected.rows} rows"
+            words += f"; {counted(expected.rows, 'row')}"
         kind = costs.network.devices[rank].kind if costs is not None else device.backend
         rows.append(DeviceRow(
             rank=rank, name=f"rank {rank}, {kind} in {device.host}", words=words,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from farspan.domain.units import format_bytes, short_time
+from farspan.domain.units import counted, format_bytes, short_time
 from farspan.report.compared import Comparison, DeviceRow
 from farspan.report.plan_terminal import MOST, Line, filled, legend, wrapped
 
@@ -79,7 +79,7 @@ def _drawn(comparison: Comparison, width: int) -> Iterator[Line]:
         if row.predicted:
             yield [(f"{'predicted':>{name}}  ", "soft"), *filled(row.predicted, row.stage, comparison.ends, cells)]
     if len(comparison.drawn) > MOST:
-        yield [(f"{len(comparison.drawn) - MOST} more devices are on the page", "soft")]
+        yield [(f"{counted(len(comparison.drawn) - MOST, 'more device')} on the page", "soft")]
     yield [(" " * (name + 2) + "0" + short_time(comparison.ends).rjust(cells - 1), "soft")]
     marks = (mark for row in comparison.drawn for mark in (*row.measured, *row.predicted))
     yield from wrapped(legend(marks, "nothing recorded, or predicted to wait"), width)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from farspan.domain.codec import content_hash, write_atomically
 from farspan.domain.results import Environment
 from farspan.domain.run import RunFolder
-from farspan.domain.units import format_bytes, format_count, format_seconds, short_time
+from farspan.domain.units import counted, format_bytes, format_count, format_seconds, short_time
 from farspan.report import charts, compared_text, losses, plan_terminal, text
 from farspan.report.charts import TINTS
 from farspan.report.compared import Comparison
@@ -56,11 +56,12 @@ def environment(*more: Path) -> jinja2.Environment:
     )  # fmt: skip
     jinja.filters |= {
         "bytes": format_bytes, "count": format_count, "seconds": format_seconds, "thousands": "{:,}".format,
+        "collapsed": lambda words: re.sub(r"\n\s*\n", "\n\n", words),
         "capitalised": lambda words: words[:1].upper() + words[1:],
     }  # fmt: skip
     shown = (compared_text.sentences, compared_text.part_rows, compared_text.memory_rows, compared_text.traced_line,
              charts.scales, charts.ticks, charts.label, charts.caption, charts.named, charts.thin, charts.to_csv,
-             losses.exact, losses.read_on, text.counted, text.gap, text.maybe, text.model_line, text.money,
+             losses.exact, losses.read_on, counted, text.gap, text.maybe, text.model_line, text.money,
              short_time, zip)  # fmt: skip
     jinja.globals |= {function.__name__: function for function in shown}
     jinja.globals |= {"width": charts.WIDTH, "height": charts.HEIGHT, "left": charts.LEFT, "endings": text.ENDINGS}
@@ -80,7 +81,7 @@ def timeline(run: RunHistory) -> list[tuple[str, str, str]]:
     rows = []
     for started, before_s in run.history.starts:
         after = f" · after step {started.step:,}, {format_seconds(before_s)} of work" if before_s else ""
-        workers = text.counted(started.world, "worker")
+        workers = counted(started.world, "worker")
         rows.append((started.at, "resumed" if before_s else "started", workers + after))
     for saved in run.history.saves:
         size = f"{format_bytes(saved.size_bytes)} in {format_seconds(saved.seconds)}"

@@ -9,7 +9,7 @@ import msgspec
 
 from farspan.domain.plan import Plan, Replica
 from farspan.domain.results import Estimate, Memory
-from farspan.domain.units import format_bytes, format_rate, short_time
+from farspan.domain.units import counted, format_bytes, format_rate, short_time
 from farspan.domain.words import stage_words, units_words
 from farspan.estimate.price import ReplicaStep, step, timed_stage
 from farspan.estimate.schedule import PassSpan
@@ -245,10 +245,10 @@ def _where(replica: Replica, index: int, costs: Costs) -> str:
     """`2 a30 in vm1`."""
     ranks = replica.stages[index].mesh.ranks
     pairs = [(costs.network.devices[rank].kind, costs.network.hosts[rank]) for rank in ranks]
-    counted = [f"{pairs.count(pair)} {pair[0]} in {pair[1]}" for pair in dict.fromkeys(pairs)]
-    return (
-        ", ".join(counted) if len(counted) <= 4 else f"{len(ranks)} devices in {len({host for _, host in pairs})} hosts"
-    )
+    places = [f"{pairs.count(pair)} {pair[0]} in {pair[1]}" for pair in dict.fromkeys(pairs)]
+    if len(places) <= 4:
+        return ", ".join(places)
+    return f"{len(ranks)} devices in {counted(len({host for _, host in pairs}), 'host')}"
 
 
 def stage_line(shown: Picture, box: Box) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
-from farspan.domain.units import format_bytes, short_time
+from farspan.domain.units import counted, format_bytes, short_time
 from farspan.report.plan_picture import PARTS, Mark, Picture, bars, lane_name, paces, rows_line, stage_line
 
 Line = list[tuple[str, str]]
@@ -81,7 +81,7 @@ def timeline(shown: Picture, width: int) -> Iterator[Line]:
     for lane in shown.lanes[:MOST]:
         yield [(f"{lane_name(shown, lane):{name}}  ", ""), *filled(lane.marks, lane.stage, shown.ends, cells)]
     if len(shown.lanes) > MOST:
-        yield [(f"{len(shown.lanes) - MOST} more lanes are on the page: --html FILE", "soft")]
+        yield [(f"{counted(len(shown.lanes) - MOST, 'more lane')} on the page: --html FILE", "soft")]
     end = short_time(shown.ends)
     yield [(" " * (name + 2) + "0" + end.rjust(cells - 1), "soft")]
     yield from wrapped(legend((mark for lane in shown.lanes for mark in lane.marks), "waiting"), width)
@@ -137,5 +137,5 @@ def memory(shown: Picture, width: int) -> Iterator[Line]:
             (used, "" if box.fits else "bad"),
         ]  # fmt: skip
     if len(labelled) > MOST:
-        yield [(f"{len(labelled) - MOST} more bars are on the page: --html FILE", "soft")]
+        yield [(f"{counted(len(labelled) - MOST, 'more bar')} on the page: --html FILE", "soft")]
     yield from wrapped("  ".join(f"{letter} {part}" for part, letter in BAR.items()) + "  · free", width)

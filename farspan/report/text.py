@@ -9,7 +9,7 @@ from farspan.domain.model import parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import command
 from farspan.domain.results import Estimate, Measurement
-from farspan.domain.units import format_bytes, format_count, format_seconds, format_usd, short_time
+from farspan.domain.units import counted, format_bytes, format_count, format_seconds, format_usd, short_time
 from farspan.estimate.price import RESERVE
 from farspan.report import losses
 from farspan.report.compared import Comparison
@@ -27,11 +27,6 @@ ENDINGS = {
     "failed": "failed",
     "unfinished": "still running, or killed",
 }
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 step`, `1,400 steps`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def model_line(plan: Plan) -> str:

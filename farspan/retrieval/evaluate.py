@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from farspan.domain.corpus import Document
+from farspan.domain.units import counted
 from farspan.report.tables import table_lines
 from farspan.retrieval.chunk import head_length
 from farspan.retrieval.lexical import Lexical, words
@@ -189,14 +190,14 @@ def table(evaluation: Evaluation) -> str:
         lines.append(f"{name:18} {difference.metric:11}{difference.mean:+.3f}  95 % interval {low:+.3f} to {high:+.3f}")
     count = evaluation.val_queries + evaluation.train_queries
     every = "all " if evaluation.val_queries < MOST else ""
-    origin = f"{every}{evaluation.val_queries} validation documents that can be asked for"
+    origin = f"{every}{counted(evaluation.val_queries, 'validation document')} that can be asked for"
     if evaluation.train_queries:
-        origin += f" and {evaluation.train_queries} training documents"
+        origin += f" and {counted(evaluation.train_queries, 'training document')}"
     lines += [
-        f"{count} titles as queries ({origin}), split at separators; fusion weight"
-        f" {evaluation.fusion_weight:g} chosen on {evaluation.tuning_queries} others",
-        f"candidates: {evaluation.documents} documents without title and first line, of which {evaluation.with_body}"
-        " have text left",
+        f"{counted(count, 'title')} as queries ({origin}), split at separators; fusion weight"
+        f" {evaluation.fusion_weight:g} chosen on {counted(evaluation.tuning_queries, 'other')}",
+        f"candidates: {counted(evaluation.documents, 'document')} without title and first line, of which "
+        f"{evaluation.with_body} have text left",
         f"searches answer with {evaluation.better}",
     ]
     return "\n".join(lines)

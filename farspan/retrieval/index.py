@@ -24,6 +24,7 @@ from farspan.corpus.tokenizer import Tokenizer
 from farspan.domain.codec import content_hash, load, save
 from farspan.domain.corpus import Document
 from farspan.domain.problems import Refusal
+from farspan.domain.units import counted
 from farspan.launch.lock import locked
 from farspan.retrieval import stores
 from farspan.retrieval.chunk import Chunk, chunk_documents
@@ -144,7 +145,8 @@ def _write(
     if not chunks:
         raise Refusal(
             "no-documents", what="there is nothing to index", where=building.parent,
-            fact=f"{len(documents)} documents, none with text", remedy="name a source with text: farspan init FOLDER",
+            fact=f"{counted(len(documents), 'document')}, none with text",
+            remedy="name a source with text: farspan init FOLDER",
         )  # fmt: skip
     texts = [body_of(document) for document in documents]
     queries = choose_queries(documents, texts, train, recipe.seed)
@@ -156,11 +158,11 @@ def _write(
     work.expect("embedding", models * _chars(fitted, titles, questions) + _chars(heads))
     work.expect("fitting", models * steps_to_fit(len(titles), recipe.fit))
     work.expect("storing", len(chunks))
-    say(f"embedding {len(chunks):,} chunks of {len(documents):,} documents")
+    say(f"embedding {counted(len(chunks), 'chunk')} of {counted(len(documents), 'document')}")
     embedder, vectors_ND = Embedder.fit(model, tokenizer, fitted, titles, owners, recipe.fit, work)
     evaluation = None
     if models == 2:
-        say(f"embedding the same with an untrained model, to compare over {len(queries.reported)} queries")
+        say(f"embedding the same with an untrained model, to compare over {counted(len(queries.reported), 'title')}")
         blank = untrained(model, recipe.seed)
         sides = {
             "model": _side(embedder, vectors_ND, queries),

@@ -24,6 +24,7 @@ from farspan.domain.plan import PlannedDevice
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Environment
 from farspan.domain.run import commit
+from farspan.domain.units import counted
 
 #: glibc's malloc.h.
 _M_MMAP_THRESHOLD = -3
@@ -48,7 +49,7 @@ def open_device(planned: PlannedDevice) -> torch.device:
         "device-missing",
         what=f"the plan wants {planned.backend} device {planned.index}",
         where=planned.host,
-        fact=f"this machine has {len(gpus)} CUDA devices that PyTorch can use; {installed()}",
+        fact=f"this machine has {counted(len(gpus), 'CUDA device')} that PyTorch can use; {installed()}",
         remedy="farspan doctor   (there); or plan for what is here: farspan train run.yaml",
     )
 
@@ -125,10 +126,11 @@ def detect(backend: str, workers: int | None) -> Cluster:
     if (workers and len(devices) < workers) or not devices:
         raise Refusal(
             "device-missing",
-            what=f"{workers or 1} {backend} workers asked for",
-            where="parallel.workers",
-            fact=f"this machine has {len(devices)} {backend} devices",
-            remedy=f"set parallel.workers to {len(devices)}" if devices else "set parallel.device to cpu",
+            what=f"the run asks for {counted(workers or 1, f'{backend} worker')}",
+            where="run.yaml, key parallel.workers" if devices else "run.yaml, key parallel.device",
+            fact=f"this machine has {counted(len(devices), f'{backend} device')}",
+            remedy=f"set parallel.workers: {len(devices)}" if devices else "set parallel.device: cpu",
+            key="parallel.workers" if devices else "parallel.device",
         )
     host = Host(name=platform.node(), devices=tuple(devices), cpus=cores, memory=memory.total, enter=())
     return Cluster(sites=(Site(name="here", hosts=(host,)),))

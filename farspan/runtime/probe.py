@@ -25,7 +25,7 @@ from farspan.domain.train import Precision, TrainSpec
 from farspan.runtime.device import detect, installed, memory_is_full, open_device, peak_memory, release, settle
 from farspan.runtime.model.decoder import Decoder, drawn
 from farspan.runtime.probing.rates import allreduce_seconds, device_rates
-from farspan.runtime.probing.units import unit_times
+from farspan.runtime.probing.unit_timing import unit_times
 from farspan.runtime.state.train_state import TrainState
 from farspan.semantics.lr_schedule import learning_rate
 

@@ -33,7 +33,7 @@ from farspan.domain.plan import Plan, unsound
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import Estimate, Event, Finished, Sampled, Started
 from farspan.domain.run import ON_STDIN, SECRET, RunFolder, RunRecord
-from farspan.domain.units import format_bytes
+from farspan.domain.units import counted, format_bytes
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.checkpoint.checkpointer import Checkpointer
 from farspan.runtime.comm.collective import START_S, Group, meet, renounce
@@ -105,6 +105,7 @@ def compile_blocks(model: Decoder, device: torch.device) -> None:
         raise Refusal(
             "extra-missing", what="train.compile needs a C++ compiler on a CPU", where="run.yaml, key train.compile",
             fact="neither g++ nor clang++ is on the path", remedy="apt-get install g++, or set train.compile: false",
+            key="train.compile",
         )  # fmt: skip
     for block in model.blocks:
         block.forward = torch.compile(block.forward)
@@ -292,8 +293,8 @@ def check_plan(plan: Plan, run: RunFolder, rank: int, world: int) -> None:
     """Refuse a plan that is of another number of workers, or that cannot be: its file may have been edited."""
     if world != len(plan.devices):
         raise Refusal(
-            "plan-mismatch", what=f"the plan is for {len(plan.devices)} workers, not {world}", where=f"rank {rank}",
-            fact=f"{world} were started", remedy=run.resume(),
+            "plan-mismatch", what=f"the plan is for {counted(len(plan.devices), 'worker')}, not {world}",
+            where=f"rank {rank}", fact=f"{world} were started", remedy=run.resume(),
         )  # fmt: skip
     if wrong := unsound(plan):
         raise Refusal(

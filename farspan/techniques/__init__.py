@@ -8,6 +8,7 @@ from typing import Protocol, cast
 
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem, Refusal, nearest
+from farspan.domain.units import counted
 from farspan.estimate.network import NoLink
 from farspan.techniques._task import Task
 
@@ -35,6 +36,7 @@ def technique(name: str) -> Technique:
         raise Refusal(
             "out-of-range", what=f"there is no technique {name!r}", where="run.yaml, key parallel.technique",
             fact=f"known: {', '.join(names())}", remedy=f"use {match or 'auto'!r}",
+            key="parallel.technique",
         )  # fmt: skip
     return cast(Technique, importlib.import_module(f"{__name__}.{name}"))
 
@@ -46,7 +48,7 @@ def plan(name: str, task: Task) -> Plan | Problem:
         return technique(name).plan(task)
     except TimeoutError as error:
         return Problem(
-            code="cannot-plan", what=f"{name} was searched for in vain", where=f"{len(task.devices)} devices",
+            code="cannot-plan", what=f"{name} found no plan in its time", where=counted(len(task.devices), "device"),
             fact=str(error), remedy="farspan plan with other techniques: --technique data --technique zero2",
             subject=name,
         )  # fmt: skip

@@ -29,7 +29,7 @@ from farspan.domain.run import cache_folder, commit
 from farspan.domain.units import format_seconds, parse_count, parse_seconds, short_time
 from farspan.launch.lock import locked
 from farspan.launch.trial import WARMUP, Limits, TrialQuery, apart, predicted_s
-from farspan.planning.pace import hourly_price
+from farspan.planning.model_speed import hourly_price
 from farspan.planning.quantities import positive
 from farspan.semantics.identity import lasting
 from farspan_studies.bench.cases import MATRIX, Case, case, check_techniques, key_of, spec_of

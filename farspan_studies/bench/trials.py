@@ -19,7 +19,7 @@ from farspan.domain.probe import ProbeResult
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.train import TrainSpec
 from farspan.launch.probe import Probe
-from farspan.planning import pace
+from farspan.planning import model_speed
 from farspan_studies.bench.cases import Case, seq_len_of, spec_of
 from farspan_studies.bench.clusters import There
 from farspan_studies.bench.matrix import Cell, Matrix
@@ -95,7 +95,7 @@ def _as_found(plain: Cluster, trial: DeviceTrial | None, model: ModelSpec, train
     """The cluster as the trial found its first device; as it is where there is none."""
     if trial is None or trial.probe is None:
         return plain
-    return pace.calibrated(plain, model, train, engine("farspan"), trial.probe)
+    return model_speed.calibrated(plain, model, train, engine("farspan"), trial.probe)
 
 
 def as_tried(folder: Path, plain: Cluster, cluster_hash: str, plan: Plan) -> Cluster:
@@ -108,7 +108,7 @@ def as_tried(folder: Path, plain: Cluster, cluster_hash: str, plan: Plan) -> Clu
 def tried(case: Case, plain: Cluster) -> DeviceTrial:
     """A few steps of a case's model on the first device, of as many of its sequences as fit there."""
     wanted = msgspec.structs.replace(case.train, batch=case.cell.batch, steps=1)
-    train, at = pace.fitting(case.model, wanted, plain, engine("farspan")), first_device(plain)
+    train, at = model_speed.fitting(case.model, wanted, plain, engine("farspan")), first_device(plain)
     if isinstance(train, Problem):
         return DeviceTrial(why=f"{train.what}: {train.fact}")
     try:

@@ -12,7 +12,7 @@ import msgspec
 from farspan.app.resolving import Resolved
 from farspan.cli.arguments import words_again
 from farspan.cli.console import Console
-from farspan.cli.planning import paragraph
+from farspan.cli.plan_table import paragraph
 from farspan.domain.config import ParallelConfig
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem, Refusal, command
@@ -64,10 +64,11 @@ def select(
     """The plan that the algorithm chooses, and all that it measured. Raises Refusal where it chooses nothing."""
     delta, steps = _delta(given), epsilon(given.epsilon or EPSILON)(resolved)
     from farspan.app import choosing, clusters
+    from farspan.app.trial_cache import TrialCache
     from farspan.launch.trial import limits
     from farspan_studies.papers.algorithm1 import choose
 
-    trials = choosing.TrialCache(resolved, clusters.launcher(asked), again=given.again)
+    trials = TrialCache(resolved, clusters.launcher(asked), again=given.again)
 
     def measure(plan: Plan, step_s: float) -> Trial:
         return trials.run(plan, limits(plan, resolved.cluster, step_s, steps))

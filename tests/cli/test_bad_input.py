@@ -36,6 +36,9 @@ COMMANDS = [
     (["init", "dcs", "--out", "b.yaml"], "path-missing", ["docs"]),
     (["init", "docs"], "run-exists", ["run.yaml", "--out"]),
     (["init", "docs", "--out", "b.yaml", "--time", "soon"], "out-of-range", ["soon", "10m"]),
+    (["init", "docs", "--out", "b.yaml", "--time=-5m"], "out-of-range", ["'-5m' is negative"]),
+    (["init", "docs", "--out", "b.yaml", "--time", "1000y"], "out-of-range", ["fix:   --time 100y"]),
+    (["demo", "--time", "soon"], "out-of-range", ["where: --time"]),
     (["train", "rum.yaml"], "path-missing", ["run.yaml"]),
     (["prepare", "docs"], "path-unusable", ["Is a directory"]),
     (["prepare", "~nobody-here/run.yaml"], "path-missing", ["~NAME"]),
@@ -43,12 +46,23 @@ COMMANDS = [
     (["probe", "--cluster", "fabric/gat-amst", "-o", "none/measured.yaml"], "path-missing", ["none"]),
     (["select", "-o", "none/plan.json"], "path-missing", ["none"]),
     (["train", "--set", "steps"], "usage", ["KEY=VALUE"]),
-    (["train", "--set", "train.step=3"], "unknown-key", ["'train.step'", "'steps'"]),
+    (["train", "--set", "train.step=3"], "unknown-key", ["'train.step'", "use train.steps instead"]),
+    (["train", "--set", "train.lr=0.1"], "unknown-key", ["use train.optimizer.lr instead of train.lr"]),
+    (["train", "--set", "time=5m"], "unknown-key", ["use budget.time instead of time"]),
+    (["train", "--set", "train.weight_decy=1"], "unknown-key", ["use train.optimizer.weight_decay instead"]),
+    (["train", "--set", "zzzz=1"], "unknown-key", ["remove 'zzzz'"]),
+    (["prepare", "--set", "budget.time=-5m"], "out-of-range", ["where: --set budget.time=-5m", "negative"]),
+    (["prepare", "--set", "budget={time: 1e-9s}"], "out-of-range", ["where: --set budget={", "set budget.time: 1ms"]),
+    (["prepare", "--set", "size=tinny"], "out-of-range", ["where: --set size=tinny"]),
+    (["prepare", "--set", "size=1e3", "--set", "size=-5M"], "out-of-range", ["where: --set size=1e3"]),
+    (["prepare", "--set", "train.tokens=x", "--set", "train.steps=3"], "out-of-range", ["where: --set train.tokens=x"]),
+    (["plan", "--launcher", "roy"], "launcher-unusable", ["where: --launcher roy", "--launcher ray"]),
+    (["plan", "--set", "parallel.technique=zero9"], "out-of-range", ["where: --set parallel.technique=zero9"]),
     (["train", "--set", "train.steps={"], "file-unreadable", ["--set train.steps={", "YAML"]),
     (["train", "--set", 'name="a\\0b"'], "file-unreadable", ["NUL", "--set"]),
     (["train", "--set", "train.steps=" + "[" * 20_000], "file-unreadable", ["recursion"]),
     (["resume", "docs"], "not-a-run", ["no plan.json"]),
-    (["report", "runs/none"], "not-a-run", ["no such folder"]),
+    (["report", "runs/none"], "not-a-run", ["no such folder", "runs here: "]),
     (["generate", "hi", "--run", "none"], "not-a-run", []),
     (["generate", "--tokens", "0"], "usage", ["--tokens", "at least 1"]),
     (["generate", "--temperature", "nan"], "usage", ["--temperature"]),
@@ -72,20 +86,30 @@ def bomb(plain: str, around: str) -> str:
 
 CONFIGS = [
     ("", "out-of-range", ["`data`"]),
-    ("- data\n", "out-of-range", ["array"]),
+    ("- data\n", "out-of-range", ["it is a list", "set it to a table of keys"]),
     ("data: [docs\n", "file-unreadable", ["YAML", "line 2"]),
     ("data: docs\ndata: other\n", "file-unreadable", ["'data' is set twice", "line 2"]),
     ("data: docs\ntrain: {steps: 5, steps: 6}\n", "file-unreadable", ["'steps' is set twice"]),
     (b"data: caf\xe9\n", "file-unreadable", ["UTF-8", "0xe9", "position 9"]),
     ("data: docs\n? [a]\n: b\n", "file-unreadable", ["line 2", "unhashable"]),
     ("data: docs\nname: 2026-13-01\n", "file-unreadable", ["month"]),
-    ("data: ''\n", "out-of-range", ["data"]),
+    ("data: ''\n", "out-of-range", ["it must have at least 1 letter"]),
     ("data: dosc\n", "path-missing", ["docs"]),
     ("data: ~nobody-here/docs\n", "path-missing", ["~nobody-here/docs", "~/nobody-here/docs"]),
-    ("data: {source: docs, vall: 1%}\n", "unknown-key", ["run.yaml:1", "'data.vall'", "'val'"]),
-    ("data: docs\ntrain: {batch: {globl: 3}}\n", "unknown-key", ["run.yaml:2", "'global'"]),
-    ("data: docs\ntrain: {optimiser: {lr: 1}}\n", "unknown-key", ["'optimizer'"]),
-    ("data: docs\ntrain: {optimizer: {lr: 0}}\n", "out-of-range", ["train.optimizer.lr", "> 0"]),
+    ("data: {source: docs, vall: 1%}\n", "unknown-key", ["run.yaml:1", "use data.val instead of data.vall"]),
+    ("data: docs\ntrain: {batch: {globl: 3}}\n", "unknown-key", ["run.yaml:2", "use train.batch.global"]),
+    ("data: docs\ntrain: {optimiser: {lr: 1}}\n", "unknown-key", ["use train.optimizer instead"]),
+    ("data: docs\ntrain: {lr: 1}\n", "unknown-key", ["train.optimizer.lr: train: {optimizer: {lr: ...}}"]),
+    ("data: docs\ntrain.steps: 1\n", "unknown-key", ["train.steps: train: {steps: ...}"]),
+    ("data: docs\nmodel: {size: tiny}\n", "unknown-key", ["move it to size: size: ..."]),
+    ("data: docs\ntrain: {optimizer: {lr: 0}}\n", "out-of-range", ["above 0", "set train.optimizer.lr: 0.001"]),
+    ("data: docs\ntrain: {optimizer: {lr: 2}}\n", "out-of-range", ["at most 1", "set train.optimizer.lr: 1"]),
+    ("data: docs\ntrain: {optimizer: {beta1: 1}}\n", "out-of-range", ["below 1", "set train.optimizer.beta1: 0.999"]),
+    ("data: docs\ntrain: {optimizer: {beta1: -1}}\n", "out-of-range", ["set train.optimizer.beta1: 0"]),
+    ("data: docs\ntrain: {steps: 0}\n", "out-of-range", ["at least 1", "set train.steps: 1"]),
+    ("data: docs\ntrain: {steps: many}\n", "out-of-range", ["it is text", "set train.steps to a whole number"]),
+    ("data: docs\ntrain: 5\n", "out-of-range", ["it is a whole number, and must be a table of keys"]),
+    ("data: docs\ntokenizer: {vocab: 1}\n", "out-of-range", ["set tokenizer.vocab: 257"]),
     ("data: docs\ntrain: {precision: fp8}\n", "out-of-range", ["'fp8' is not one of auto, fp32, bf16, fp16"]),
     ("data: docs\nmodel: {family: lama}\n", "out-of-range", ["gpt2, llama", "fix:   set model.family: llama"]),
     ("data: docs\nparallel: {workers: all}\n", "out-of-range", ["a number, auto"]),
@@ -97,14 +121,18 @@ CONFIGS = [
     ("data: docs\ntrain: {batch: {global: 0}}\n", "out-of-range", ["train.batch.global"]),
     ("data: docs\ntrain: {batch: {global: 4, per_device: 4}}\n", "out-of-range", ["remove"]),
     ("data: {source: docs, val: 120%}\n", "out-of-range", ["data.val", "120%"]),
-    ("data: docs\nbudget: {time: -5m}\n", "out-of-range", ["budget.time", "-5m"]),
+    ("data: {source: docs, val: 60%}\n", "out-of-range", ["set data.val: 50%"]),
+    ("data: docs\nbudget: {time: -5m}\n", "out-of-range", ["run.yaml, key budget.time", "'-5m' is negative"]),
+    ("data: docs\nbudget: {time: 1000y}\n", "out-of-range", ["at most 100y", "set budget.time: 100y"]),
+    ("data: docs\nsize: 1000000000000000\n", "out-of-range", ["at most 100T", "set size: 100T"]),
+    ("data: docs\nsize: -5M\n", "out-of-range", ["'-5M' is negative"]),
     ("data: docs\nbudget: {time: 5 parsecs}\n", "out-of-range", ["parsecs", "1h"]),
     ("data: docs\nbudget: {usd: .inf, usd_per_hour: 1}\n", "out-of-range", ["budget.usd"]),
     ("data: docs\ncheckpoint: {every: never}\n", "out-of-range", ["checkpoint.every"]),
     ("data: docs\nmodel: {preset: gpt2, params: 124M}\n", "out-of-range", ["model.params", "model.preset"]),
     ("data: docs\nmodel: {path: nowhere}\n", "path-missing", ["nowhere"]),
     ("data: docs\nsize: tinny\n", "out-of-range", ["'tiny'"]),
-    ("data: docs\nname: ../elsewhere\n", "out-of-range", ["name"]),
+    ("data: docs\nname: ../elsewhere\n", "out-of-range", ["set name to a name of 1 to 100 letters"]),
     ("data: docs\ntokenizer: docs/00.txt\n", "tokenizer-unreadable", ["docs/00.txt"]),
     ("data: docs\ntokenizer: ./none.json\n", "path-missing", ["none.json"]),
     ("data: " + "[" * 20_000, "file-unreadable", ["YAML", "recursion"]),
@@ -134,7 +162,9 @@ def test_a_bad_run_yaml_is_refused_before_any_work(desk: Path, tmp_path: Path, h
 SOURCES = [
     ({"a.bin": b"x", "b.exe": b"x"}, "no-documents", ["1 .bin", ".jsonl"]),
     ({"a.txt": b""}, "no-documents", ["no text"]),
-    ({"a.txt": b"caf\xe9 noir"}, "not-utf8", ["a.txt, byte 3"]),
+    ({"a.txt": b"caf\xe9 noir"}, "not-utf8", ["a.txt, byte 3", "iconv -f latin1"]),
+    ({"a.txt": "caf\xe9".encode("utf-16")}, "not-utf8", ["a.txt, byte 0", "iconv -f utf-16"]),
+    ({"a.txt": b"PK\0\xff"}, "no-documents", ["1 .txt: not text (NUL bytes)"]),
     ({"a.jsonl": b'{"text": "a"}\n{"text": \n'}, "source-unreadable", ["a.jsonl:2"]),
     ({"a.jsonl": b'{"txt": "a"}\n'}, "source-unreadable", ["txt"]),
     ({"a.txt": b"one document alone"}, "no-documents", ["validation"]),
@@ -148,6 +178,19 @@ def test_text_that_cannot_be_read_is_named(tmp_path: Path, farspan: Farspan, fil
         (tmp_path / "text" / name).write_bytes(content)
     (tmp_path / "run.yaml").write_text("data: text\n")
     expect(farspan("prepare", cwd=tmp_path), code, *parts)
+
+
+def test_skipped_files_are_told_by_kind_and_listed_by_name(tmp_path: Path, desk: Path, farspan: Farspan):
+    (tmp_path / "text").symlink_to(shutil.copytree(desk / "docs", tmp_path / "docs"))
+    for name in ("a.bin", "b.BIN", "c.exe", "Makefile"):
+        (tmp_path / "docs" / name).write_bytes(b"\0")
+    (tmp_path / "docs" / "junk.txt").write_bytes(b"\0\xff")
+    (tmp_path / "run.yaml").write_text("data: text\ntokenizer: {vocab: 300}\n")
+    done = farspan("prepare", cwd=tmp_path)
+    assert "skipped 2 .bin, 1 without an extension, 1 .exe: not a kind of file that can be read\n" in done.stdout
+    assert "skipped 1 .txt: not text (NUL bytes)\n" in done.stdout
+    skipped = json.loads(farspan("prepare", "--json", cwd=tmp_path).stdout)["manifest"]["skipped"]
+    assert len(skipped) == 5 and "text/junk.txt: not text (NUL bytes)" in skipped
 
 
 PLANS = [
@@ -170,6 +213,18 @@ def test_a_corpus_too_small_says_what_is_there_needed_and_fits(tmp_path: Path, f
         (tmp_path / "text" / f"{number}.txt").write_text(f"document {number} is short")
     (tmp_path / "run.yaml").write_text("data: {source: text, val: 40%}\nmodel: {layers: 1, d_model: 16, context: 32}\n")
     expect(farspan("plan", cwd=tmp_path), "corpus-too-small", "there are", "33", "add text")
+
+
+def test_another_run_file_is_named_and_all_runs_are_listed(desk: Path, tmp_path: Path, here: Farspan):
+    (tmp_path / "docs").symlink_to(desk / "docs")
+    (tmp_path / "my.yaml").write_text("data: docs\nbudget: {time: soon}\n")
+    expect(here("prepare", "my.yaml", cwd=tmp_path), "out-of-range", "where: my.yaml, key budget.time")
+    for number in range(12):
+        (tmp_path / "runs" / f"r{number:02}").mkdir(parents=True)
+        (tmp_path / "runs" / f"r{number:02}" / "plan.json").write_text("{}")
+        os.utime(tmp_path / "runs" / f"r{number:02}" / "plan.json", (number, number))
+    for words in (["report", "r05"], ["compare", "r05", "runs/r01"]):
+        expect(here(*words, cwd=tmp_path), "not-a-run", "runs here: runs/r11, runs/r10,", "and 2 more", "use runs/r05")
 
 
 @pytest.mark.parametrize("words", [["train", "none.yaml"], ["serach"], ["report", "none"], ["init", "--bogus"]])

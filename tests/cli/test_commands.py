@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import stat
@@ -25,6 +26,25 @@ def test_each_command_has_help(name: str, capsys: pytest.CaptureFixture[str]):
         main.main([name, "--help"])
     assert ended.value.code == 0
     assert f"usage: farspan {name}" in capsys.readouterr().out
+
+
+#: Options in files that are being edited elsewhere.
+HELPLESS = {"plan": {"attention", "wan_bits", "tolerance"}, "select": {"tolerance"}}
+
+
+@pytest.mark.parametrize("name", main.names())
+def test_each_option_says_what_it_is_and_its_default(name: str):
+    def lacking(parser: argparse.ArgumentParser):
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for inner in action.choices.values():
+                    yield from lacking(inner)
+                continue
+            nothing = action.default in (None, argparse.SUPPRESS, []) or action.default is False
+            if not action.help or not (nothing or "default" in action.help or str(action.default) in action.help):
+                yield action.dest
+
+    assert set(lacking(main.parser_of(name))) - HELPLESS.get(name, set()) == set()
 
 
 def test_the_overview_lists_every_command(farspan: Farspan):

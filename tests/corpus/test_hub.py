@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import http.server
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from farspan.corpus import _hub
 from farspan.corpus import tokenizer as tokenizers
 from farspan.corpus._hub import _unreachable
 
@@ -42,6 +46,46 @@ def test_what_a_hub_out_of_reach_should_give_is_refused_at_once(closed: str, tmp
     assert "hf download" in done.stderr
 
 
+class Away(http.server.BaseHTTPRequestHandler):
+    """A hub, or a proxy that leads to it, which says that it cannot answer."""
+
+    status = 503
+
+    def do_HEAD(self) -> None:
+        self.send_response(self.status)
+        self.end_headers()
+
+    def do_CONNECT(self) -> None:
+        self.do_HEAD()
+
+    def log_message(self, *words: object) -> None:
+        pass
+
+
+class Here(Away):
+    status = 404
+
+
+@contextmanager
+def answering(kind: type[Away]) -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize("code", [LOAD, READ])
+@pytest.mark.parametrize("how", ["hub", "proxy"])
+def test_a_hub_that_cannot_answer_now_is_asked_once(tmp_path: Path, code: str, how: str) -> None:
+    start = time.monotonic()
+    with answering(Away) as url:
+        more = {"https_proxy": url, "no_proxy": ""} if how == "proxy" else {}
+        done = run(code, "https://huggingface.co" if how == "proxy" else url, tmp_path, **more)
+    assert time.monotonic() - start < 15
+    assert "cannot be reached" in done.stderr and "503" in done.stderr and "Retrying" not in done.stderr
+
+
 @pytest.mark.parametrize("offline", ["0", "1"])
 def test_what_the_cache_has_needs_no_hub(closed: str, tmp_path: Path, offline: str) -> None:
     stored = tmp_path / "hub" / "models--somebody--words"
@@ -55,11 +99,15 @@ def test_what_the_cache_has_needs_no_hub(closed: str, tmp_path: Path, offline: s
 
 
 def test_a_hub_is_asked_for_where_a_proxy_leads_to_it(closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        open_url = f"http://127.0.0.1:{server.getsockname()[1]}"
+    with answering(Here) as open_url:
         for name in ("no_proxy", "NO_PROXY", "http_proxy", "HTTP_PROXY"):
             monkeypatch.delenv(name, raising=False)
         assert _unreachable(open_url) is None and _unreachable(closed)
+        with answering(Away) as away:
+            assert "HTTP 503" in str(_unreachable(away))
+        monkeypatch.setattr(_hub, "_ANSWER_S", 0.5)
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            assert "nothing answers" in str(_unreachable(f"http://127.0.0.1:{silent.getsockname()[1]}"))
         assert _unreachable("http://no-such-host.invalid")
         monkeypatch.setenv("http_proxy", open_url)
         assert _unreachable("http://no-such-host.invalid") is None

@@ -17,8 +17,9 @@ import pytest
 import zstandard
 
 from farspan.corpus.documents import PART_CHARS, clean, cut
+from farspan.corpus.prepare import _shown
 from farspan.corpus.sources import available, open_source
-from farspan.domain.corpus import Document
+from farspan.domain.corpus import Document, by_kind
 from farspan.domain.problems import Problem, Refusal
 
 
@@ -241,6 +242,35 @@ def test_bad_input_is_refused_where_it_is(tmp_path: Path) -> None:
     assert refused(tmp_path / "cut.jsonl.gz").code == "source-unreadable"
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
     assert refused(tmp_path / "bad.parquet").code == "source-unreadable"
+
+
+def test_what_is_not_text_is_skipped_and_other_encodings_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "junk.txt").write_bytes(b"PK\x03\x04\0\0\xff\xfe")
+    (tmp_path / "page.html").write_bytes(b"<p>\0\xff")
+    source = open_source(str(tmp_path))
+    assert [d.text for d in source.documents()] == ["text"]
+    assert source.skipped == [f"{tmp_path}/{name}: not text (NUL bytes)" for name in ("junk.txt", "page.html")]
+
+    for name, encoding in (("a16.txt", "utf-16"), ("a32.txt", "utf-32")):
+        (tmp_path / name).write_text("caf\u00e9 noir", encoding)
+        problem = refused(tmp_path / name)
+        assert (problem.code, f"iconv -f {encoding} " in problem.remedy) == ("not-utf8", True)
+        assert subprocess.run(problem.remedy, shell=True).returncode == 0
+        assert [d.text.lstrip("\ufeff") for d in read(tmp_path / name)] == ["caf\u00e9 noir"]
+
+    # Of this file parts were taken before its end is seen.
+    (tmp_path / "late.txt").write_bytes(b"\0" + b"x" * (2 * PART_CHARS) + b"\xff")
+    problem = refused(tmp_path / "late.txt")
+    assert problem.code == "not-utf8" and "iconv" not in problem.remedy and "mv " in problem.remedy
+
+
+def test_skipped_files_are_counted_by_kind_and_reason() -> None:
+    lines = [*(f"d/{n}.bin: odd" for n in range(2500)), "and more/x.EXE: odd", "d/a.pdf: cut (b: c)", "d/Makefile: odd"]
+    kinds = ["2500 .bin, 1 .exe, 1 without an extension: odd", "1 .pdf: cut (b: c)"]
+    assert by_kind(lines) == by_kind(_shown(lines)) == kinds
+    assert len(_shown(lines)) == 102 and _shown(lines)[:3] == tuple(lines[:3])
+    assert by_kind(["a.bin: odd", "and 23 more"]) == ["1 .bin: odd", "23 more"]
 
 
 def test_long_texts_are_cut_in_parts_that_lose_nothing_but_blank_lines() -> None:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from farspan.domain.units import format_bytes, format_count, format_flops, format_rate, short_time
+from farspan.domain.units import (
+    counted,
+    format_bytes,
+    format_count,
+    format_flops,
+    format_rate,
+    format_seconds,
+    parse_seconds,
+    short_time,
+)
 
 
 @pytest.mark.parametrize(
@@ -26,3 +35,33 @@ def test_nothing_within_its_prefixes_is_told_in_powers_of_ten(form):
     for power in range(6, 14):
         for share in (0.999, 0.9994, 0.99949, 0.9995, 0.99951, 0.9999, 1.0, 1.001):
             assert "e" not in form(share * 10**power).replace("bit", "").replace("FLOP", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("5minutes", 300), ("5 min", 300), ("1hour30m", 5400), ("1h 30m", 5400), ("1 h 05 min", 3900), ("2 Hours", 7200),
+     ("1e3s", 1000), ("90", 90), (90, 90), ("1.5h", 5400), ("57ms", 0.057), ("1 day", 86400), ("2w", 1_209_600)],
+)  # fmt: skip
+def test_times_are_read_as_people_write_them(text, seconds):
+    assert parse_seconds(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("seconds", [30, 200, 7500])
+def test_a_time_that_was_said_is_read(seconds):
+    assert parse_seconds(format_seconds(seconds)) == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("-5m", "is negative"), ("- 5 min", "is negative"), ("soon", "does not start with a number"),
+     ("5 parsecs", "no known unit"), ("1h30", "no known unit"), ("30m1h", "larger unit"), ("5m5m", "larger unit"),
+     ("1h 2 parsecs", "no known unit"), ("1e999s", "too large"), ("", "does not start")],
+)  # fmt: skip
+def test_what_is_no_time_says_why(text, why):
+    with pytest.raises(ValueError, match=why):
+        parse_seconds(text)
+
+
+def test_one_of_a_thing_is_one():
+    assert [counted(1, "step"), counted(1400, "step"), counted(0, "host")] == ["1 step", "1,400 steps", "0 hosts"]
+    assert [counted(1, "pass"), counted(2, "pass"), counted(2, "batch")] == ["1 pass", "2 passes", "2 batches"]

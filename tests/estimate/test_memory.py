@@ -10,7 +10,7 @@ from farspan.domain.cluster import Link
 from farspan.domain.plan import GradSync, Sync
 from farspan.estimate.memory import activations_per_row, local_parameters, logits_bytes, replayed_per_row, state_bytes
 from farspan.estimate.price import estimate
-from farspan.semantics.sharding import RESIDUAL
+from farspan.semantics.tensor_sharding import RESIDUAL
 from tests.estimate.parts import TIED, UNTIED, cluster, costs, device, mesh, pipeline, plain, plan, stage, train
 
 S, D, V, H, F = 16, 64, 96, 4, 256

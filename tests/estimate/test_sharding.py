@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from farspan import models
 from farspan.estimate.stage_time import stage_time
-from farspan.semantics.sharding import (
+from farspan.semantics.tensor_sharding import (
     COPY,
     PARTIAL,
     RESIDUAL,

@@ -21,9 +21,10 @@ from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import Finished, Step, read_events
 from farspan.domain.run import RunRecord
 from farspan.launch.launchers import launch, torchrun
+from farspan.launch.processes import HostProcess, run_folder
 from farspan.launch.remote_run import RemoteRun
 from farspan.launch.trial import Deadline
-from farspan.launch.workers import HostProcess, Workers, run_folder
+from farspan.launch.workers import Workers
 from farspan.runtime.model import huggingface
 from farspan.runtime.model.decoder import drawn
 from farspan.runtime.training.events import EventLog

@@ -22,7 +22,7 @@ from farspan.domain.results import Finished, Step, Validated, read_events
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
 from farspan.launch.launchers import launch, names
 from farspan.launch.launchers.ray import PATIENT, installed, refuse_public, require_ray, require_token
-from farspan.launch.workers import run_folder
+from farspan.launch.processes import run_folder
 from farspan.runtime.checkpoint import checkpoint
 from farspan_lab import state
 from farspan_lab.cluster import of_lab

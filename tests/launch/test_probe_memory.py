@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from farspan.domain.clusterfile import load_cluster
 from farspan.domain.codec import save
 from farspan.domain.problems import Problem
-from farspan.runtime.probing import units
+from farspan.runtime.probing import unit_timing
 from farspan.runtime.probing.rates import device_rates
 from farspan_lab import devices, state
 from tests import tiny
@@ -105,17 +105,17 @@ def held() -> int:
 
 
 def test_what_would_need_more_than_is_allowed_is_left_out_and_nothing_of_it_stays(monkeypatch):
-    monkeypatch.setattr(units, "LONG_S", 1e9)  # However slow the machine is.
-    monkeypatch.setattr(units, "TIMED_S", 0.1)
+    monkeypatch.setattr(unit_timing, "LONG_S", 1e9)  # However slow the machine is.
+    monkeypatch.setattr(unit_timing, "TIMED_S", 0.1)
     cpu, before = torch.device("cpu"), held()
-    whole = units.unit_times(cpu, SPEC, 64, (1, 2), ("fp32",), 2**40)
+    whole = unit_timing.unit_times(cpu, SPEC, 64, (1, 2), ("fp32",), 2**40)
     assert {unit.rows for unit in whole.times} == {1, 2} and not whole.left_out
     assert held() - before < 60_000_000, "its state alone takes twice as much"
-    state, one = units.bytes_needed(SPEC, 64, 1, "fp32", "cpu")
-    part = units.unit_times(cpu, SPEC, 64, (1, 2000), ("fp32",), held() + state + one + 10_000_000)
+    state, one = unit_timing.bytes_needed(SPEC, 64, 1, "fp32", "cpu")
+    part = unit_timing.unit_times(cpu, SPEC, 64, (1, 2000), ("fp32",), held() + state + one + 10_000_000)
     assert {unit.rows for unit in part.times} == {1}
     assert [(left.what, left.rows) for left in part.left_out] == [("units in fp32", (2000,))]
-    none = units.unit_times(cpu, SPEC, 64, (1, 2), ("fp32", "bf16"), held() + 10_000_000)
+    none = unit_timing.unit_times(cpu, SPEC, 64, (1, 2), ("fp32", "bf16"), held() + 10_000_000)
     assert not none.times and [(left.what, left.rows) for left in none.left_out] == [
         ("units in fp32", (1, 2)), ("units in bf16", (1, 2))
     ]  # fmt: skip

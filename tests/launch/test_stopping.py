@@ -19,7 +19,8 @@ from farspan.domain.problems import Refusal
 from farspan.domain.results import Finished, Step
 from farspan.launch import workers as module
 from farspan.launch.launchers import launch
-from farspan.launch.workers import HostProcess, Workers
+from farspan.launch.processes import HostProcess
+from farspan.launch.workers import Workers
 from farspan.runtime.checkpoint import checkpoint
 from tests import tiny
 from tests.launch.test_launchers import LONG, TRAIN

@@ -24,8 +24,8 @@ from farspan.domain.train import TrainSpec
 from farspan.launch import remote_run, trust
 from farspan.launch.examine import reach
 from farspan.launch.hosts import Agent, ask, command
+from farspan.launch.processes import run_folder
 from farspan.launch.remote_run import RemoteRun
-from farspan.launch.workers import run_folder
 from tests import tiny
 
 TRAIN = TrainSpec(steps=4, batch=4, seq_len=16, precision="fp32", validate_every=4, seed=3)

@@ -22,8 +22,8 @@ from farspan.estimate.price import estimate
 from farspan.estimate.stage import Costs
 from farspan.planning.learn import Observation, Paced, learn, with_paces
 from farspan.planning.misfit import largest_tried
+from farspan.planning.model_speed import on_one_device
 from farspan.planning.outcome import nothing_runs
-from farspan.planning.pace import on_one_device
 from farspan.planning.select import SelectionTask, select
 from farspan.semantics.identity import plan_key
 from farspan_studies.papers import algorithm1

@@ -97,7 +97,7 @@ def test_everything_of_the_run_is_there(tmp_path):
     text = " ".join(" ".join(reader.texts).split())
     for part in ("my run", "Finished every step", "unigram entropy", "bigram entropy", CORPUS.hash, run.plan.hash,
                  "CPU with AMX", "budget: {time: 2m}", "data: pydocs # the <built-in> corpus & nothing else",
-                 "broken.pdf: no text in it", "validation uses 12 of 1,640 documents <only>", "resumed",
+                 "1 .pdf: no text in it", "validation uses 12 of 1,640 documents <only>", "resumed",
                  "checkpoints/00001400", 'Return a <string> & "more" at step 1400.', "</script>"):  # fmt: skip
         assert part in text, part
     titles = ["Loss against tokens", "Loss against time", "Tokens a second", "Learning rate", "Gradient norm"]
@@ -120,6 +120,20 @@ def test_the_links_hold_each_figure_and_its_points(tmp_path):
         assert float(row["train loss"]) == pytest.approx(timed.step.loss, rel=1e-5)
     drawn = {float(row["tokens"]): float(row["validation loss"]) for row in rows if row["validation loss"]}
     assert drawn == pytest.approx({2048.0 * v.step: v.loss for v in run.history.validations}, rel=1e-5)
+
+
+def test_blank_lines_of_a_sample_are_one(tmp_path):
+    run = open_run(resumed_run(tmp_path / "run"))
+    sample = msgspec.structs.replace(run.history.samples[-1], text="one\n \n\n\n  two\nthree")
+    history = msgspec.structs.replace(run.history, samples=(sample,))
+    assert "one\n\n  two\nthree</pre>" in page(msgspec.structs.replace(run, history=history))
+
+
+def test_names_of_levels_are_drawn_over_every_line(tmp_path):
+    chart = figures(open_run(resumed_run(tmp_path / "run")))[0]
+    drawn = str(environment().get_template("chart.svg").module.drawing(chart, chart.text))
+    assert drawn.index('class="note"') > max(drawn.rindex(f'class="{line}"') for line in ("level", "mark", "grid"))
+    assert drawn.index('class="note"') > drawn.rindex("<polyline")
 
 
 @pytest.mark.parametrize("skipped", [3, 40])

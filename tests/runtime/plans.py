@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Axis, Edge, GradSync, Inputs, Mesh, Plan, PlannedDevice, Replica, Stage, Sync, Zero
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
-from farspan.semantics.sharding import RESIDUAL
+from farspan.semantics.tensor_sharding import RESIDUAL
 
 #: Steps of a short training: Two meetings of replicas that meet every other step, and a step after them.
 STEPS = 5

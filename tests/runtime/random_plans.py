@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from farspan import models
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Axis, Edge, GradSync, Mesh, Plan, Replica, Stage, Sync
-from farspan.semantics.sharding import RESIDUAL, strategies
+from farspan.semantics.tensor_sharding import RESIDUAL, strategies
 from tests.runtime.plans import GPT2, LLAMA, LLAMA_TIED, MEGATRON, SEQUENCE, TRAIN, VOCABULARY, plan
 
 MOST_RANKS = 8

@@ -26,7 +26,7 @@ from farspan.estimate.stage import Costs
 from farspan.runtime.model import kernels
 from farspan.runtime.model.decoder import Decoder, initialise, load_whole
 from farspan.runtime.model.tensor_axis import TensorAxis, held
-from farspan.semantics.sharding import RESIDUAL, strategies, strategy
+from farspan.semantics.tensor_sharding import RESIDUAL, strategies, strategy
 from tests.estimate.parts import cluster, device, plain
 from tests.estimate.parts import costs as costs_on
 

@@ -13,7 +13,7 @@ from farspan.cli.paint import width
 from farspan.domain.cluster import Cluster
 from farspan.domain.gpus import judge
 from farspan.domain.problems import Problem
-from farspan.domain.units import format_bytes, format_rate, format_seconds
+from farspan.domain.units import counted, format_bytes, format_rate, format_seconds
 from farspan.report.tables import table_lines
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     for device in diagnosis.devices:
         console.say(
             f"{'device':12} {device.kind} ({device.backend}), {format_bytes(device.memory)}, "
-            f"{', '.join(device.dtypes)}, {device.threads} threads"
+            f"{', '.join(device.dtypes)}, {counted(device.threads, 'thread')}"
         )
     for note in diagnosis.notes:
         console.say(f"{'note':12} {note}")
@@ -54,7 +54,8 @@ def _cluster(name: str, console: Console) -> None:
     from farspan.app.machines import STREAMS, examine
 
     cluster = find(name)
-    console.say(f"looking at {len(cluster.hosts)} hosts and the links between them")
+    links = " and the links between them" if len(cluster.hosts) > 1 else ""
+    console.say(f"looking at {counted(len(cluster.hosts), 'host')}{links}")
     examined, problems = examine(cluster)
     _say_hosts(cluster, examined, console)
     if examined.ways:
@@ -74,7 +75,7 @@ def _say_hosts(cluster: Cluster, examination: Examination, console: Console) -> 
         devices = ", ".join(device.kind for device in host.devices)
         console.say(
             f"{host.name:12} Python {facts.python}, {packages or 'no packages'}; {devices}; "
-            f"{facts.cpus} cores, {format_bytes(facts.memory)}, {format_bytes(facts.disk_free)} free on disk"
+            f"{counted(facts.cpus, 'core')}, {format_bytes(facts.memory)}, {format_bytes(facts.disk_free)} free on disk"
         )
         for note in judge(facts.nvidia, facts.wheel, host.name).notes if facts.wheel else ():
             console.say(f"{'note':12} {note}")
@@ -101,5 +102,4 @@ def _cell(way: HostPath) -> str:
 def _say_findings(problems: Sequence[Problem], console: Console) -> None:
     for problem in problems:
         console.say(f"\n{problem}")
-    count = len(problems)
-    console.say(f"\n{count or 'no'} finding{'s' * (count != 1)}")
+    console.say(f"\n{counted(len(problems), 'finding') if problems else 'no findings'}")

@@ -24,6 +24,11 @@ TEXT_FIELDS = ("text", "content", "body")
 #: Libraries that a kind of file needs, and the extra that installs them.
 _NEEDS = {".pdf": ("pypdf", "pdf"), ".parquet": ("pyarrow", "parquet")}
 _OPENERS: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".zst": open_zst}
+#: What a file in another encoding begins with. The longer marks come first: one begins like a shorter one.
+_MARKS = {
+    codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
+}  # fmt: skip
 _UNPACK = {".gz": "gzip -d", ".zst": "zstd -d --rm"}
 _HEADING = re.compile(r"^#{1,6}[ \t]+(.+?)[ \t#]*$|^([^\s].*)\n[=\-~^\"'*+#]{3,}[ \t]*$", re.MULTILINE)
 #: YAML at the top of a Markdown file; it begins with a key, which text between two rules does not.
@@ -86,13 +91,15 @@ class Folder:
                 yield from self._read(file, suffix)
 
     def _read(self, file: Path, suffix: str) -> Iterator[Document]:
-        empty = True
+        taken, empty = False, True
         try:
             for document in _READERS[suffix](file):
-                empty = empty and not document.text.strip()
+                taken, empty = True, empty and not document.text.strip()
                 yield document
-        except Refusal:
-            raise
+        except Refusal as refusal:
+            if taken or refusal.problem.code != "not-utf8" or _encoding(file):
+                raise
+            self.skipped.append(f"{file}: not text (NUL bytes)")
         except Exception as error:  # readers of damaged files raise anything
             if suffix != ".pdf":
                 raise Refusal(
@@ -110,7 +117,7 @@ class Folder:
         return Refusal(
             "extra-missing" if remedy else "no-documents",
             what="there is no file here that can be read", where=self.path,
-            fact=f"found {kinds}; readable are {' '.join(_READERS)}",
+            fact=f"it holds {kinds}; farspan reads {' '.join(_READERS)}",
             remedy=remedy or f"name a folder with such files: ls {self.path.absolute().parent}",
         )  # fmt: skip
 
@@ -146,19 +153,34 @@ def _mending(file: Path, command: str) -> str:
     return f"{unpack} '{file}'" if unpack else command
 
 
+def _open(file: Path) -> Any:
+    return _OPENERS.get(file.suffix.lower(), partial(open, mode="rb"))(file)
+
+
 def _lines(file: Path, most: int = -1) -> Iterator[str]:
     """Lines of a text file, those beyond `most` bytes in pieces; refuses what is not UTF-8, at its first bad byte."""
-    with _OPENERS.get(file.suffix.lower(), partial(open, mode="rb"))(file) as stream:
+    with _open(file) as stream:
         try:
             yield from codecs.iterdecode(iter(partial(stream.readline, most), b""), "utf-8")
         except UnicodeDecodeError as error:
-            convert = f"iconv -f latin1 -t utf-8 -o '{file}.utf8' '{file}' && mv '{file}.utf8' '{file}'"
+            encoding = _encoding(file)
+            convert = f"iconv -f {encoding} -t utf-8 -o '{file}.utf8' '{file}' && mv '{file}.utf8' '{file}'"
             raise Refusal(
                 "not-utf8", what="the file is not UTF-8 text",
                 where=f"{file}, byte {stream.tell() - len(error.object) + error.start}",
                 fact=f"byte 0x{error.object[error.start]:02x} there: {error.reason}",
-                remedy=_mending(file, convert),
+                remedy=_mending(file, convert) if encoding else f"take it out of the folder: mv '{file}' /tmp/",
             ) from None  # fmt: skip
+
+
+def _encoding(file: Path) -> str | None:
+    """What a file that is not UTF-8 may be written in, by its beginning; None for NUL bytes, which no text has."""
+    with _open(file) as stream:
+        head = stream.read(PART_CHARS)
+    for mark, encoding in _MARKS.items():
+        if head.startswith(mark):
+            return encoding
+    return None if b"\0" in head else "latin1"
 
 
 def _plain(file: Path) -> Iterator[Document]:
@@ -215,8 +237,8 @@ def row_document(row: dict[str, Any], origin: str, name: str) -> Document:
     field = next((field for field in TEXT_FIELDS if isinstance(row.get(field), str)), None)
     if field is None:
         raise Refusal(
-            "source-unreadable", what="the row has no column of text that is known", where=origin,
-            fact=f"columns there: {', '.join(map(str, row)) or 'none'}; looked for {', '.join(TEXT_FIELDS)}",
+            "source-unreadable", what="the row has no known column of text", where=origin,
+            fact=f"its columns are {', '.join(map(str, row)) or 'none'}; farspan looks for {', '.join(TEXT_FIELDS)}",
             remedy=f"rename the column that holds the text to {TEXT_FIELDS[0]!r}",
         )  # fmt: skip
     rest = {key: value for key, value in row.items() if key not in (field, "title")}

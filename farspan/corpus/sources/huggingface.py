@@ -59,7 +59,9 @@ class HuggingFace:
                     splits = datasets.load_dataset(self.name, self.config, streaming=True)
             by_name = splits if isinstance(splits, dict) else {"train": splits}
             yield from by_name["train"] if "train" in by_name else next(iter(by_name.values()))
-        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        except ImportError:
+            raise
+        except Exception as error:  # The library passes on what those below it raise, as of a proxy that refuses.
             raise Refusal(
                 "source-unreadable", what="the dataset cannot be read", where=f"hf:{self.name}",
                 fact=fault or " ".join(str(error).split())[:300],

@@ -25,8 +25,9 @@ def split(name: str) -> tuple[str, str]:
     if kind not in names() or (argument and kind != "ray"):
         match = nearest(kind, names())
         raise Refusal(
-            "launcher-unusable", what=f"there is no launcher {name!r}", where="--launcher",
+            "launcher-unusable", what=f"there is no launcher {name!r}", where="run.yaml, key parallel.launcher",
             fact=f"known: {', '.join(names())}, ray:ADDRESS", remedy=f"--launcher {match or 'local'}",
+            key="parallel.launcher",
         )  # fmt: skip
     return kind, argument
 

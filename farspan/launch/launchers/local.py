@@ -6,16 +6,9 @@ from collections.abc import Iterator
 
 from farspan.domain.run import HOME
 from farspan.launch.hosts import interpreter
+from farspan.launch.processes import HostProcess, Process, place, run_folder, with_environment, worker_environment
 from farspan.launch.rendezvous import arrange
-from farspan.launch.workers import (
-    HostProcess,
-    Process,
-    Workers,
-    place,
-    run_folder,
-    with_environment,
-    worker_environment,
-)
+from farspan.launch.workers import Workers
 
 
 class Launch(Workers):

@@ -27,8 +27,9 @@ from farspan.domain.gpus import Gpu
 from farspan.domain.problems import Problem, Refusal
 from farspan.launch.examine import address, agents
 from farspan.launch.hosts import interpreter
+from farspan.launch.processes import HostProcess, Process, run_folder, with_environment, worker_environment
 from farspan.launch.rendezvous import Rendezvous, arrange
-from farspan.launch.workers import HostProcess, Process, Workers, run_folder, with_environment, worker_environment
+from farspan.launch.workers import Workers
 
 #: Token authentication, and labels that actors are placed by, exist since then.
 OLDEST_RAY = (2, 52)

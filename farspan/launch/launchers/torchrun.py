@@ -16,17 +16,9 @@ from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem
 from farspan.domain.run import HOME, STORE_PORT, RunFolder
 from farspan.launch.hosts import interpreter
+from farspan.launch.processes import HostProcess, Process, place, run_folder, with_environment, worker_environment
 from farspan.launch.rendezvous import Rendezvous, arrange
-from farspan.launch.workers import (
-    SAVE_S,
-    HostProcess,
-    Process,
-    Workers,
-    place,
-    run_folder,
-    with_environment,
-    worker_environment,
-)
+from farspan.launch.workers import SAVE_S, Workers
 
 #: One of the failures at the end of what torchrun prints.
 FAILURE = re.compile(r"^  rank\s*: (\d+) .*\n  exitcode\s*: (-?\d+)", re.MULTILINE)

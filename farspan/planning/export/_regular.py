@@ -33,7 +33,8 @@ class Regular(msgspec.Struct, frozen=True, kw_only=True):
 def irregular(plan: Plan) -> list[str]:
     """Why a plan is not one of like parts; none where it is."""
     if len(plan.replicas) > 1:
-        every = f", which meet every {plan.sync.every} steps" if plan.sync else ""
+        steps = "" if plan.sync is None or plan.sync.every == 1 else f"{plan.sync.every} "
+        every = f", which meet every {steps}step{'s' * bool(steps)}" if plan.sync else ""
         return [f"{len(plan.replicas)} replicas keep optimizer state of their own{every}"]
     (replica,) = plan.replicas
     return [

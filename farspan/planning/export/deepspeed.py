@@ -11,6 +11,7 @@ import json
 from typing import Any
 
 from farspan.domain.plan import Plan
+from farspan.domain.units import counted
 from farspan.planning.export._regular import irregular, launch_note, node_order, one_forward_one_backward, regular
 
 VERSION = "deepspeed 0.19.8"
@@ -107,8 +108,8 @@ def notes(plan: Plan) -> list[str]:
     parts, train = regular(plan), plan.train
     notes = [
         launch_note(plan, "the deepspeed launcher, its hostfile"),
-        f"the script brings the model ({plan.model.family}, {plan.model.layers} layers x {plan.model.d_model}), its "
-        f"sequences of {train.seq_len} tokens and {train.steps} steps",
+        f"the script brings the model ({plan.model.family}, {counted(plan.model.layers, 'layer')} x "
+        f"{plan.model.d_model}), its sequences of {train.seq_len} tokens and {counted(train.steps, 'step')}",
     ]
     if parts.recompute:
         notes.append("the model's blocks must call deepspeed.checkpointing.checkpoint: the plan computes them again")

@@ -72,8 +72,8 @@ def resolve(name: str) -> str:
     if chosen not in names():
         match = nearest(name, names()) or DEFAULT
         raise Refusal(
-            "out-of-range", what=f"there is no vector store {name!r}", where="index.store",
-            fact=f"stores: {', '.join(names())}", remedy=f"set index.store to {match}",
+            "out-of-range", what=f"there is no vector store {name!r}", where="run.yaml, key index.store",
+            fact=f"stores: {', '.join(names())}", remedy=f"set index.store: {match}", key="index.store",
         )  # fmt: skip
     return chosen
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
-from farspan.domain.units import format_seconds
+from farspan.domain.units import counted, format_seconds
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.checkpoint.checkpoint import MODEL, OPTIMIZER, Corrupt, TrainingProgress, Unsaved
 from farspan.runtime.comm.collective import Group
@@ -129,7 +129,7 @@ class Checkpointer:
                 continue
             adopt(progress)
             if corrupt:
-                lost = f": {newest - progress.step} steps lost" if newest > progress.step else ""
+                lost = f": {counted(newest - progress.step, 'step')} lost" if newest > progress.step else ""
                 warn(f"corrupt checkpoint {'; '.join(corrupt)}. Going on from step {progress.step}{lost}.")
             return path
         if corrupt:

@@ -148,8 +148,9 @@ def _fetch(offer: ShipmentOffer, part: str, folder: Path, secret: bytes) -> None
             os.replace(file, folder / file.name)
     except (sealed.Forged, tarfile.TarError) as error:
         raise Refusal(
-            "worker-lost", what="what rank 0 sends did not come whole", where=f"{offer.address}:{offer.port}",
-            fact=str(error), remedy="see what rank 0 says itself: logs/rank-0.log of the run",
+            "worker-lost", what="the plan and tokens from rank 0 did not come whole",
+            where=f"{offer.address}:{offer.port}", fact=str(error),
+            remedy="see what rank 0 says itself: logs/rank-0.log of the run",
         ) from None  # fmt: skip
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from farspan.domain.model import ModelSpec
 from farspan.runtime.model.kernels import causal_attention, head_loss, head_losses, logits_loss, logits_losses
 from farspan.runtime.model.tensor_axis import TABLE, TOKENS, TOTAL, Layouts, TensorAxis
-from farspan.semantics.sharding import RESIDUAL
+from farspan.semantics.tensor_sharding import RESIDUAL
 
 
 class Linear(nn.Linear):

@@ -21,7 +21,7 @@ from farspan import models
 from farspan.domain.graph import OpGraph, Weight
 from farspan.domain.model import ModelSpec
 from farspan.runtime.model.kernels import VocabularyShard
-from farspan.semantics.sharding import COPY, PARTIAL, RESIDUAL, returns_to_residual, strategy
+from farspan.semantics.tensor_sharding import COPY, PARTIAL, RESIDUAL, returns_to_residual, strategy
 
 #: Beside operators and RESIDUAL, the ends of a stage: tokens and targets, which each rank has, and the loss of all.
 TOKENS, TOTAL = "tokens", "total"

@@ -19,7 +19,7 @@ from farspan.runtime.comm.messages import Messenger, Posted
 from farspan.runtime.comm.topology import ProcessGroups, Topology
 from farspan.runtime.state.train_state import WORKING_DTYPES
 from farspan.semantics.layout import HeldRange, Send, transfer
-from farspan.semantics.sharding import RESIDUAL
+from farspan.semantics.tensor_sharding import RESIDUAL
 
 #: Microbatches of a validation that are under way between two stages.
 EVALUATED_AHEAD = 4

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from farspan.domain.plan import Plan
+from farspan.domain.units import counted
 from farspan.runtime.time_budget import RunPaces, RunWork, TimeBudget
 
 
@@ -73,8 +74,8 @@ class SharedClock:
         save = save and self.budget.spares_a_save(elapsed_s)
         if step < self._said and not self.told and self.budget.tells(elapsed_s, self._said):
             self._tells = (
-                f"at the pace so far {self._said} steps fit the time budget, not {self._plan.train.steps}; "
-                "the learning rate follows the time"
+                f"at the pace so far the time budget is enough for {counted(self._said, 'step')}, not "
+                f"{self._plan.train.steps}; the learning rate follows the time"
             )
             self.told = save = True  # How long that takes is then known, and no resumption tells it again.
         return self._said, self.budget.share(elapsed_s), save

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from farspan.domain.graph import Operator
 from farspan.domain.plan import Zero
 from farspan.estimate.memory import kept_per_row, state_bytes
-from farspan.semantics.sharding import COPY, RESIDUAL, Strategy, returns_to_residual, strategies, weight_share
+from farspan.semantics.tensor_sharding import COPY, RESIDUAL, Strategy, returns_to_residual, strategies, weight_share
 from farspan.techniques._search.ilp import Choice, Infeasible, solve
 from farspan.techniques._task import Task
 

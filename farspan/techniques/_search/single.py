@@ -12,6 +12,7 @@ import msgspec
 
 from farspan.domain.plan import GradSync, Mesh, Plan, Replica, Stage, Topology, Zero, row_quantum
 from farspan.domain.problems import Problem
+from farspan.domain.units import counted
 from farspan.techniques._task import Task, best, cannot
 
 #: PyTorch DDP's default, from Li et al., arXiv 2006.15704; and one of which less is left when a backward pass ends.
@@ -151,7 +152,7 @@ def over_batch(task: Task, technique: str, zero: Zero) -> Plan | Problem:
 def too_few_rows(task: Task, coordinates: int) -> Problem:
     return cannot(
         "the batch has fewer sequences than there are devices", "run.yaml, key train.batch.global",
-        f"{task.train.batch} sequences a step, {coordinates} devices",
+        f"{counted(task.train.batch, 'sequence')} a step, {coordinates} devices",
         f"set train.batch.global: {coordinates} sequences",
     )  # fmt: skip
 
@@ -161,7 +162,7 @@ def one_device(task: Task, technique: str) -> Problem | None:
     if len(task.ranks) > 1:
         return None
     problem = cannot(
-        f"{technique} divides work between devices, and here is one", "the cluster",
+        f"{technique} divides work between devices, and there is only one", "the cluster",
         f"one {task.costs.network.devices[0].kind}", "use data: it runs on one device as on many",
     )  # fmt: skip
     return msgspec.structs.replace(problem, subject=technique)
