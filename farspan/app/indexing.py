@@ -51,7 +51,7 @@ def embed(run: RunFolder, progress: Progress = silent, *, evaluate: bool = True)
     finally:
         progress(Ended())
     if work.kept:
-        progress(Note(f"embedded {counted(work.embedded, 'text')}, besides {work.kept:,} from before"))
+        progress(Note(f"embedded {counted(work.embedded, 'text')}; {work.kept:,} had been embedded before"))
     return Indexed(manifest=manifest, embedded=work.embedded, kept=work.kept)
 
 

@@ -10,9 +10,7 @@ from farspan.domain.problems import command
 from farspan.domain.run import RunFolder
 
 
-def generate(
-    run: RunFolder, prompt: str, *, tokens: int, temperature: float, top_k: int, seed: int
-) -> tuple[str, int]:  # fmt: skip
+def generate(run: RunFolder, prompt: str, *, tokens: int, temperature: float, top_k: int, seed: int) -> tuple[str, int]:
     """Text that the model writes after a prompt, and the step that its weights are from."""
     from farspan.runtime.inference import load
     from farspan.runtime.model.generate import generate as write

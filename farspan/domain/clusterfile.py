@@ -153,9 +153,7 @@ class _Reader:
         lease = self._quantity(parse_seconds, entry.lease, f"{where}.lease", 1, 1e9)
         hosts = tuple(self._host(host, host_entry, where, entry.price) for host, host_entry in entry.hosts.items())
         queue = self._quantity(parse_seconds, entry.queue, f"{where}.queue", 0, 1e9) or 0.0
-        return Site(
-            name=name, hosts=hosts, egress_usd_per_byte=entry.egress / 1e9, lease_s=lease, queue_s=queue
-        )  # fmt: skip
+        return Site(name=name, hosts=hosts, egress_usd_per_byte=entry.egress / 1e9, lease_s=lease, queue_s=queue)
 
     def _host(self, name: str, entry: HostEntry, site: str, price: float | None) -> Host:
         where = f"{site}.hosts.{name}"

@@ -58,9 +58,7 @@ def token_efficiency(plan: Plan, parameters: float) -> TokenEfficiency:
     replicas, every = len(plan.replicas), plan.sync.every
     sizes, counts = tuple(LOSSES), tuple(EXCESS)
     share = excess(parameters, replicas, every)
-    inside = excess(
-        min(max(parameters, sizes[0]), sizes[-1]), min(replicas, counts[-1]), min(every, LATE)
-    )  # fmt: skip
+    inside = excess(min(max(parameters, sizes[0]), sizes[-1]), min(replicas, counts[-1]), min(every, LATE))
     spread = SPREAD + abs(share - inside)
     evidence = (
         sizes[0] <= parameters <= sizes[-1]

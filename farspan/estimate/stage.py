@@ -229,7 +229,7 @@ class Costs:
         if key not in self._sizes:
             self._sizes[key] = activations_per_row(
                 self.graph, stage.units, self.train, backend, splits=stage.splits, ways=ways, recompute=stage.recompute
-            )  # fmt: skip
+            )
         again = ("again", backend, ways, tuple(stage.splits.items()) if ways > 1 else ())
         if again not in self._sizes:
             self._sizes[again] = replayed_per_row(self.graph, self.train, backend, stage.splits, ways)

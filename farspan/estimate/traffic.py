@@ -143,8 +143,7 @@ def _batch_axes(replica: Replica, stage: Stage, costs: Costs, ledger: _Ledger) -
         else:
             ledger.ring("gradients", group, 2 * part * (len(group) - 1) / len(group))
     between = functools.partial(network.direct_s, ahead=True) if costs.engine.direct else network.all_reduce_s
-    _slowest(ledger, "gradients", sites, lambda g, s: between(
-        g, s, messages=messages, concurrent=len(groups[0])), part)  # fmt: skip
+    _slowest(ledger, "gradients", sites, lambda g, s: between(g, s, messages=messages, concurrent=len(groups[0])), part)
 
 
 def _slowest(

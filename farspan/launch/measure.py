@@ -198,9 +198,7 @@ def _local_rate(host: Host, measuring: _Measuring) -> Host:
 
 def _planned(host: Host, index: int) -> PlannedDevice:
     device = host.devices[index]
-    return PlannedDevice(
-        host=host.name, backend=device.backend, index=index, threads=device.threads, kind=device.kind
-    )  # fmt: skip
+    return PlannedDevice(host=host.name, backend=device.backend, index=index, threads=device.threads, kind=device.kind)
 
 
 def _allreduce(cluster: Cluster, measuring: _Measuring) -> dict[int, float]:

@@ -125,9 +125,7 @@ def trial(plan: Plan, corpus: Path, cluster: Cluster, launcher: str, within: Lim
     )  # fmt: skip
 
 
-def timed(
-    plan: Plan, short: Plan, ends: Sequence[float], warmup: int = WARMUP
-) -> tuple[float, tuple[float, ...]]:  # fmt: skip
+def timed(plan: Plan, short: Plan, ends: Sequence[float], warmup: int = WARMUP) -> tuple[float, tuple[float, ...]]:
     """Seconds of a step of the plan, and all that were timed, from when each step of the short one ended."""
     if short.sync is None or plan.sync is None:
         steps = [after - before for before, after in itertools.pairwise(ends[warmup - 1 :])]
@@ -144,9 +142,7 @@ def timed(
     return usual + extra / plan.sync.every, tuple(steps)
 
 
-def _run(
-    plan: Plan, run: RunFolder, cluster: Cluster, launcher: str, within: Limits, starting_s: float
-) -> list[float]:  # fmt: skip
+def _run(plan: Plan, run: RunFolder, cluster: Cluster, launcher: str, within: Limits, starting_s: float) -> list[float]:
     """When each step but the last ended: after the last one the model would be saved and tried. Raises Refusal."""
     wanted, ends = plan.train.steps - 1, list[float]()
     with launch(launcher, plan, run, cluster) as workers, Deadline(workers, starting_s) as deadline:

@@ -44,7 +44,7 @@ def _block(spec: ModelSpec) -> tuple[Operator, ...]:
         _linear(spec, "mlp.up", "bsd,wfd->bsfw", bias="wf", divisible="f"),
         Operator(name="mlp.act", kind="pointwise", einsum="bsfw->bsf", divisible="f", keeps=kept),
         _linear(spec, "mlp.down", "bsf,df->bsd", bias="d", divisible="f"),
-    )  # fmt: skip
+    )
 
 
 def _linear(spec: ModelSpec, name: str, einsum: str, *, bias: str, divisible: str) -> Operator:

@@ -86,7 +86,7 @@ def nothing_runs(ranking: Ranking, tried: Sequence[tuple[Candidate, Trial]], ask
 
 def _short(
     what: str, where: str, fact: str, tried: Sequence[tuple[Candidate, Trial]], asked: SelectionTask, ranking: Ranking
-) -> Refusal:  # fmt: skip
+) -> Refusal:
     """Too little memory, by predictions or by what the trials needed; with the largest model that fits."""
     limit, by = largest_tried(ranking.cluster, asked, tried), "by what these needed, " if tried else ""
     if limit is None:

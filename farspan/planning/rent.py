@@ -147,9 +147,7 @@ def _priced(kinds: Sequence[str]) -> dict[str, tuple[Device, catalog.Price]]:
 def offered(device: Device, count: int, bandwidth: float = SITE_BANDWIDTH) -> Cluster:
     """So many devices of a kind as a cluster: hosts of eight, each joined to each."""
     names = [f"node{i + 1}" for i in range(-(-count // HOST))]
-    hosts = tuple(
-        Host(name=name, devices=(device,) * min(HOST, count - i * HOST)) for i, name in enumerate(names)
-    )  # fmt: skip
+    hosts = tuple(Host(name=name, devices=(device,) * min(HOST, count - i * HOST)) for i, name in enumerate(names))
     links = tuple(
         Link(a=a, b=b, rtt_s=SITE_RTT_S, bandwidth=bandwidth, origin="derived")
         for i, a in enumerate(names) for b in names[i + 1 :]

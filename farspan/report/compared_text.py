@@ -22,7 +22,7 @@ def sentences(comparison: Comparison) -> list[str]:
         f"step {short_time(steps.measured_s)}, predicted {short_time(steps.predicted_s)} ({change}), {inside} the "
         f"interval ({low} to {high}); half of the steps took {' to '.join(map(short_time, steps.half))}",
         *map(str, comparison.drifts),
-    ]  # fmt: skip
+    ]
     if not steps.inside and not comparison.drifts:
         lines.append("what was traced names no device and no link as the cause")
     return [*lines, comparison.again] if comparison.again else lines

@@ -195,7 +195,7 @@ def steps_to_fit(pairs: int, fit: FitSettings) -> int:
 
 def _contrast(
     passages_PF: Tensor, titles_PF: Tensor, fit: FitSettings, work: IndexWork | None = None
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Maps (F, E) of passages and of titles under which the two of a pair are more alike than those of other pairs.
 
     Both begin as the same random projection, which keeps angles; without pairs that is what they stay.

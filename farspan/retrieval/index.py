@@ -277,5 +277,5 @@ def read_manifest(path: Path, command: str) -> IndexManifest:
     if not (path / _MANIFEST).exists():
         raise Refusal(
             "no-index", what="there is no index to search", where=path, fact=f"{_MANIFEST} is missing", remedy=command
-        )  # fmt: skip
+        )
     return load(path / _MANIFEST, IndexManifest)

@@ -85,9 +85,9 @@ def installed() -> Wheel:
         available = torch.cuda.is_available()
     try:
         for index in range(torch.cuda.device_count() if available else 0):
-            seen.append(TorchGpu(
-                name=torch.cuda.get_device_name(index), capability=torch.cuda.get_device_capability(index)
-            ))  # fmt: skip
+            seen.append(
+                TorchGpu(name=torch.cuda.get_device_name(index), capability=torch.cuda.get_device_capability(index))
+            )
     except RuntimeError as failed:
         error = str(failed)
     return Wheel(

@@ -161,7 +161,7 @@ def train(plan: Plan, run: RunFolder, rank: int, world: int, notices: Notices | 
 
 def start(
     plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None], abandoned: Gone, began: float
-) -> Trainer:  # fmt: skip
+) -> Trainer:
     """A trainer with the state of the newest checkpoint. That it has started is the first event. A time budget counts
     from `began`, of the monotonic clock."""
     if group.rank == 0:  # The others write none.

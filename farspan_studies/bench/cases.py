@@ -163,11 +163,11 @@ def _gathered_singly(replica: Replica) -> Replica:
     """ZeRO as it was published gathers weights tensor by tensor; our runtime gathers them in the buckets in which their
     gradients are summed, which Alpa sums in one."""
     single = tuple(
-        stage if stage.zero == 0 else msgspec.structs.replace(
-            stage, grad_sync=msgspec.structs.replace(stage.grad_sync, bucket_bytes=None)
-        )
+        stage
+        if stage.zero == 0
+        else msgspec.structs.replace(stage, grad_sync=msgspec.structs.replace(stage.grad_sync, bucket_bytes=None))
         for stage in replica.stages
-    )  # fmt: skip
+    )
     return msgspec.structs.replace(replica, stages=single)
 
 

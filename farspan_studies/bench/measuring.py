@@ -175,7 +175,7 @@ def measure(
 
 def meanings(
     matrix: Matrix, wanted: Sequence[Cell], clusters: There, paces: TriedPaces, known: Collection[str]
-) -> tuple[list[Todo], list[Todo]]:  # fmt: skip
+) -> tuple[list[Todo], list[Todo]]:
     """What cells mean, all and those that are not `known` by their keys."""
     every = [meant(matrix, cell, clusters[cell.cluster], paces) for cell in wanted]
     return every, [item for item in every if item.key not in known]

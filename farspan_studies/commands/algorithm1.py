@@ -60,7 +60,7 @@ def _delta(given: argparse.Namespace) -> float:
 
 def select(
     given: argparse.Namespace, resolved: Resolved, asked: ParallelConfig, console: Console
-) -> tuple[Plan, dict[str, Any]]:  # fmt: skip
+) -> tuple[Plan, dict[str, Any]]:
     """The plan that the algorithm chooses, and all that it measured. Raises Refusal where it chooses nothing."""
     delta, steps = _delta(given), epsilon(given.epsilon or EPSILON)(resolved)
     from farspan.app import choosing, clusters

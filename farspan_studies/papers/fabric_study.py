@@ -181,9 +181,7 @@ def host_bytes(case: Case, host: str, engine: Engine) -> float:
     """Bytes of a host's own memory while a run starts: a process a stage, the state of the stages that it receives, and
     on the first host the whole state, which is made there."""
     (replica,) = case.plan.replicas
-    stages = [
-        stage for stage in replica.stages if host in {case.plan.devices[rank].host for rank in stage.mesh.ranks}
-    ]  # fmt: skip
+    stages = [stage for stage in replica.stages if host in {case.plan.devices[rank].host for rank in stage.mesh.ranks}]
     held = sum(case.graph.parameters(*stage.units) for stage in stages)
     if case.plan.devices[0].host == host:
         held += case.graph.parameters()

@@ -65,7 +65,7 @@ def test_ctrl_c_says_that_the_same_command_goes_on(embedding, farspan: Farspan):
     assert process.returncode == EXIT_CODES["interrupted"] and err.count("error[interrupted]") == 1
     assert f"farspan embed {path}" in err and "Traceback" not in err
     done = farspan("embed", str(path))
-    assert done.returncode == 0 and "were embedded before" in done.stdout
+    assert done.returncode == 0 and "had been embedded before" in done.stdout
 
 
 def shown(console: Console, seconds: int) -> None:

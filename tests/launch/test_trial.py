@@ -134,7 +134,7 @@ def test_memory_that_is_not_there_is_a_result(sites, corpus):
 def test_a_trial_that_does_not_end_is_ended(sites, corpus):
     plan = replace(planned(), train=replace(TRAIN, batch=8))
     made = trial(plan, corpus, sites, "local", Limits(steps=100_000, deadline_s=3.0))
-    assert made.status == "failed" and "not done after 3 s" in made.problem.what
+    assert made.status == "failed" and "did not end within 3 s" in made.problem.what
     assert made.took_s < 300
     assert not subprocess.run(["pgrep", "-af", "farspan-trial-"], capture_output=True, text=True).stdout
 

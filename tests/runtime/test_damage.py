@@ -206,7 +206,7 @@ def test_a_damaged_newest_is_named_with_why_and_the_one_before_is_used(executor:
     OF_STEPS[kind](newest)
     step, (said,) = find(executor, run.checkpoints)
     assert step == 3
-    why = said.removeprefix(f"corrupt checkpoint {newest}: ").removesuffix(". Going on from step 3: 1 steps lost.")
+    why = said.removeprefix(f"corrupt checkpoint {newest}: ").removesuffix(". Going on from step 3: 1 step lost.")
     assert 10 < len(why) < len(said) - 60
 
 

@@ -83,7 +83,7 @@ def test_a_machine_slower_than_its_trial_still_ends_its_decay_within_the_budget(
     assert start.steps[-1].lr == pytest.approx(0.1 * TRAIN.optimizer.lr)
     assert made.step == made.steps == start.steps[-1].step < 60
     warned = [event for event in start.events if isinstance(event, Warned)]
-    assert len(warned) == 1 and f"{made.steps} steps fit" in warned[0].message
+    assert len(warned) == 1 and f"is enough for {made.steps} step" in warned[0].message
     again = Start(start.run)
     assert again.train()[0] == "deadline" and not again.steps
 

@@ -21,6 +21,7 @@ from farspan.domain.problems import Refusal
 from farspan.domain.results import Event, Finished, Saved, Step, Validated, Warned, read_events
 from farspan.domain.run import RunFolder
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
+from farspan.domain.units import counted
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.model.decoder import Decoder, drawn, initialise
@@ -237,7 +238,7 @@ def test_resuming_from_a_damaged_checkpoint_says_what_was_lost(tmp_path):
     warning = next(event for event in events if isinstance(event, Warned))
     lost = 100 - int(previous.name.removeprefix("step-"))
     assert str(newest) in warning.message
-    assert f"{lost} steps lost" in warning.message
+    assert f": {counted(lost, 'step')} lost" in warning.message
     assert steps_of(events)[-1].step == 100
 
 
@@ -353,7 +354,7 @@ def test_a_checkpoint_in_a_folder_with_a_colon_that_is_damaged_is_passed_over(tm
     damage(newest / checkpoint.MODEL, "truncate")
     events = launch(run)
     warning = next(event for event in events if isinstance(event, Warned))
-    assert "steps lost" in warning.message and events[-1].reason == "done"
+    assert " lost" in warning.message and events[-1].reason == "done"
 
 
 def test_patience_stops_early(tmp_path):
@@ -389,7 +390,7 @@ def test_a_run_takes_the_time_that_it_has(tmp_path, rows):
     rates = [event.lr for event in steps_of(events)]
     top = rates.index(max(rates))
     assert rates[top:] == sorted(rates[top:], reverse=True) and rates[-1] == pytest.approx(0.1 * max(rates), rel=0.05)
-    assert sum(isinstance(event, Warned) and "steps fit" in event.message for event in events) == 1
+    assert sum(isinstance(event, Warned) and "time budget is enough for" in event.message for event in events) == 1
 
 
 def test_another_corpus_than_planned_is_refused(tmp_path):

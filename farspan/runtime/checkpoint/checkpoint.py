@@ -108,7 +108,7 @@ def check_disk(folder: Path, needed: int) -> None:
 
 def write(
     folder: Path, files: Sequence[File], progress: TrainingProgress, keep: int, writing: Writing = ALONE
-) -> tuple[Path, int]:  # fmt: skip
+) -> tuple[Path, int]:
     """Write the checkpoint of `progress.step`, then delete all but the newest `keep`. Returns its path and bytes.
     `writing` is entered while a file is written, and until all is in its place after the last, not while one is
     collected. Raises Unsaved once all files were collected: the other workers are done with theirs."""

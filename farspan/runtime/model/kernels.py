@@ -202,7 +202,7 @@ def _indices(targets_N: Tensor, shard: VocabularyShard, V: int) -> tuple[Tensor,
 
 def _sharded_sums(
     logits_NV: Tensor, index_N1: Tensor, here_N1: Tensor, shard: VocabularyShard, step: int
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Each token's log-sum over the whole vocabulary, and its target's logit."""
     wide = _wide(logits_NV.dtype)
     own_N = torch.cat([part.to(wide).logsumexp(dim=1) for part in logits_NV.split(step)])

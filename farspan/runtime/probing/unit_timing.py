@@ -83,9 +83,9 @@ def bytes_needed(spec: ModelSpec, seq_len: int, rows: int, dtype: DType, backend
     kept += kept_per_row(graph, graph.block, train, {}, 1, backend)
     passing = rows * kept + logits_bytes(graph, train, rows, own)
     # What a backward pass gives stands beside the sum that it is added to.
-    return round(weights * STATE_BYTES[dtype]), round(passing + 4 * max(
-        graph.size(weight.dims) for unit, _ in kinds for op in unit for weight in op.weights
-    ))  # fmt: skip
+    return round(weights * STATE_BYTES[dtype]), round(
+        passing + 4 * max(graph.size(weight.dims) for unit, _ in kinds for op in unit for weight in op.weights)
+    )
 
 
 class _Unit:

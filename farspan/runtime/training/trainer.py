@@ -72,7 +72,7 @@ class Trainer:
 
     def __init__(
         self, worker: Worker, monotonic: Callable[[], float] = time.monotonic, began: float | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A time budget counts from `began`, a time of the same clock; None is now."""
         self.worker, self.monotonic = worker, monotonic
         self.order = Order(worker.train.count, worker.plan.train.seed)

@@ -73,9 +73,7 @@ def plans(
     for recompute in (True,) if task.train.recompute else (False, True):
         for topology, bucket in itertools.product(_topologies(task, mesh, len(sites)), BUCKETS):
             bits = task.train.wan_bits if len(sites) > 1 else 32
-            sync = GradSync(
-                bucket_bytes=bucket, topology=topology, bits=bits, wan_rate=wan_rate(task, mesh, topology)
-            )  # fmt: skip
+            sync = GradSync(bucket_bytes=bucket, topology=topology, bits=bits, wan_rate=wan_rate(task, mesh, topology))
             stage = Stage(
                 units=(0, task.graph.units), mesh=mesh, rows=rows, grad_sync=sync, zero=zero, splits=splits or {},
                 recompute=recompute,
