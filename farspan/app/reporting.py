@@ -26,7 +26,7 @@ GAIN = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A run, what it took in all, what is told of its devices if it has several, and the page of all that."""
+    """A run, what it took in all, how its devices compare with their predictions, and the page of all that."""
 
     run: RunHistory
     measurement: Measurement | None

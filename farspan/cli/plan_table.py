@@ -137,9 +137,9 @@ def _aligned(rows: Sequence[Sequence[str]], tints: Sequence[str], colours: bool)
 def _terse(cell: str) -> str:
     """`24 % slower` as `+24 %`, `2.4 x slower` as `2.4 x`, `7.7 of 24` as `7.7/24`."""
     number, _, word = cell.rpartition(" ")
-    if word not in ("slower", "dearer", "faster", "cheaper"):
+    if word not in ("slower", "costlier", "faster", "cheaper"):
         return cell.replace(" of ", "/") if cell[:1].isdigit() else cell
-    sign = "" if number.endswith("x") else "+" if word in ("slower", "dearer") else "-"
+    sign = "" if number.endswith("x") else "+" if word in ("slower", "costlier") else "-"
     return sign + number
 
 

@@ -1,4 +1,4 @@
-"""Candidates against each other: which is how much slower or dearer, and what each would be called in a sentence."""
+"""Candidates against each other: which is how much slower or more expensive, and what each would be called in a sentence."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def step_s(candidate: Candidate) -> float:
     return candidate.estimate.step_s / candidate.estimate.token_efficiency
 
 
-def dearer(ranking: Ranking) -> bool:
+def by_money(ranking: Ranking) -> bool:
     """Whether the objective compares money."""
     return ranking.objective in ("cost", "loss_per_dollar")
 
 
 def factor(ranking: Ranking, candidate: Candidate, base: Candidate) -> float:
     """How many times as long, or as many dollars, `candidate` takes as `base`."""
-    if not dearer(ranking):
+    if not by_money(ranking):
         return candidate.time_s / base.time_s
     return candidate.time_s / base.time_s if candidate.usd is None or not base.usd else candidate.usd / base.usd
 
@@ -49,11 +49,11 @@ def _times(value: float) -> str:
 
 
 def words_of(ranking: Ranking) -> tuple[str, str]:
-    return ("dearer", "cheaper") if dearer(ranking) else ("slower", "faster")
+    return ("costlier", "cheaper") if by_money(ranking) else ("slower", "faster")
 
 
 def verdict(ranking: Ranking, candidate: Candidate | Refused) -> str:
-    """A few words: chosen, how much slower (or dearer), or that there is no plan."""
+    """A few words: chosen, how much slower (or costlier), or that there is no plan."""
     if isinstance(candidate, Refused):
         return "does not fit" if candidate.problem.code == "out-of-memory" else "no plan"
     if ranking.chosen is None:

@@ -17,8 +17,8 @@ from farspan.estimate.stage import Costs
 from farspan.estimate.traffic import Exchange, traffic
 from farspan.planning.compare import (
     SAME,
+    by_money,
     called,
-    dearer,
     devices_line,
     difference,
     factor,
@@ -128,7 +128,7 @@ def against(ranking: Ranking) -> tuple[str, ...]:
 
 def _versus(ranking: Ranking, rival: Candidate, chosen: Candidate) -> str:
     how = difference(factor(ranking, rival, chosen), words_of(ranking))
-    took = format_seconds(rival.time_s) + (f", {spent(rival)}" if dearer(ranking) else "")
+    took = format_seconds(rival.time_s) + (f", {spent(rival)}" if by_money(ranking) else "")
     text = f"is {how} on {devices_line(ranking.cluster, rival.places)}: {took}"
     if reasons := _reasons(ranking, rival, chosen):
         text += f"; {'; '.join(reasons)}"
@@ -138,7 +138,7 @@ def _versus(ranking: Ranking, rival: Candidate, chosen: Candidate) -> str:
 def _reasons(ranking: Ranking, rival: Candidate, base: Candidate) -> list[str]:
     """What takes longer; and where money is compared, what for how long is paid."""
     reasons = slower_because(ranking.cluster, rival, base)
-    if dearer(ranking) and factor(ranking, rival, base) > 1 + SAME:
+    if by_money(ranking) and factor(ranking, rival, base) > 1 + SAME:
         paid = f"{_devices(len(rival.places))} for {format_seconds(rival.estimate.run_s)}"
         reasons = [f"{paid}, not {_devices(len(base.places))} for {format_seconds(base.estimate.run_s)}", *reasons]
     return reasons

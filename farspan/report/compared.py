@@ -72,7 +72,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     parts: tuple[StepPart, ...]
     drifts: tuple[Drift, ...]
     notes: tuple[str, ...]
-    #: What planning again with the measured paces would give, told by whoever planned.
+    #: What planning again with the measured paces would give, by the planner.
     again: str = ""
 
     @property

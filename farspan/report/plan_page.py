@@ -26,7 +26,7 @@ SIDE = 3
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands around the pictures, made by whoever ranked: texts only."""
+    """What stands around the pictures, texts only."""
 
     title: str
     question: str

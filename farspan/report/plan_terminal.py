@@ -1,4 +1,4 @@
-"""A plan's pictures in a terminal: lines of (text, tint) in one width, which whoever prints them may colour."""
+"""A plan's pictures in a terminal: lines of (text, tint) in one width, for a terminal to colour."""
 
 from __future__ import annotations
 

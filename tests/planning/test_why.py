@@ -138,7 +138,7 @@ def test_an_objective_in_money_is_compared_in_money():
     chosen = one.candidates[one.chosen]
     other = next(c for c in one.candidates if c.estimate.usd > 1.05 * chosen.estimate.usd)
     assert "cheapest" in choice(one)
-    assert verdict(one, other).endswith("dearer")
+    assert verdict(one, other).endswith("costlier")
 
 
 @pytest.mark.parametrize(

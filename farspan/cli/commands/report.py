@@ -15,7 +15,7 @@ HELP = "show what a run did, or what a bench measured"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     takes_run(parser)
-    parser.add_argument("--predicted", action="store_true", help="of a bench: what was foretold, not what was measured")
+    parser.add_argument("--predicted", action="store_true", help="of a bench: the predictions, not what was measured")
 
 
 def run(given: argparse.Namespace, console: Console) -> None:

@@ -234,7 +234,7 @@ def first_line(token: dict[str, str]) -> bytes:
 
 
 def refuse_public(host: Host) -> None:
-    """Ray listens on its node's address, and whoever holds the token may run code: never on the open internet."""
+    """Ray listens on its node's address, and every holder of the token may run code: never on the open internet."""
     where = _ip(address(host))
     if ipaddress.ip_address(where).is_global:
         raise Refusal(
