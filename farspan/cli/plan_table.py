@@ -14,7 +14,7 @@ from farspan.domain.words import joined
 from farspan.planning.compare import bounds, called, devices_line, refused_by_reason, spent, verdict
 from farspan.planning.diff import PlanDifference
 from farspan.planning.rank import Candidate, Ranking
-from farspan.planning.why import Why, assumed, choice, why
+from farspan.planning.why import Why, choice, why
 from farspan.report.tables import table_lines
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def say_ranking(
         return
     if len(ranking.cluster.devices) == 1:
         console.say("The other techniques divide work between devices; --all lists why each has no plan for one.")
-    known = assumed(ranking.candidates[ranking.chosen])
+    known = ranking.candidates[ranking.chosen].estimate.assumptions
     rest = f"; {len(known) - ASSUMED} more with --why" if len(known) > ASSUMED else ""
     console.say(paragraph(f"Assumes: {'; '.join(known[:ASSUMED])}{rest}."))
 

@@ -39,8 +39,9 @@ def _rates(costs: Costs) -> list[str]:
 
 
 def _links(plan: Plan, costs: Costs) -> list[str]:
+    """Those that say the same of many pairs of sites are one sentence."""
     used = list(dict.fromkeys(device.host for device in plan.devices))
-    network, sentences, seen = costs.network, [], set()
+    network, seen, pairs_by_text = costs.network, set[str](), dict[str, list[str]]()
     for i, a in enumerate(used):
         for b in used[i + 1 :]:
             pair = " - ".join(dict.fromkeys(network.site(host) for host in (a, b)))
@@ -49,13 +50,18 @@ def _links(plan: Plan, costs: Costs) -> list[str]:
             seen.add(pair)
             if link.bandwidth is None:
                 rate = costs.engine.host_rate or assumed_bandwidth(link, (network.site(a), network.site(b)))
-                known = f"{format_rate(rate)} is assumed; farspan probe measures it"
-                sentences.append(f"{pair}: the line's rate is unknown, {known}")
+                text = f"the line's rate is unknown, {format_rate(rate)} is assumed; farspan probe measures it"
+                pairs_by_text.setdefault(text, []).append(pair)
             if link.window is None and not link.in_flight and link.rtt_s > 1e-3:
-                sentences.append(f"{pair}: a TCP stream has {format_bytes(costs.engine.window)} under way")
+                text = f"a TCP stream has {format_bytes(costs.engine.window)} under way"
+                pairs_by_text.setdefault(text, []).append(pair)
             if link.origin == "derived":
-                sentences.append(f"{pair}: the network inside a site, or derived from other links")
-    return sentences
+                pairs_by_text.setdefault("the network inside a site, or derived from other links", []).append(pair)
+    return [f"{_some(pairs)}: {text}" for text, pairs in pairs_by_text.items()]
+
+
+def _some(pairs: list[str]) -> str:
+    return ", ".join(pairs[:2]) + (f" and {len(pairs) - 2} other pairs" if len(pairs) > 2 else "")
 
 
 def _run(plan: Plan, costs: Costs) -> list[str]:

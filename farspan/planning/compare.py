@@ -1,4 +1,4 @@
-"""Candidates against each other: which is how much slower or more expensive, and what each would be called in a sentence."""
+"""Candidates against each other: which is how much slower or costlier, and what each would be called in a sentence."""
 
 from __future__ import annotations
 

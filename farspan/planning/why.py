@@ -346,20 +346,7 @@ def unknown(ranking: Ranking) -> tuple[str, ...]:
         )
         lies = "lies" if len(close) == 1 else "lie"
         sentences.append(f"{names} {lies} inside it: a trial of each would decide, not this estimate.")
-    return (*sentences, *(f"Assumed: {assumption}." for assumption in assumed(chosen)))
-
-
-def assumed(candidate: Candidate) -> tuple[str, ...]:
-    """The estimate's assumptions; those that say the same of many pairs of sites in one sentence."""
-    by_text: dict[str, list[str]] = {}
-    for text in candidate.estimate.assumptions:
-        pair, separator, rest = text.partition(": ")
-        by_text.setdefault(rest if separator and " - " in pair else text, []).append(pair)
-    return tuple(
-        text if len(pairs) == 1 and text.startswith(pairs[0])
-        else f"{', '.join(pairs[:2])}{f' and {len(pairs) - 2} other pairs' if len(pairs) > 2 else ''}: {text}"
-        for text, pairs in by_text.items()
-    )  # fmt: skip
+    return (*sentences, *(f"Assumed: {assumption}." for assumption in chosen.estimate.assumptions))
 
 
 def _devices(count: int) -> str:
