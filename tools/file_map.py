@@ -14,8 +14,8 @@ PAGE = ROOT / "docs" / "files.md"
 HEAD = """\
 # Every file, in a line
 
-Made by `tools/file_map.py` from the first sentence of each file. [How it is built](architecture.md) says how the folders
-depend on each other.
+Made by `tools/file_map.py` from the first sentence of each file. [How it is built](architecture.md) says how the
+folders depend on each other.
 """
 
 

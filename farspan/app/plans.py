@@ -90,7 +90,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def check_cluster(plan: Plan, cluster: Cluster, path: Path, remedy: str) -> None:
-    """Refuse a plan that was made for another cluster, or that names devices which there are none of."""
+    """Refuse a plan that was made for another cluster, or that names devices that do not exist."""
     actual = identity(cluster)
     if plan.inputs.cluster != actual:
         devices = ", ".join(dict.fromkeys(device.host for device in plan.devices))
@@ -102,7 +102,7 @@ def check_cluster(plan: Plan, cluster: Cluster, path: Path, remedy: str) -> None
     lacking = [f"{at.host}, device {at.index}" for at in plan.devices if (at.host, at.index) not in existing]
     if lacking:
         raise Refusal(
-            "plan-mismatch", what="the plan names devices which there are none of", where=path,
+            "plan-mismatch", what="the plan names devices that do not exist", where=path,
             fact="; ".join(lacking), remedy=remedy,
         )  # fmt: skip
 

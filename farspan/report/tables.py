@@ -29,7 +29,8 @@ def table_lines(
         table.add_row(*map(Text, row), style=tints[number] if tints else "")
     drawn = io.StringIO()
     console = Console(
-        file=drawn, width=width, force_terminal=colours, color_system="standard" if colours else None, highlight=False
-    )
+        file=drawn, width=width, force_terminal=colours, color_system="standard" if colours else None, highlight=False,
+        force_jupyter=False,
+    )  # fmt: skip
     console.print(table)
     return [line.rstrip() for line in drawn.getvalue().splitlines()]

@@ -28,10 +28,6 @@ def test_each_command_has_help(name: str, capsys: pytest.CaptureFixture[str]):
     assert f"usage: farspan {name}" in capsys.readouterr().out
 
 
-#: Options in files that are being edited elsewhere.
-HELPLESS = {"plan": {"attention", "wan_bits", "tolerance"}, "select": {"tolerance"}}
-
-
 @pytest.mark.parametrize("name", main.names())
 def test_each_option_says_what_it_is_and_its_default(name: str):
     def lacking(parser: argparse.ArgumentParser):
@@ -44,7 +40,7 @@ def test_each_option_says_what_it_is_and_its_default(name: str):
             if not action.help or not (nothing or "default" in action.help or str(action.default) in action.help):
                 yield action.dest
 
-    assert set(lacking(main.parser_of(name))) - HELPLESS.get(name, set()) == set()
+    assert set(lacking(main.parser_of(name))) == set()
 
 
 def test_the_overview_lists_every_command(farspan: Farspan):

@@ -100,4 +100,4 @@ def test_an_unknown_store_is_refused_with_the_nearest():
     with pytest.raises(Refusal) as refusal:
         stores.resolve("qdrnt")
     assert refusal.value.problem.code == "out-of-range"
-    assert refusal.value.problem.remedy == "set index.store to qdrant"
+    assert refusal.value.problem.remedy == "set index.store: qdrant"

@@ -26,11 +26,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--batch", help="a step's sequences, or tokens such as '256k tokens' (default: by the tokens)")
     group.add_argument("--seq-len", type=int, help="tokens of a sequence (default: the model's context)")
     group.add_argument("--precision", default="auto", help="auto, bf16, fp16 or fp32")
-    group.add_argument("--attention", default="sdpa", choices=("sdpa", "vanilla"), help="flash, or the textbook's")
+    group.add_argument(
+        "--attention", default="sdpa", choices=("sdpa", "vanilla"), help="flash, or the textbook's (default: sdpa)"
+    )
     group.add_argument("--recompute", action="store_true", help="keep only the blocks' inputs of the forward pass")
-    group.add_argument("--wan-bits", type=int, default=32, choices=(8, 16, 32), help="of a number between sites")
+    group.add_argument(
+        "--wan-bits", type=int, default=32, choices=(8, 16, 32), help="of a number between sites (default: 32)"
+    )
     parser.add_argument("--objective", choices=OBJECTIVES, help="what is best (default: time)")
-    parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="how much slower fewest_devices may be")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=TOLERANCE,
+        help=f"how much slower fewest_devices may be (default: {TOLERANCE:g})",
+    )
     parser.add_argument("--technique", action="append", default=[], help="price this one only; may be repeated")
     parser.add_argument("--resolved", action="store_true", help="show each value of run.yaml and where it came from")
     takes_views(parser)

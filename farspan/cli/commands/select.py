@@ -36,7 +36,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     takes_config(parser)
     parser.add_argument("--algorithm", default=OWN, metavar="NAME", help=f"{OWN}, or paper (default: {OWN})")
     parser.add_argument("--objective", choices=OBJECTIVES, help="what is best (default: time)")
-    parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="how much slower fewest_devices may be")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=TOLERANCE,
+        help=f"how much slower fewest_devices may be (default: {TOLERANCE:g})",
+    )
     parser.add_argument(
         "--budget",
         metavar="TIME",
