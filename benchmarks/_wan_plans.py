@@ -18,7 +18,7 @@ from farspan.domain.problems import Problem
 from farspan.domain.train import Schedule, TrainSpec
 from farspan.planning.rank import rank
 from farspan.techniques import Task
-from farspan.techniques._search.single import wan_rate
+from farspan.techniques._search.one_stage import wan_rate
 
 ENGINE = "farspan"
 #: Two sites of two workers.

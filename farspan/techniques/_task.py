@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import msgspec
-
 from farspan.domain.cluster import Cluster
 from farspan.domain.codec import content_hash
 from farspan.domain.engine import Engine
@@ -18,11 +16,8 @@ from farspan.domain.graph import OpGraph
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Edge, Inputs, Plan, PlannedDevice, Replica, Stage, Sync
 from farspan.domain.problems import Problem
-from farspan.domain.results import Estimate
 from farspan.domain.train import TrainSpec
-from farspan.domain.units import format_bytes
 from farspan.estimate.network import Network
-from farspan.estimate.price import price
 from farspan.estimate.stage import Costs
 
 #: Streams between two stages: beyond, one more adds little (`farspan probe` tries 1 to 16) and costs a socket a pair.
@@ -138,47 +133,6 @@ class Task:
     def capacity(self, rank: int) -> float:
         """Bytes that a plan may fill on a device."""
         return self.engine.fill * self.costs.network.devices[rank].memory
-
-
-def shortage(task: Task, plan: Plan, estimate: Estimate) -> tuple[float, int]:
-    """Bytes that the fullest device lacks (negative: has to spare), and its rank."""
-    used = sorted(rank for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks)
-    return max((memory.total - task.capacity(rank), rank) for rank, memory in zip(used, estimate.memory, strict=True))
-
-
-def best(task: Task, plans: Sequence[Plan]) -> Plan | Problem:
-    """The fastest plan that fits every device; where none does, what the one that lacks least is short of."""
-    priced = [(plan, price(plan, task.costs, brief=True)) for plan in plans]
-    fitting = [(plan, estimate) for plan, estimate in priced if shortage(task, plan, estimate)[0] <= 0]
-    if fitting:
-        return min(fitting, key=lambda pair: pair[1].step_s / pair[1].token_efficiency)[0]
-    plan, estimate = min(priced, key=lambda pair: shortage(task, *pair)[0])
-    return out_of_memory(task, plan, estimate)
-
-
-def out_of_memory(task: Task, plan: Plan, estimate: Estimate) -> Problem:
-    """What is short, on which device, and by how much."""
-    lacking, rank = shortage(task, plan, estimate)
-    device, at = task.costs.network.devices[rank], task.devices[rank]
-    used = sorted(r for replica in plan.replicas for stage in replica.stages for r in stage.mesh.ranks)
-    memory = estimate.memory[used.index(rank)]
-    parts = sorted(msgspec.structs.asdict(memory).items(), key=lambda part: -part[1])[:3]
-    most = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
-    return Problem(
-        code="out-of-memory", what=f"{device.kind} is short of {format_bytes(lacking)}, one sequence at a time",
-        where=f"{at.host}, device {at.index}",
-        fact=f"needs {format_bytes(memory.total)} ({most}), usable {format_bytes(task.capacity(rank))} "
-        f"of {format_bytes(device.memory)}",
-        remedy=_remedy(task, device.backend, memory.total, rank),
-    )  # fmt: skip
-
-
-def _remedy(task: Task, backend: str, needed: float, rank: int) -> str:
-    # Workers on CPUs share their host's memory: fewer of them have more each.
-    everywhere = len(task.devices)
-    if backend == "cpu" and (fitting := int(task.capacity(rank) * everywhere // needed)) >= 1 and everywhere > 1:
-        return f"set parallel.workers: {fitting}"
-    return "ask what fits: farspan plan --fit model, with the same cluster"
 
 
 def cannot(what: str, where: str, fact: str, remedy: str) -> Problem:

@@ -15,8 +15,9 @@ from farspan.domain.problems import Problem
 from farspan.estimate.memory import MEETING
 from farspan.estimate.price import price
 from farspan.techniques import data, fsdp, pipeshard, zero2
-from farspan.techniques._search.single import rows_by_speed, too_few_rows
-from farspan.techniques._task import Task, best, cannot
+from farspan.techniques._out_of_memory import best
+from farspan.techniques._search.one_stage import rows_by_speed, too_few_rows
+from farspan.techniques._task import Task, cannot
 
 #: Steps between meetings that are tried: those that Charles et al. (arXiv 2503.09799, section 5) compare beyond 1.
 EVERY = (10, 30, 100, 300)

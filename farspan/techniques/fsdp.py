@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem
-from farspan.techniques._search.single import one_device, over_batch
+from farspan.techniques._search.one_stage import one_device, over_batch
 from farspan.techniques._task import Task
 
 

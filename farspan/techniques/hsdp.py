@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from farspan.domain.plan import Mesh, Plan
 from farspan.domain.problems import Problem
-from farspan.techniques._search.single import plans, too_few_rows
-from farspan.techniques._task import Task, best, cannot
+from farspan.techniques._out_of_memory import best
+from farspan.techniques._search.one_stage import plans, too_few_rows
+from farspan.techniques._task import Task, cannot
 
 
 def plan(task: Task) -> Plan | Problem:

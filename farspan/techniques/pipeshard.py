@@ -21,7 +21,7 @@ from farspan.estimate.price import price, step
 from farspan.techniques import shard
 from farspan.techniques._search.even import even_splits
 from farspan.techniques._search.moves import ALL_MOVES, improved
-from farspan.techniques._search.single import one_device, relabelled
+from farspan.techniques._search.one_stage import one_device, relabelled
 from farspan.techniques._search.slices import EVERY_RUN, Tables, stage_of
 from farspan.techniques._search.stages import Solution, StageSearch
 from farspan.techniques._task import Task, cannot

@@ -9,11 +9,12 @@ from __future__ import annotations
 from farspan.domain.plan import Axis, Mesh, Plan, Zero
 from farspan.domain.problems import Problem
 from farspan.techniques import data, fsdp, hsdp, zero1, zero2
+from farspan.techniques._out_of_memory import best
 from farspan.techniques._search.ilp import Infeasible
+from farspan.techniques._search.one_stage import one_device, plans, relabelled, stage_rows
 from farspan.techniques._search.operators import Assignment
-from farspan.techniques._search.single import one_device, plans, relabelled, stage_rows
 from farspan.techniques._search.slices import cheapest_splits
-from farspan.techniques._task import Task, best
+from farspan.techniques._task import Task
 
 ZEROS: tuple[Zero, ...] = (0, 1, 2, 3)
 

@@ -23,7 +23,7 @@ from farspan.planning.parts import all_parts
 from farspan.planning.question import Question, model_of, train_of
 from farspan.planning.rank import Refused, candidate, rank
 from farspan.techniques import Task
-from farspan.techniques._task import shortage
+from farspan.techniques._out_of_memory import shortage
 from tests.techniques import worlds
 
 ENGINE = engine("farspan")

@@ -15,7 +15,7 @@ from farspan.domain.plan import Plan
 from farspan.domain.problems import EXIT_CODES, Problem
 from farspan.estimate.price import estimate, price
 from farspan.techniques import Task
-from farspan.techniques._task import shortage
+from farspan.techniques._out_of_memory import shortage
 from tests.techniques.worlds import KINDS, cluster, random_cluster, random_model, task
 
 WORLDS = range(12)

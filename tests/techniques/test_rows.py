@@ -11,7 +11,7 @@ import pytest
 from farspan.domain.codec import load, to_json
 from farspan.domain.plan import Plan, Replica, Stage
 from farspan.domain.problems import Refusal
-from farspan.techniques._search.single import part_counts
+from farspan.techniques._search.one_stage import part_counts
 from farspan.techniques.diloco import _shares
 from tests.runtime.planned import planned
 from tests.runtime.plans import HAND_PICKED, MEGATRON, ROWS, replica, stage

@@ -14,10 +14,10 @@ from farspan.domain.problems import Problem
 from farspan.estimate.price import price
 from farspan.estimate.stage_time import stage_time
 from farspan.techniques import pipeshard
+from farspan.techniques._out_of_memory import shortage
 from farspan.techniques._search.even import even_splits
 from farspan.techniques._search.slices import Tables, slices, stage_of
 from farspan.techniques._search.stages import StageSearch
-from farspan.techniques._task import shortage
 from tests.techniques.worlds import cluster, random_cluster, random_model, task
 
 CASES = 24

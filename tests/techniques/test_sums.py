@@ -7,7 +7,7 @@ import random
 import pytest
 
 from farspan.domain.plan import Mesh
-from farspan.techniques._search.single import plans, wan_rate
+from farspan.techniques._search.one_stage import plans, wan_rate
 from tests.techniques.worlds import cluster, random_model, task
 
 LINE = 1e9 / 8

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from farspan.domain.plan import GradSync, Mesh, Replica, Stage
-from farspan.techniques._search.single import BUCKET_BYTES
+from farspan.techniques._search.one_stage import BUCKET_BYTES
 from farspan.techniques._task import Task
 
 

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from farspan.domain.plan import Axis, GradSync, Mesh, Stage, Zero
 from farspan.estimate.stage_time import stage_time
 from farspan.techniques._search.ilp import Infeasible
+from farspan.techniques._search.one_stage import BUCKET_BYTES, rows_by_speed
 from farspan.techniques._search.operators import Assignment
-from farspan.techniques._search.single import BUCKET_BYTES, rows_by_speed
 from farspan.techniques._task import Task
 
 #: Stages at most of a pipeline over more devices than EVERY_RUN: bubbles grow with them, and the search.

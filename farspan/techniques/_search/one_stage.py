@@ -1,4 +1,4 @@
-"""Plans of one stage: rows handed out by speed, and the fewest microbatches that fit memory."""
+"""Plans of one stage: rows handed out by speed, sizes of gradient buckets, the fewest microbatches that fit memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import msgspec
 from farspan.domain.plan import GradSync, Mesh, Plan, Replica, Stage, Topology, Zero, row_quantum
 from farspan.domain.problems import Problem
 from farspan.domain.units import counted
-from farspan.techniques._task import Task, best, cannot
+from farspan.techniques._out_of_memory import best
+from farspan.techniques._task import Task, cannot
 
 #: PyTorch DDP's default, from Li et al., arXiv 2006.15704; and one of which less is left when a backward pass ends.
 BUCKET_BYTES = 25 * 2**20
