@@ -139,7 +139,7 @@ def test_more_workers_than_the_plan_has_are_refused(tmp_path):
         assert workers[0].wait(HANGS_S) == EXIT_CODES["plan-mismatch"]
         assert workers[1].wait(HANGS_S) != 0  # It may find rank 0 gone before it has read the plan.
     problem = json.loads((run.logs / "rank-0.problem.json").read_text())
-    assert problem["what"] == "the plan is for 1 workers, not 2"
+    assert problem["what"] == "the plan is for 1 worker, not 2"
 
 
 def test_a_plan_that_was_edited_into_one_that_cannot_be_is_refused(tmp_path):

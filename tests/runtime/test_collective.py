@@ -158,12 +158,12 @@ Group(rank, world, torch.device("cpu"), met, lost)
 def test_where_rank_0_ends_as_all_open_their_devices_it_is_named():
     program = """
 from farspan.domain.problems import Refusal
-met = meet(rank, world, SECRET)
-if rank == 0:
-    os._exit(5)
-if rank == 1:
-    time.sleep(1.0)
 try:
+    met = meet(rank, world, SECRET)
+    if rank == 0:
+        os._exit(5)
+    if rank == 1:
+        time.sleep(1.0)
     Group(rank, world, torch.device("cpu"), met, lost)
 except Refusal as refusal:
     print("lost", refusal.problem.what.removeprefix("rank ").removesuffix(" was lost"), flush=True)
