@@ -14,7 +14,7 @@ from farspan.cli.console import Console
 from farspan.cli.paint import width
 from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.problems import Refusal, command
-from farspan.domain.units import format_bytes, format_count, format_rate, format_seconds
+from farspan.domain.units import counted, format_bytes, format_count, format_rate, format_seconds
 from farspan.planning.question import Question, model_of
 from farspan.planning.rank import Candidate
 from farspan.report.tables import table_lines
@@ -109,7 +109,9 @@ def say_fit(fit: Fit, given: argparse.Namespace, console: Console) -> None:
     if fit.asked == "model":
         console.say(f"largest model that fits: {shape}, {format_count(best.amount)} parameters")
     elif fit.asked == "batch":
-        console.say(f"largest batch computed at once: {best.amount} sequences of {best.plan.train.seq_len} tokens")
+        console.say(
+            f"largest batch computed at once: {counted(best.amount, 'sequence')} of {best.plan.train.seq_len} tokens"
+        )
         console.say(f"  {best.micro_rows} on the busiest device; gradients are not accumulated, pipelines not counted")
     else:
         console.say(f"least memory a device: {format_bytes(best.amount)}, every device alike, for {shape}")
@@ -133,7 +135,7 @@ def say_fit(fit: Fit, given: argparse.Namespace, console: Console) -> None:
 def _amount(fit: Fit, amount: int) -> str:
     if fit.asked == "model":
         return f"{format_count(amount)} parameters"
-    return format_bytes(amount) if fit.asked == "memory" else f"{amount} sequences"
+    return format_bytes(amount) if fit.asked == "memory" else counted(amount, "sequence")
 
 
 def _row(fit: Fit, limit: Limit) -> tuple[str, ...]:

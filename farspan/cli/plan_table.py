@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from farspan.cli.console import Console
 from farspan.cli.paint import paint, painter, width
 from farspan.domain.model import parameters
-from farspan.domain.units import format_bytes, format_count, format_seconds, short_time
+from farspan.domain.units import counted, format_bytes, format_count, format_seconds, short_time
 from farspan.domain.words import joined
 from farspan.planning.compare import bounds, called, devices_line, refused_by_reason, spent, verdict
 from farspan.planning.diff import PlanDifference
@@ -64,7 +64,9 @@ def question(ranking: Ranking) -> str:
     if ranking.candidates:
         train = ranking.candidates[0].plan.train
         tokens = format_count(train.steps * train.tokens_per_step)
-        text += f"; {tokens} tokens in {train.steps:,} steps of {train.batch} x {train.seq_len}, {train.precision}"
+        text += (
+            f"; {tokens} tokens in {counted(train.steps, 'step')} of {train.batch} x {train.seq_len}, {train.precision}"
+        )
     where = joined([site.name for site in cluster.sites])
     text += f"; {devices_line(cluster, range(len(cluster.devices)))} at {where}"
     return f"{text}; best in {ranking.objective.replace('_', ' ')}"

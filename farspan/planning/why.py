@@ -10,7 +10,7 @@ from farspan import models
 from farspan.domain.cluster import Cluster
 from farspan.domain.engine import engine
 from farspan.domain.plan import Plan
-from farspan.domain.units import format_bytes, format_flops, format_rate, format_seconds, short_time
+from farspan.domain.units import counted, format_bytes, format_flops, format_rate, format_seconds, short_time
 from farspan.domain.words import joined
 from farspan.estimate.network import Network
 from farspan.estimate.stage import Costs
@@ -139,8 +139,11 @@ def _reasons(ranking: Ranking, rival: Candidate, base: Candidate) -> list[str]:
     """What takes longer; and where money is compared, what for how long is paid."""
     reasons = slower_because(ranking.cluster, rival, base)
     if by_money(ranking) and factor(ranking, rival, base) > 1 + SAME:
-        paid = f"{_devices(len(rival.places))} for {format_seconds(rival.estimate.run_s)}"
-        reasons = [f"{paid}, not {_devices(len(base.places))} for {format_seconds(base.estimate.run_s)}", *reasons]
+        paid = f"{counted(len(rival.places), 'device')} for {format_seconds(rival.estimate.run_s)}"
+        reasons = [
+            f"{paid}, not {counted(len(base.places), 'device')} for {format_seconds(base.estimate.run_s)}",
+            *reasons,
+        ]
     return reasons
 
 
@@ -165,9 +168,8 @@ def _compute(cluster: Cluster, rival: Candidate, base: Candidate) -> str:
     took = short_time(rival.estimate.compute_s)
     text = f"its arithmetic takes {took} of a step, not {short_time(base.estimate.compute_s)}"
     if len(rival.places) < len(base.places):
-        return (
-            f"{text}: {_devices(len(rival.places))} do{'es' * (len(rival.places) == 1)} what {len(base.places)} share"
-        )
+        does = "does" if len(rival.places) == 1 else "do"
+        return f"{text}: {counted(len(rival.places), 'device')} {does} what {len(base.places)} share"
     peaks = [_peak(cluster, each) for each in (rival, base)]
     if peaks[0] is not None and peaks[1] is not None and peaks[0] < 0.95 * peaks[1]:
         sheets = f"{devices_line(cluster, rival.places)} have {format_flops(peaks[0])} by their data sheets"
@@ -246,7 +248,7 @@ def _bubble(cluster: Cluster, rival: Candidate, base: Candidate) -> str:
     text = f"its stages wait {short_time(rival.estimate.bubble_s)} of a step for each other"
     if base.estimate.bubble_s > SAME * base.estimate.step_s:
         text += f", not {short_time(base.estimate.bubble_s)}"
-    return f"{text}: {len(replica.stages)} stages, {replica.microbatches} microbatches"
+    return f"{text}: {len(replica.stages)} stages, {counted(replica.microbatches, 'microbatch')}"
 
 
 def _tokens(cluster: Cluster, rival: Candidate, base: Candidate) -> str:
@@ -347,7 +349,3 @@ def unknown(ranking: Ranking) -> tuple[str, ...]:
         lies = "lies" if len(close) == 1 else "lie"
         sentences.append(f"{names} {lies} inside it: a trial of each would decide, not this estimate.")
     return (*sentences, *(f"Assumed: {assumption}." for assumption in chosen.estimate.assumptions))
-
-
-def _devices(count: int) -> str:
-    return "1 device" if count == 1 else f"{count} devices"

@@ -109,7 +109,7 @@ def notes(plan: Plan) -> list[str]:
     notes = [
         launch_note(plan, "the deepspeed launcher, its hostfile"),
         f"the script brings the model ({plan.model.family}, {counted(plan.model.layers, 'layer')} x "
-        f"{plan.model.d_model}), its sequences of {train.seq_len} tokens and {train.steps} steps",
+        f"{plan.model.d_model}), its sequences of {train.seq_len} tokens and {counted(train.steps, 'step')}",
     ]
     if parts.recompute:
         notes.append("the model's blocks must call deepspeed.checkpointing.checkpoint: the plan computes them again")
