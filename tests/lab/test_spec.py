@@ -23,7 +23,7 @@ BAD = [
     ("sites: {utah: {devices: [{memory: 10}]}}", "out-of-range", "sites.utah.devices[0].memory"),
     ("sites: {utah: {devices: [{memory: 2 elephants}]}}", "out-of-range", "2 elephants"),
     ("sites: {utah: {devices: [{cores: 0}]}}", "out-of-range", "cores"),
-    ("sites: {utah: {device: 2}}", "unknown-key", "'devices'"),
+    ("sites: {utah: {device: 2}}", "unknown-key", "sites[...].devices"),
     ("sites: {localhost: {}}", "out-of-range", "'localhost'"),
     ("sites: {'../etc': {}}", "out-of-range", "'../etc'"),
     ("sites: {'a b': {}}", "out-of-range", "'a b'"),
@@ -42,7 +42,7 @@ BAD = [
     (TWO + "links: [{between: [utah, star], rtt: 5ms, bandwidth: 0}]", "out-of-range", "links[0].bandwidth"),
     (TWO + "links: [{between: [utah, star], rtt: 5ms, bandwidth: 1e300}]", "out-of-range", "links[0].bandwidth"),
     (TWO + "links: [{between: [utah, star], rtt: 5ms}, {between: [star, utah], rtt: 5ms}]", "out-of-range", "above"),
-    (TWO + "links: [{between: [utah, star], rtt: 5ms, lost: 1%}]", "unknown-key", "'loss'"),
+    (TWO + "links: [{between: [utah, star], rtt: 5ms, lost: 1%}]", "unknown-key", "links[0].loss"),
     (TWO + "window: 1", "out-of-range", "window"),
     (TWO + "version: 2", "out-of-range", "version"),
 ]

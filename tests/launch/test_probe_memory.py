@@ -92,7 +92,7 @@ def test_devices_with_little_memory_are_measured_as_far_as_it_goes(tmp_path):
     small, capped, free = load_cluster(tmp_path / "measured.yaml").devices
     assert (small.units, capped.units, capped.origin, free.origin) == ((), (), "measured", "measured")
     assert free.units and capped.rates
-    assert "device 1 of utah: left out units in fp32 over 1, 2, 4, 8 sequences: " in text
+    assert "device 1 of utah: left out units in fp32 of 1, 2, 4, 8 sequences at a time: " in text
     assert "device 2 of utah: left out" not in text
 
 
