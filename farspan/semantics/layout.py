@@ -86,10 +86,10 @@ def _pieces(held: Sequence[HeldRange], wanted: Sequence[HeldRange]) -> Iterator[
 
 def _by_site(ranks: Iterable[int], site: Mapping[int, Hashable]) -> dict[Hashable, Ranks]:
     """The ranks of each site, both in the order given: that of a dict, so that no hash decides."""
-    found: dict[Hashable, list[int]] = {}
+    by_site: dict[Hashable, list[int]] = {}
     for rank in ranks:
-        found.setdefault(site[rank], []).append(rank)
-    return {where: tuple(members) for where, members in found.items()}
+        by_site.setdefault(site[rank], []).append(rank)
+    return {where: tuple(members) for where, members in by_site.items()}
 
 
 def _deal(

@@ -31,10 +31,10 @@ class Strategy(msgspec.Struct, frozen=True):
 
 def strategies(op: Operator, sizes: dict[str, int], ways: int, rows: int) -> tuple[Strategy, ...]:
     """Every way to use an axis of `ways` devices: copies, batch rows, and each dim that divides evenly."""
-    found = [strategy(op, "")]
+    possible = [strategy(op, "")]
     if rows % ways == 0:
-        found.append(strategy(op, "b"))
-    return (*found, *(strategy(op, dim) for dim in op.divisible if sizes[dim] % ways == 0))
+        possible.append(strategy(op, "b"))
+    return (*possible, *(strategy(op, dim) for dim in op.divisible if sizes[dim] % ways == 0))
 
 
 def strategy(op: Operator, split: str) -> Strategy:
