@@ -124,10 +124,7 @@ def train(
 
 def compare(*runs: str | os.PathLike[str] | Run) -> Versus:
     """What was configured differently in two runs or more, and what came out."""
-    from farspan.report.history import open_run
-    from farspan.report.versus import versus
-
-    return versus([open_run(run.path if isinstance(run, Run) else Path(run)) for run in runs])
+    return reporting.compare_runs([run.path if isinstance(run, Run) else Path(run) for run in runs])
 
 
 def find_cluster(name: str) -> Cluster:

@@ -14,13 +14,13 @@ def find(name: str) -> Cluster:
     from farspan.launch import clusters
 
     prefix, _, rest = name.partition(":")
-    if made_anew(name):
+    if is_external(name):
         cluster: Cluster = extensions("clusters")[prefix].load()(rest)
         return cluster
     return clusters.find(name)
 
 
-def made_anew(name: str) -> bool:
+def is_external(name: str) -> bool:
     """Whether a cluster of such a name is another package's, which may have made it again: its processes are others
     then, and all else is as it was."""
     prefix, colon, _ = name.partition(":")

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from farspan.app.clusters import made_anew
+from farspan.app.clusters import is_external
 from farspan.domain.codec import convert, load, load_yaml, parse_yaml
 from farspan.domain.config import RunConfig
 from farspan.domain.problems import Refusal, command
@@ -93,7 +93,7 @@ def refuse_edited(run: RunFolder) -> None:
 
 def read_again(key: str, value: object) -> bool:
     """Whether a key of a run's own run.yaml counts after its start: where the index lies, and which lab is entered."""
-    return key.startswith("index.") or (key == "parallel.cluster" and made_anew(str(value)))
+    return key.startswith("index.") or (key == "parallel.cluster" and is_external(str(value)))
 
 
 def _values(config: RunConfig) -> dict[str, Any]:

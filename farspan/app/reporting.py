@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,13 +13,14 @@ from farspan.app.choosing import question
 from farspan.domain.cluster import Cluster, Device, Host
 from farspan.domain.codec import load, load_yaml
 from farspan.domain.config import RunConfig
-from farspan.domain.problems import Refusal
+from farspan.domain.problems import Refusal, command
 from farspan.domain.results import Measurement
 from farspan.domain.run import RunFolder
 
 if TYPE_CHECKING:
     from farspan.report.compared import Comparison
     from farspan.report.history import RunHistory
+    from farspan.report.versus import Versus
 
 #: Another plan is named if it reads this share of tokens a second more.
 GAIN = 0.01
@@ -55,6 +57,19 @@ def write_report(path: Path, *, page: bool = True) -> Report:
         compared = msgspec.structs.replace(compared, again=again)
     where = write_page(run, compared) if page else RunFolder(path).report
     return Report(run=run, measurement=measure(run), compared=compared, page=where)
+
+
+def compare_runs(paths: Sequence[Path]) -> Versus:
+    """Two runs or more, side by side; one that is named twice counts once."""
+    from farspan.report.history import open_run
+    from farspan.report.versus import versus
+
+    if len({path.resolve() for path in paths}) < 2:
+        raise Refusal(
+            "usage", what="one run cannot be compared", where="farspan compare", fact="name two runs or more",
+            remedy=command("report", *paths[:1]),
+        )  # fmt: skip
+    return versus([open_run(path) for path in dict.fromkeys(paths)])
 
 
 def _planned_again(run: RunHistory, paces: dict[int, float], links: dict[tuple[str, str], float]) -> str:

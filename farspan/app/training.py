@@ -108,7 +108,7 @@ def train(run: RunFolder, progress: Progress = silent) -> Report:
     require_torch()
     plan, record, config = run.load_plan(), load(run.record, RunRecord), load_yaml(run.config, RunConfig)
     cluster_name = config.parallel.cluster or ""
-    cluster = clusters.find(cluster_name) if clusters.made_anew(cluster_name) else load(run.cluster, Cluster)
+    cluster = clusters.find(cluster_name) if clusters.is_external(cluster_name) else load(run.cluster, Cluster)
     board, ended, reported = TensorBoard(run.tensorboard), None, None
     if record.launcher != "local" or len(cluster.hosts) > 1:
         hosts = ", ".join(dict.fromkeys(device.host for device in plan.devices))

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from farspan.cli.console import Console
 from farspan.cli.paint import painter, width
-from farspan.domain.problems import Refusal, command
 from farspan.report.tables import table_lines
 
 if TYPE_CHECKING:
@@ -27,16 +26,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
-    from farspan.report.history import open_run
-    from farspan.report.versus import versus
+    from farspan.app.reporting import compare_runs
 
-    folders = list(dict.fromkeys(path.resolve() for path in given.runs))
-    if len(folders) < 2:
-        raise Refusal(
-            "usage", what="one run cannot be compared", where="farspan compare", fact="name two runs or more",
-            remedy=command("report", given.runs[0]),
-        )  # fmt: skip
-    comparison = versus([open_run(path) for path in dict.fromkeys(given.runs)])
+    comparison = compare_runs(given.runs)
     say(comparison, console)
     console.answer(comparison)
 
