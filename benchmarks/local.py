@@ -74,7 +74,7 @@ def here(workers: int) -> Cluster:
     found = detect("cpu", workers)
     (site,) = found.sites
     (host,) = site.hosts
-    devices = tuple(msgspec.structs.replace(one, threads=1) for one in host.devices)
+    devices = tuple(one.but(threads=1) for one in host.devices)
     host = msgspec.structs.replace(host, devices=devices)
     return msgspec.structs.replace(found, sites=(msgspec.structs.replace(site, hosts=(host,)),))
 

@@ -182,7 +182,7 @@ def bare(cluster: Cluster, workers: int | None = None) -> Cluster:
     sites = []
     for site in cluster.sites:
         (host,) = site.hosts
-        devices = tuple(msgspec.structs.replace(one, enter=None) for one in host.devices[:workers])
+        devices = tuple(one.but(enter=None) for one in host.devices[:workers])
         plain = msgspec.structs.replace(host, devices=devices, enter=None, python="python3", folder=None)
         sites.append(msgspec.structs.replace(site, hosts=(plain,)))
     return msgspec.structs.replace(cluster, sites=tuple(sites))

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from farspan.domain.cluster import Cluster, Device, Host, Link, Site
+from farspan.domain.cluster import Cluster, DataSheet, Device, Host, Link, Site, WorkerSlot
 from farspan.domain.units import parse_rate
 from farspan_lab import lab, state
 
@@ -60,10 +60,16 @@ def _device(device: lab.Device, enter: tuple[str, ...]) -> Device:
     flops = {dtype: rate * share * device.cores for dtype, rate in core.flops.items()}
     bandwidth = parse_rate(core.bandwidth) * share * device.cores if core.bandwidth else None
     return Device(
-        kind=kind, backend="cpu", memory=device.memory or _machine_memory(), flops=flops, bandwidth=bandwidth,
-        threads=device.cores, share=share, turn_s=turn_s(device), enter=enter,
-        dtypes=("fp32", "bf16") if flags & {"amx_bf16", "avx512_bf16"} else ("fp32",),
-    )  # fmt: skip
+        kind=kind,
+        backend="cpu",
+        memory=device.memory or _machine_memory(),
+        sheet=DataSheet(
+            flops=flops,
+            bandwidth=bandwidth,
+            dtypes=("fp32", "bf16") if flags & {"amx_bf16", "avx512_bf16"} else ("fp32",),
+        ),
+        slot=WorkerSlot(threads=device.cores, share=share, turn_s=turn_s(device), enter=enter),
+    )
 
 
 def _cpu_flags() -> set[str]:

@@ -16,7 +16,7 @@ from farspan.app.choosing import choose as choose_by_trials
 from farspan.app.configs import configured, default_name
 from farspan.app.plans import planned_before
 from farspan.app.reporting import Report
-from farspan.app.updates import Progress, silent
+from farspan.app.updates import Progress, notes, silent
 from farspan.app.using import export, generate
 from farspan.domain.cluster import Cluster
 from farspan.domain.config import RunConfig
@@ -60,10 +60,12 @@ class Run:
         """Embed the run's documents into its index, and measure how well that finds them."""
         return indexing.embed(self.folder, progress, evaluate=evaluate)
 
-    def search(self, query: str, k: int = 5, system: System | None = None) -> Answer:
-        """The documents that answer a query best. The first search makes the index, where there is none."""
+    def search(self, query: str, k: int = 5, system: System | None = None, progress: Progress = silent) -> Answer:
+        """The documents that answer a query best. The first search makes the index where there is none, which takes
+        minutes: `progress` shows how far it is."""
         if not (self.folder.index / "index.json").exists():
-            self.embed()
+            notes(progress)("there is no index yet: embedding the run's documents")
+            self.embed(progress)
         return indexing.search(self.folder, query, k, system)
 
     def generate(
@@ -102,13 +104,14 @@ def select(data: Data, progress: Progress = silent, *, budget_s: float | None = 
 
 
 def train(
-    data: Data, *, run: str | os.PathLike[str] | None = None, plan: str | os.PathLike[str] | None = None,
+    data: Data, *, run: str | os.PathLike[str] | None = None,
+    plan: str | os.PathLike[str] | Selection | None = None,
     progress: Progress = silent, **keys: Any,
 ) -> Run:  # fmt: skip
     """Plan, pretrain and report: `train("papers", budget="10m")`.
 
-    `run` is the folder to make (by default runs/NAME), `plan` a file of `farspan plan -o` to follow, and `keys` those
-    of run.yaml. An interrupted run raises Refusal (interrupted) and is resumed with `Run(path).resume()`.
+    `run` is the folder to make (by default runs/NAME), `plan` a file of `farspan plan -o` or what `select` gave, and
+    `keys` are those of run.yaml. An interrupted run raises Refusal (interrupted); `Run(path).resume()` goes on.
     """
     config = configured(data, **keys)
     path = Path(run) if run else Path("runs") / default_name(config)
@@ -116,8 +119,9 @@ def train(
     if plan is None:
         folder = training.start(path, config, progress)
     else:
+        given = plan if isinstance(plan, Selection) else Path(plan)
         source = Path(data) if isinstance(data, str | os.PathLike) else Path("run.yaml")
-        folder = training.make(path, config, planned_before(Path(plan), config, source, progress), progress)
+        folder = training.make(path, config, planned_before(given, config, source, progress), progress)
     training.train(folder, progress)
     return Run(path)
 

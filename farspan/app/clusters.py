@@ -64,4 +64,4 @@ def given_cluster(config: RunConfig, *, reach: bool) -> Cluster | None:
 def first_device(cluster: Cluster) -> PlannedDevice:
     """The first host's first device, as a plan names it."""
     host, device = cluster.machines[0], cluster.devices[0]
-    return PlannedDevice(host=host.name, backend=device.backend, index=0, threads=device.threads, kind=device.kind)
+    return PlannedDevice(host=host.name, backend=device.backend, index=0, threads=device.slot.threads, kind=device.kind)

@@ -20,6 +20,7 @@ from farspan.domain.plan import Plan, unsound
 from farspan.domain.problems import Refusal, command
 from farspan.domain.results import Estimate
 from farspan.planning.outcome import nothing_runs
+from farspan.planning.select import Selection
 from farspan.semantics.identity import identity, lasting
 
 #: The version of plans that this farspan writes and reads.
@@ -107,14 +108,18 @@ def check_cluster(plan: Plan, cluster: Cluster, path: Path, remedy: str) -> None
         )  # fmt: skip
 
 
-def planned_before(path: Path, config: RunConfig, config_path: Path, progress: Progress = silent) -> Planned:
-    """The plan of a file with what run.yaml says of text and cluster; refuses where the two do not fit together."""
+def planned_before(
+    source: Path | Selection, config: RunConfig, config_path: Path, progress: Progress = silent
+) -> Planned:
+    """The plan of a file or a selection with what run.yaml says of text and cluster; refuses where the two do not fit
+    together."""
     from farspan import models
     from farspan.domain.engine import engine
     from farspan.estimate.price import estimate
 
-    again = command("plan", config_path, "-o", path)
-    plan = read_plan(path)
+    path = source if isinstance(source, Path) else Path("the selection")
+    again = command("plan", config_path, "-o", source if isinstance(source, Path) else "plan.json")
+    plan = read_plan(source) if isinstance(source, Path) else _selected(source)
     if not plan.inputs.corpus:
         raise Refusal(
             "plan-mismatch", what="the plan was made from flags, without text", where=path,
@@ -141,6 +146,16 @@ def planned_before(path: Path, config: RunConfig, config_path: Path, progress: P
     )  # fmt: skip
     priced = estimate(plan, models.graph(plan.model), cluster, engine(plan.engine))
     return Planned(plan=plan, estimate=priced, resolved=resolved)
+
+
+def _selected(selection: Selection) -> Plan:
+    ranking = selection.ranking
+    if ranking.chosen is None:
+        raise Refusal(
+            "cannot-plan", what="the selection chose no plan", where="plan", fact="no plan that was priced can run",
+            remedy="look at its ranking: print(selection.ranking.listed)",
+        )  # fmt: skip
+    return lasting(ranking.candidates[ranking.chosen].plan, ranking.cluster)
 
 
 def _cluster(config: RunConfig) -> tuple[Cluster, tuple[str, ...]]:

@@ -106,7 +106,7 @@ def as_json(candidate: Candidate | Refused, cluster: Cluster) -> dict[str, Any]:
     if isinstance(candidate, Refused):
         return {**about, "fits": False, "problem": candidate.problem, "unchosen": None, "estimate": None, "plan": None}
     memory = dict(zip(devices, (part.total for part in candidate.estimate.memory), strict=True))
-    estimate = {**msgspec.to_builtins(candidate.estimate), "minutes": candidate.time_s / 60, "memory_bytes": memory}
+    estimate = {**candidate.estimate.as_json(), "minutes": candidate.time_s / 60, "memory_bytes": memory}
     return {
         **about, "fits": True, "problem": None, "unchosen": candidate.unchosen, "estimate": estimate,
         "plan": lasting(candidate.plan, cluster),

@@ -11,7 +11,8 @@ import msgspec
 
 from farspan.app.choosing import question
 from farspan.domain.cluster import Cluster, Device, Host
-from farspan.domain.codec import load, load_yaml
+from farspan.domain.cluster_json import load_cluster_json
+from farspan.domain.codec import load_yaml
 from farspan.domain.config import RunConfig
 from farspan.domain.problems import Refusal, command
 from farspan.domain.results import Measurement
@@ -83,7 +84,7 @@ def _planned_again(run: RunHistory, paces: dict[int, float], links: dict[tuple[s
     folder, plan = RunFolder(run.folder), run.plan
     try:
         parallel = load_yaml(folder.config, RunConfig).parallel
-        cluster = paced(load(folder.cluster, Cluster), {
+        cluster = paced(load_cluster_json(folder.cluster), {
             (plan.devices[rank].host, plan.devices[rank].index): pace for rank, pace in paces.items()
         }, links)  # fmt: skip
         ranking = question(plan.model, plan.train, cluster, plan.inputs.corpus, parallel).rank(cluster)
@@ -109,7 +110,7 @@ def paced(
 
     def device_of(host: Host, index: int) -> Device:
         device = host.devices[index]
-        return msgspec.structs.replace(device, pace=device.pace * paces.get((host.name, index), 1.0))
+        return device.but(pace=device.learned.pace * paces.get((host.name, index), 1.0))
 
     slower = []
     for (a, b), pace in (links or {}).items():

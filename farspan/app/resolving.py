@@ -119,7 +119,7 @@ def _prober(config: RunConfig, given: Cluster | None) -> Iterator[tuple[Probe, C
     from farspan.launch.probe import Probe
 
     require_torch()
-    with Probe(given.machines[0], threads=given.devices[0].threads, device=0) if given else Probe() as probe:
+    with Probe(given.machines[0], threads=given.devices[0].slot.threads, device=0) if given else Probe() as probe:
         workers = config.parallel.workers
         yield probe, given or probe.describe(config.parallel.device, None if workers == "auto" else workers)
 
@@ -135,7 +135,7 @@ def _trials(config: RunConfig, probe: Probe, cluster: Cluster, progress: Progres
     from farspan.planning import model_speed
 
     device, kind = first_device(cluster), cluster.devices[0].kind
-    precisions = cluster.devices[0].dtypes if config.train.precision == "auto" else (config.train.precision,)
+    precisions = cluster.devices[0].sheet.dtypes if config.train.precision == "auto" else (config.train.precision,)
 
     def matmul_flops() -> float:
         return (

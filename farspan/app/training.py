@@ -17,7 +17,7 @@ from farspan.app.plans import Planned, best_plan
 from farspan.app.reporting import Report, write_report
 from farspan.app.resolving import resolve
 from farspan.app.updates import Ended, Note, Progress, Training, notes, silent
-from farspan.domain.cluster import Cluster
+from farspan.domain.cluster_json import load_cluster_json, save_cluster_json
 from farspan.domain.codec import load, load_yaml, save, to_json, write_atomically
 from farspan.domain.config import RunConfig
 from farspan.domain.problems import Refusal, command
@@ -57,7 +57,7 @@ def make(path: Path, config: RunConfig, planned: Planned, progress: Progress = s
     write_atomically(run.corpus, to_json(resolved.corpus))
     write_atomically(run.tokenizer, (resolved.corpus_folder / "tokenizer.json").read_bytes())
     save(planned.estimate, run.estimate)
-    save(resolved.cluster, run.cluster)
+    save_cluster_json(resolved.cluster, run.cluster)
     save(record, run.record)
     seal(run)
     save(lasting(planned.plan, resolved.cluster), run.plan)
@@ -108,7 +108,7 @@ def train(run: RunFolder, progress: Progress = silent) -> Report:
     require_torch()
     plan, record, config = run.load_plan(), load(run.record, RunRecord), load_yaml(run.config, RunConfig)
     cluster_name = config.parallel.cluster or ""
-    cluster = clusters.find(cluster_name) if clusters.is_external(cluster_name) else load(run.cluster, Cluster)
+    cluster = clusters.find(cluster_name) if clusters.is_external(cluster_name) else load_cluster_json(run.cluster)
     board, ended, reported = TensorBoard(run.tensorboard), None, None
     if record.launcher != "local" or len(cluster.hosts) > 1:
         hosts = ", ".join(dict.fromkeys(device.host for device in plan.devices))

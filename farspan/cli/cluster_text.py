@@ -33,12 +33,12 @@ def count(cluster: Cluster) -> str:
 
 
 def _device(device: Device) -> str:
-    rates = ", ".join(f"{dtype} {format_flops(flops)}" for dtype, flops in device.flops.items())
+    rates = ", ".join(f"{dtype} {format_flops(flops)}" for dtype, flops in device.sheet.flops.items())
     price = f"${device.usd_per_hour:g}/h" if device.usd_per_hour is not None else "price unknown"
-    bandwidth = f", {format_bytes(device.bandwidth)}/s" if device.bandwidth else ""
-    watts = f", {device.watts:g} W" if device.watts else ""
-    measured = f", {counted(len(device.rates), 'rate')} measured" if device.rates else ""
-    measured += f", {counted(len(device.units), 'pass')} timed" if device.units else ""
+    bandwidth = f", {format_bytes(device.sheet.bandwidth)}/s" if device.sheet.bandwidth else ""
+    watts = f", {device.sheet.watts:g} W" if device.sheet.watts else ""
+    measured = f", {counted(len(device.times.rates), 'rate')} measured" if device.times.rates else ""
+    measured += f", {counted(len(device.times.units), 'pass')} timed" if device.times.units else ""
     return (
         f"{device.kind}: {format_bytes(device.memory)}{bandwidth}, {rates}{watts}, {price}{measured} [{device.origin}]"
     )

@@ -73,9 +73,9 @@ def answered(given: argparse.Namespace, query: PlanQuery, console: Console) -> b
         )  # fmt: skip
     if given.fit:
         _need(given, *(("cluster",) if given.fit == "model" else ("cluster", "model")))
-        answer = pricing.fit(given.fit, query)
-        say_fit(answer, given, console)
-        console.answer(answer)
+        fit = pricing.fit(given.fit, query)
+        say_fit(fit, given, console)
+        console.answer(fit.as_json())
     elif given.rent:
         _rent(given, query, console)
     elif given.export and given.plan:

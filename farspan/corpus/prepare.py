@@ -23,7 +23,7 @@ from farspan.corpus.sources import Source, open_source
 from farspan.corpus.tokens import TokenFile
 from farspan.domain.codec import content_hash, load, save, write_atomically
 from farspan.domain.config import DataConfig, TokenizerConfig
-from farspan.domain.corpus import CorpusManifest, by_kind
+from farspan.domain.corpus import CorpusManifest, Skipped, by_kind
 from farspan.domain.problems import Refusal
 from farspan.domain.units import counted, format_bytes, format_count, parse_fraction
 
@@ -134,7 +134,7 @@ def _spool(source: Source, data: DataConfig, work: Path, say: Say) -> list[pack.
     if not shards:
         raise Refusal(
             "no-documents", what="the source holds no text", where=data.source,
-            fact=f"no document has any text; skipped: {'; '.join(by_kind(source.skipped)[:3]) or 'nothing'}",
+            fact=f"no document has any text; skipped: {'; '.join(map(str, by_kind(source.skipped)[:3])) or 'nothing'}",
             remedy="name a folder that holds text files: farspan init FOLDER",
         )  # fmt: skip
     text_bytes = sum(shard.text_bytes for shard in shards)
@@ -247,7 +247,7 @@ def _file_digest(path: str | Path | None) -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file())).hexdigest()
 
 
-def _shown(skipped: list[str]) -> tuple[str, ...]:
+def _shown(skipped: list[Skipped]) -> tuple[Skipped, ...]:
     """The first by name, the others by kind."""
-    lines = [encodable(line) for line in skipped]
-    return (*lines[:_SKIPPED_SHOWN], *(f"and {line}" for line in by_kind(lines[_SKIPPED_SHOWN:])))
+    files = [Skipped.file(encodable(str(file.path)), encodable(file.reason)) for file in skipped]
+    return (*files[:_SKIPPED_SHOWN], *by_kind(files[_SKIPPED_SHOWN:]))

@@ -4,13 +4,40 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import threading
 from concurrent.futures import ProcessPoolExecutor
+from importlib.machinery import ModuleSpec
+from multiprocessing.context import SpawnContext, SpawnProcess
+
+#: One process starts at a time: each changes what the program is called while it does.
+_STARTING = threading.Lock()
+
+
+class _Process(SpawnProcess):
+    """A new process that does not import the program's own script again.
+
+    Such an import would run a script without `if __name__ == "__main__":` a second time. Python leaves it out where the
+    program is a package's `__main__` (`multiprocessing.spawn._fixup_main_from_name`): here any program is called one.
+    """
+
+    def start(self) -> None:
+        program = sys.modules["__main__"]
+        with _STARTING:
+            before, program.__spec__ = program.__spec__, ModuleSpec("farspan.__main__", None)
+            try:
+                super().start()
+            finally:
+                program.__spec__ = before
+
+
+class _Context(SpawnContext):
+    Process = _Process
 
 
 def spawned(count: int) -> ProcessPoolExecutor:
     """A pool of up to `count` new processes. They end with this one however it ends, also when it is killed."""
-    return ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"), initializer=_start)
+    return ProcessPoolExecutor(count, mp_context=_Context(), initializer=_start)
 
 
 def _start() -> None:

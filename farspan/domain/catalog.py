@@ -6,7 +6,7 @@ from importlib import resources
 
 import msgspec
 
-from farspan.domain.cluster import Device, DType
+from farspan.domain.cluster import DataSheet, Device, DType
 from farspan.domain.units import parse_bytes, parse_rate
 
 
@@ -34,10 +34,18 @@ class CatalogDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if size is None:
             return None
         return Device(
-            kind=kind, backend="cpu" if kind.startswith("cpu") else "cuda", memory=size, flops=self.flops,
-            dtypes=tuple(self.flops), bandwidth=parse_rate(self.bandwidth) if self.bandwidth else None,
-            usd_per_hour=self.price.usd_per_hour if self.price else None, watts=self.watts, origin="catalogue",
-        )  # fmt: skip
+            kind=kind,
+            backend="cpu" if kind.startswith("cpu") else "cuda",
+            memory=size,
+            sheet=DataSheet(
+                flops=self.flops,
+                dtypes=tuple(self.flops),
+                bandwidth=parse_rate(self.bandwidth) if self.bandwidth else None,
+                watts=self.watts,
+            ),
+            usd_per_hour=self.price.usd_per_hour if self.price else None,
+            origin="catalogue",
+        )
 
 
 def devices() -> dict[str, CatalogDevice]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Container
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -23,8 +23,8 @@ SITE_RTT_S = 1e-4
 SITE_BANDWIDTH = 10e9 / 8
 
 
-#: Variables of a worker's environment, for `Device.enter`: STARTING is set where the worker may start unconfined; READY
-#: then names a file a line and what to write there, `FILE=TEXT`, once it has started.
+#: Variables of a worker's environment, for `WorkerSlot.enter`: STARTING is set where the worker may start unconfined;
+#: READY then names a file a line and what to write there, `FILE=TEXT`, once it has started.
 STARTING, READY = "FARSPAN_STARTING", "FARSPAN_READY"
 #: The number of a worker's GPU among those that it sees, where a launcher hides the others; else the plan's holds.
 GIVEN = "FARSPAN_GIVEN_GPU"
@@ -55,39 +55,78 @@ class UnitTime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     together: Count = 1
 
 
-class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One accelerator, or the share of a CPU that one worker gets. Unknown figures are None, never guessed."""
+class DataSheet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a kind of device can do at its best. Unknown figures are None or absent, never guessed."""
 
-    kind: str
-    backend: Literal["cpu", "cuda", "mps"]
-    #: Bytes that a worker may use.
-    memory: int
-    #: Peak dense FLOP/s by dtype, from the data sheet.
+    #: Peak dense FLOP/s by dtype.
     flops: dict[DType, float] = {}
     #: Dtypes that the device computes in hardware.
     dtypes: tuple[DType, ...] = ("fp32",)
     #: Bytes a second between the device and its memory.
     bandwidth: float | None = None
-    #: Matrix products timed on the device itself; they go before `flops` where they exist.
-    rates: tuple[MatmulRate, ...] = ()
-    #: Units of a model timed on the device itself; they go before `rates` where they are of the model at hand.
-    units: tuple[UnitTime, ...] = ()
-    usd_per_hour: float | None = None
     watts: float | None = None
-    #: CPU threads for the worker of this device.
+
+
+class DeviceTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a probe timed on the device itself."""
+
+    #: Matrix products; they go before the data sheet's FLOP/s where they exist.
+    rates: tuple[MatmulRate, ...] = ()
+    #: Units of a model; they go before `rates` where they are of the model at hand.
+    units: tuple[UnitTime, ...] = ()
+
+
+class LearnedPace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What trials of the model at hand showed."""
+
+    #: Measured over predicted compute time; 1 where there was no trial.
+    pace: float = 1.0
+    #: Measured bytes of a worker beside its tensors; None takes the engine's figure.
+    framework: int | None = None
+
+
+class WorkerSlot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the device's worker runs: the CPU that it gets, and how it is confined."""
+
+    #: CPU threads.
     threads: int = 1
-    #: Share of those threads' time that the device gets where it is held to one: launching operators takes so much
-    #: longer. `flops` and `bandwidth` are what is left of them.
+    #: Share of those threads' time, where the device is held to one: launching operators takes so much longer. The
+    #: data sheet's FLOP/s and bandwidth are what is left of them.
     share: float = 1.0
     #: Seconds that a message waits in the mean until a device that is held to a share has its next turn.
     turn_s: float = 0.0
     #: The command that runs another command confined to this device; None is the host's.
     enter: tuple[str, ...] | None = None
-    #: Measured over predicted compute time of the model at hand, from a trial; 1 where there was none.
-    pace: float = 1.0
-    #: Measured bytes of a worker beside its tensors, from a trial; None takes the engine's figure.
-    framework: int | None = None
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One accelerator, or the share of a CPU that one worker gets."""
+
+    kind: str
+    backend: Literal["cpu", "cuda", "mps"]
+    #: Bytes that a worker may use.
+    memory: int
+    sheet: DataSheet = DataSheet()
+    times: DeviceTimes = DeviceTimes()
+    learned: LearnedPace = LearnedPace()
+    slot: WorkerSlot = WorkerSlot()
+    usd_per_hour: float | None = None
     origin: Origin = "given"
+
+    def but(self, **changes: Any) -> Device:
+        """The same device with other figures, by the names of its parts' fields (`PART_OF`) or of its own."""
+        for part in dict.fromkeys(PART_OF[name] for name in changes if name in PART_OF):
+            fields = {name: changes.pop(name) for name in list(changes) if PART_OF.get(name) == part}
+            changes[part] = msgspec.structs.replace(getattr(self, part), **fields)
+        return msgspec.structs.replace(self, **changes)
+
+
+#: The part of a Device that holds a figure, by the figure's name: no two parts share a name.
+PART_OF = {
+    name: part
+    for part, kind in (("sheet", DataSheet), ("times", DeviceTimes), ("learned", LearnedPace), ("slot", WorkerSlot))
+    for name in kind.__struct_fields__
+}
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

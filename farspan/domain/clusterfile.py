@@ -204,7 +204,7 @@ class _Reader:
             "usd_per_hour": next((price for price in prices if price is not None), None),
             "origin": None if entry == DeviceEntry(kind=entry.kind, count=entry.count) else entry.origin,
         }  # fmt: skip
-        merged = msgspec.structs.replace(device, **{key: value for key, value in set_here.items() if value is not None})
+        merged = device.but(**{key: value for key, value in set_here.items() if value is not None})
         return _at_its_share(merged, entry)
 
     def _links(self, hosts: set[str], sites: set[str]) -> tuple[Link, ...]:
@@ -271,12 +271,12 @@ class _Reader:
 def _at_its_share(device: Device, entry: DeviceEntry) -> Device:
     """A device that is held to a share of its time has that share of what its kind reaches; figures that are given, or
     were measured, are its own."""
-    flops, bandwidth = device.flops, device.bandwidth
+    flops, bandwidth = device.sheet.flops, device.sheet.bandwidth
     if not (entry.flops or entry.rates):
-        flops = {dtype: rate * device.share for dtype, rate in flops.items()}
+        flops = {dtype: rate * device.slot.share for dtype, rate in flops.items()}
     if entry.bandwidth is None and bandwidth is not None:
-        bandwidth *= device.share
-    return msgspec.structs.replace(device, flops=flops, bandwidth=bandwidth)
+        bandwidth *= device.slot.share
+    return device.but(flops=flops, bandwidth=bandwidth)
 
 
 def save_cluster(cluster: Cluster, path: Path, comment: str) -> None:
@@ -310,17 +310,18 @@ def to_file(cluster: Cluster) -> ClusterFile:
 
 
 def _host_entry(host: Host) -> HostEntry:
-    devices = tuple(
-        DeviceEntry(
-            kind=device.kind, backend=device.backend, memory=device.memory, bandwidth=device.bandwidth,
-            flops=device.flops or None, rates=device.rates, units=device.units, enter=device.enter,
-            watts=device.watts, price=device.usd_per_hour,
-            dtypes=None if device.dtypes == tuple(device.flops) else device.dtypes, threads=device.threads,
-            share=device.share, turn=device.turn_s or None, origin=device.origin,
-        )
-        for device in host.devices
-    )  # fmt: skip
+    devices = tuple(map(_device_entry, host.devices))
     return HostEntry(
         devices=devices, cpus=host.cpus, memory=host.memory, local_rate=host.local_rate, address=host.address,
         interface=host.interface, enter=host.enter, python=host.python, folder=host.folder,
+    )  # fmt: skip
+
+
+def _device_entry(device: Device) -> DeviceEntry:
+    sheet, times, slot = device.sheet, device.times, device.slot
+    return DeviceEntry(
+        kind=device.kind, backend=device.backend, memory=device.memory, bandwidth=sheet.bandwidth,
+        flops=sheet.flops or None, rates=times.rates, units=times.units, enter=slot.enter, watts=sheet.watts,
+        price=device.usd_per_hour, dtypes=None if sheet.dtypes == tuple(sheet.flops) else sheet.dtypes,
+        threads=slot.threads, share=slot.share, turn=slot.turn_s or None, origin=device.origin,
     )  # fmt: skip

@@ -272,8 +272,9 @@ def _path_of(message: str) -> str:
 def _type_at(kind: Any, path: str) -> Any:
     """The type of the value that `path` leads to from `kind`; what is in a list or a dict counts as the whole."""
     for step in re.sub(r"\[[^\]]*\]", "", path).split("."):
-        fields = {field.encode_name: field.type for field in msgspec.structs.fields(_struct_in(kind))}
-        kind = fields.get(step, kind)
+        if (struct := _struct_in(kind)) is not None:
+            fields = {field.encode_name: field.type for field in msgspec.structs.fields(struct)}
+            kind = fields.get(step, kind)
     return kind
 
 

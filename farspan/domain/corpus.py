@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import PurePath
@@ -12,8 +11,35 @@ import msgspec
 
 #: The files of both splits, as `Split` describes them.
 TOKEN_FILES = ("train.bin", "train.idx", "val.bin", "val.idx")
-#: A line about several skipped files.
-_SEVERAL = re.compile(r"and \d+ [^/,:]+(, \d+ [^/,:]+)*(: |$)")
+
+
+class Skipped(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A file that was left out and why, or the number of several files by their endings."""
+
+    reason: str
+    path: str | None = None
+    kinds: dict[str, int] = {}
+
+    @classmethod
+    def file(cls, path: object, reason: str) -> Skipped:
+        return cls(reason=reason, path=str(path))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of files by their endings."""
+        return self.kinds if self.path is None else {PurePath(self.path).suffix.lower() or "without an extension": 1}
+
+    def __str__(self) -> str:
+        several = sorted(self.kinds.items(), key=lambda kind: -kind[1])
+        return f"{self.path or ', '.join(f'{number} {kind}' for kind, number in several)}: {self.reason}"
+
+
+def by_kind(skipped: Iterable[Skipped]) -> list[Skipped]:
+    """Files by their endings, one entry for each reason."""
+    counts: dict[str, Counter[str]] = {}
+    for entry in skipped:
+        counts.setdefault(entry.reason, Counter()).update(entry.counts)
+    return [Skipped(reason=reason, kinds=dict(kinds)) for reason, kinds in counts.items()]
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,33 +73,17 @@ class CorpusManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     #: (smoothed towards the unigram, see `farspan.corpus.entropy`).
     unigram_nats: float
     bigram_nats: float
-    #: Documents left out as exact or near duplicates, and files skipped with the reason: the first by name.
+    #: Documents left out as exact or near duplicates, and files skipped: the first by name, the others by kind (earlier
+    #: versions: lines of text).
     exact_duplicates: int
     near_duplicates: int
-    skipped: tuple[str, ...] = ()
+    skipped: tuple[Skipped | str, ...] = ()
 
     @property
     def skipped_kinds(self) -> list[str]:
-        return by_kind(self.skipped)
-
-
-def by_kind(skipped: Iterable[str]) -> list[str]:
-    """`12 .bin, 3 .exe: REASON` of lines `PATH: REASON` or `and 12 .bin: REASON`, one line for each reason."""
-    counts: dict[str, Counter[str]] = {}
-    for line in skipped:
-        several = _SEVERAL.match(line)
-        what, colon, reason = line.partition(": ")
-        kinds = counts.setdefault(colon + reason, Counter())
-        for number, kind in re.findall(r"(\d+) ([^,]+)", what) if several else [("1", _kind(what))]:
-            kinds[kind] += int(number)
-    return [
-        ", ".join(f"{number} {kind}" for kind, number in kinds.most_common()) + reason
-        for reason, kinds in counts.items()
-    ]
-
-
-def _kind(path: str) -> str:
-    return PurePath(path).suffix.lower() or "without an extension"
+        """`12 .bin, 3 .exe: REASON`, one line for each reason; an earlier version's lines as they are."""
+        files = [entry for entry in self.skipped if isinstance(entry, Skipped)]
+        return [*map(str, by_kind(files)), *(line for line in self.skipped if isinstance(line, str))]
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,12 +6,18 @@ Times are seconds since the epoch (`at`) or durations (`_s`); sizes are bytes; l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from farspan.domain.codec import parse_json, read_bytes
 from farspan.domain.problems import Problem, Refusal
+
+#: Share of a run that validation, checkpoints, start-up and noise take beside its steps. A planning margin.
+RESERVE = 0.1
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +37,23 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
         return round(held)
 
 
+class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a run has to do, and what its devices are and cost together: what an Estimate's figures are derived from."""
+
+    steps: float
+    tokens_per_step: float
+    #: Model FLOPs of a step (`domain.model.train_flops_per_token`).
+    flops_per_step: float
+    deadline_s: float | None = None
+    devices: int
+    #: FLOP/s of all devices together by their data sheets; None where one's is unknown, and so for price and watts.
+    peak_flops: float | None
+    usd_per_hour: float | None
+    #: For the bytes of a step that leave their site.
+    egress_usd_per_step: float = 0.0
+    watts: float | None
+
+
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     """What a plan would take. `interval` multiplies `step_s`: the run is expected between these two factors.
 
@@ -42,16 +65,9 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     compute_s: float
     communication_s: float
     bubble_s: float
-    run_s: float
-    tokens_per_s: float
-    #: Model FLOPs a second and device (`domain.model.train_flops_per_token`), and as a share of the data sheets'.
-    tflops_per_device: float
-    mfu: float | None
     #: Of each rank.
     memory: tuple[Memory, ...]
-    #: Devices and bytes that leave sites; None where a price is unknown.
-    usd: float | None
-    kwh: float | None
+    workload: Workload
     #: Tokens that reach the loss of one synchronous token: 1 but for replicas that meet now and then; with bounds.
     token_efficiency: float = 1.0
     token_efficiency_interval: tuple[float, float] = (1.0, 1.0)
@@ -66,6 +82,57 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     def memory_bytes(self) -> int:
         """The peak of the fullest device."""
         return max((part.total for part in self.memory), default=0)
+
+    @property
+    def whole_s(self) -> float:
+        """Seconds of a run of all steps, and of what it does beside them."""
+        return self.workload.steps * self.step_s / (1 - RESERVE)
+
+    @property
+    def equal_loss_s(self) -> float:
+        """As `whole_s`, with the further steps that the loss of synchronous training takes."""
+        return self.whole_s / self.token_efficiency
+
+    @property
+    def run_s(self) -> float:
+        """Seconds of the run, which a deadline may end."""
+        return min(self.whole_s, math.inf if self.workload.deadline_s is None else self.workload.deadline_s)
+
+    @property
+    def steps_done(self) -> float:
+        """Steps until the run ends."""
+        return self.workload.steps * (self.run_s / self.whole_s)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.workload.tokens_per_step / self.step_s
+
+    @property
+    def tflops_per_device(self) -> float:
+        """Model FLOPs a second and device, in 10^12."""
+        return self.workload.flops_per_step / self.step_s / self.workload.devices / 1e12
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs a second, as a share of the data sheets'."""
+        peak = self.workload.peak_flops
+        return None if peak is None else self.workload.flops_per_step / self.step_s / peak
+
+    @property
+    def usd(self) -> float | None:
+        """Devices by the hour and bytes that leave their site; None where a price is unknown."""
+        price, egress = self.workload.usd_per_hour, self.workload.egress_usd_per_step
+        return None if price is None else price * self.run_s / 3600 + egress * self.steps_done
+
+    @property
+    def kwh(self) -> float | None:
+        """Every device at its board power for the whole run: an upper bound."""
+        return None if self.workload.watts is None else self.workload.watts * self.run_s / 3.6e6
+
+    def as_json(self) -> dict[str, Any]:
+        """The estimate as `--json` has it, with the figures that follow from it."""
+        names = ("run_s", "tokens_per_s", "tflops_per_device", "mfu", "usd", "kwh")
+        return {**msgspec.to_builtins(self), **{name: getattr(self, name) for name in names}}
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
@@ -234,6 +301,40 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     best_val_tokens: int | None = None
 
 
+#: An Estimate of an earlier version has its derived figures as fields.
+_OLD_ESTIMATE = b'"tokens_per_s":'
+
+
+def load_estimate(path: Path) -> Estimate:
+    """Read estimate.json, also an earlier version's. Raises Refusal for what is no estimate."""
+    content = read_bytes(path)
+    if b'"workload"' not in content:
+        content = msgspec.json.encode(_with_workload(parse_json(content, dict[str, Any], path)))
+    return parse_json(content, Estimate, path)
+
+
+def _modern(line: bytes) -> bytes:
+    event = msgspec.json.decode(line)
+    if event["event"] == "started" and event["estimate"]:
+        event["estimate"] = _with_workload(event["estimate"])
+    return msgspec.json.encode(event)
+
+
+def _with_workload(old: dict[str, Any]) -> dict[str, Any]:
+    """An earlier version's estimate with a workload from which the same figures are derived."""
+    try:
+        step_s, run_s, devices = old["step_s"], old["run_s"], len(old["memory"])
+        flops = old["tflops_per_device"] * 1e12 * devices
+        usd_per_s, kwh_per_s = (price and price / run_s for price in (old["usd"], old["kwh"]))
+        return old | {"workload": {
+            "steps": run_s * (1 - RESERVE) / step_s, "tokens_per_step": old["tokens_per_s"] * step_s,
+            "flops_per_step": flops * step_s, "devices": devices, "peak_flops": old["mfu"] and flops / old["mfu"],
+            "usd_per_hour": usd_per_s and usd_per_s * 3600, "watts": kwh_per_s and kwh_per_s * 3.6e6,
+        }}  # fmt: skip
+    except (LookupError, TypeError, ZeroDivisionError):
+        return old  # Its reader says what is wrong with it.
+
+
 def read_events(path: Path) -> Iterator[Event]:
     """The events of a run, oldest first. A last line that a killed worker left unfinished is left out. Raises Refusal
     (file-unreadable) for a line that is no event."""
@@ -246,7 +347,7 @@ def decoded(lines: Iterable[bytes], where: object) -> Iterator[Event]:
     decoder = msgspec.json.Decoder(Event)
     for line in lines:
         try:
-            yield decoder.decode(line)
+            yield decoder.decode(line if _OLD_ESTIMATE not in line else _modern(line))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise Refusal(
                 "file-unreadable", what="a line is not an event of a run", where=where,

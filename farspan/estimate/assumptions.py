@@ -18,18 +18,18 @@ def _rates(costs: Costs) -> list[str]:
     dtype, engine, sentences = costs.train.precision, costs.engine, []
     for kind in dict.fromkeys(device.kind for device in costs.network.devices):
         device = next(device for device in costs.network.devices if device.kind == kind)
-        if device.units and not costs.timed(device):
+        if device.times.units and not costs.timed(device):
             sentences.append(
                 f"{kind} was timed with other units, dtypes or lengths of sequences; farspan probe measures these"
             )
-        if device.pace != 1.0:
+        if device.learned.pace != 1.0:
             sentences.append(f"{kind} keeps the {dtype} speed of a short trial of this model")
         elif costs.timed(device):
             sentences.append(f"{kind} keeps the {dtype} speed that the model's units were timed at")
-        elif any(dtype in rate.flops for rate in device.rates):
+        elif any(dtype in rate.flops for rate in device.times.rates):
             sentences.append(f"{kind} keeps the {dtype} speed that its matrix products were measured at")
-        elif dtype in device.flops:
-            share = f"{engine.efficiency[dtype]:.0%} of its data sheet's {device.flops[dtype] / 1e12:.3g} TFLOP/s"
+        elif dtype in device.sheet.flops:
+            share = f"{engine.efficiency[dtype]:.0%} of its data sheet's {device.sheet.flops[dtype] / 1e12:.3g} TFLOP/s"
             sentences.append(f"{kind} reaches {share} in {dtype}")
         else:
             known = UNKNOWN_FLOPS[device.backend] / 1e12
@@ -66,7 +66,7 @@ def _some(pairs: list[str]) -> str:
 
 def _run(plan: Plan, costs: Costs) -> list[str]:
     sentences = ["10 % of the run goes to validation, checkpoints and noise"]
-    if any(device.watts for device in costs.network.devices):
+    if any(device.sheet.watts for device in costs.network.devices):
         sentences.append("every device draws its board's power throughout")
     if (crowd := max(kind[1] for kind in costs.signature)) > 1:
         sentences.append(f"{crowd:.3g} threads share each core, and its speed")

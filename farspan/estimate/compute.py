@@ -38,18 +38,18 @@ class DeviceSpeed:
     """What one device does in a second, at one dtype under one engine. `slowdown` multiplies every time."""
 
     def __init__(self, device: Device, dtype: DType, engine: Engine, slowdown: float = 1.0) -> None:
-        self._measured = [(rate, rate.flops[dtype]) for rate in device.rates if dtype in rate.flops]
-        peak = device.flops.get(dtype)
+        self._measured = [(rate, rate.flops[dtype]) for rate in device.times.rates if dtype in rate.flops]
+        peak = device.sheet.flops.get(dtype)
         if peak is None:
             peak = UNKNOWN_FLOPS[device.backend] * (UNKNOWN_FP32[device.backend] if dtype == "fp32" else 1.0)
         self._flops = peak * engine.efficiency[dtype]
-        if engine.flops_per_watt is not None and device.watts is not None:
-            self._flops = min(self._flops, engine.flops_per_watt * device.watts)
-        self._bandwidth = (device.bandwidth or UNKNOWN_BANDWIDTH[device.backend]) * engine.bandwidth
-        self._operator_s = engine.operator_s / device.share
+        if engine.flops_per_watt is not None and device.sheet.watts is not None:
+            self._flops = min(self._flops, engine.flops_per_watt * device.sheet.watts)
+        self._bandwidth = (device.sheet.bandwidth or UNKNOWN_BANDWIDTH[device.backend]) * engine.bandwidth
+        self._operator_s = engine.operator_s / device.slot.share
         #: Elements in 16 bytes, by which matrix units read (NVIDIA, Matrix Multiplication Background, section 4.1).
         self._aligned, self._unaligned = 16 // BYTES[dtype], engine.unaligned
-        self.slowdown = slowdown * device.pace
+        self.slowdown = slowdown * device.learned.pace
 
     def flops(self, m: int, k: int, n: int) -> float:
         """FLOP/s of a product of [m, k] and [k, n]: timed at the nearest shape, by ratio, or from the data sheet."""

@@ -84,7 +84,7 @@ class Network:
         """Bytes a second between devices of a host: measured, or the engine's, of which a processor that is shared or
         held back does its part."""
         used = [device for device, name in self._used() if name == host.name and device.backend == "cpu"]
-        parts = [device.share / self.crowd[host.name] for device in used]
+        parts = [device.slot.share / self.crowd[host.name] for device in used]
         return host.local_rate or self.engine.local_rate * min(parts, default=1.0)
 
     def link(self, a: str, b: str) -> Link:
@@ -120,7 +120,7 @@ class Network:
         cores = {host: 0.0 for host in self.hosts if self._site_of[host] == site}
         for device, host in self._used():
             if host in cores:
-                cores[host] += device.threads * device.share / self.crowd[host]
+                cores[host] += device.slot.threads * device.slot.share / self.crowd[host]
         return self.engine.socket_s / min(cores.values())
 
     def rtt_s(self, a: int, b: int) -> float:
@@ -304,7 +304,7 @@ def _crowding(cluster: Cluster, devices: Sequence[Device], hosts: Sequence[str])
     """CPU workers' threads for each core of their host, at least 1: so many share one core's speed."""
     cpus, threads = {host.name: host.cpus for host in cluster.hosts}, dict.fromkeys(hosts, 0)
     for device, host in zip(devices, hosts, strict=True):
-        threads[host] += device.threads if device.backend == "cpu" else 0
+        threads[host] += device.slot.threads if device.backend == "cpu" else 0
     return {host: max(1.0, used / cores) if (cores := cpus[host]) else 1.0 for host, used in threads.items()}
 
 

@@ -7,15 +7,17 @@ All replicas step side by side; every `sync.every` steps they also exchange thei
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+import msgspec
 
 from farspan.domain.cluster import Cluster, Device
 from farspan.domain.engine import Engine
 from farspan.domain.graph import OpGraph
 from farspan.domain.model import train_flops_per_token
 from farspan.domain.plan import Plan, Replica
-from farspan.domain.results import Estimate, Memory
+from farspan.domain.results import Estimate, Memory, Workload
 from farspan.domain.train import Precision
 from farspan.estimate.assumptions import assumptions
 from farspan.estimate.loss import loss
@@ -28,8 +30,6 @@ from farspan.estimate.stage_time import StageTime, stage_time
 from farspan.estimate.sums import carried_s, leaving
 from farspan.semantics.pass_order import depths_in_flight
 
-#: Share of a run that validation, checkpoints, start-up and noise take beside its steps. A planning margin.
-RESERVE = 0.1
 #: Factors on steps of devices whose arithmetic no data sheet, probe or trial tells. A choice: an Intel core with AMX
 #: takes 0.24 (bf16) and 0.6 (fp32) of what is predicted for an unknown one.
 BLIND = (0.2, 2.0)
@@ -63,33 +63,30 @@ def estimate(plan: Plan, graph: OpGraph, cluster: Cluster, engine: Engine) -> Es
 def price(plan: Plan, costs: Costs, *, brief: bool = False) -> Estimate:
     """As `estimate`, with what was priced before kept in `costs`: searches price hundreds of plans of one model. A
     `brief` one lists no assumptions."""
-    train, network, engine = plan.train, costs.network, costs.engine
+    network, engine = costs.network, costs.engine
     steps = [step(replica, costs) for replica in plan.replicas]
     slowest = max(steps, key=lambda replica_step: replica_step.seconds)
     outer, sent = _outer(plan, costs, slowest)
     step_s = slowest.seconds + outer
-    run_s = train.steps * step_s / (1 - RESERVE)
-    steps_done: float = train.steps
-    if train.deadline_s is not None and train.deadline_s < run_s:
-        run_s, steps_done = train.deadline_s, train.steps * train.deadline_s / run_s
     for replica_step in steps:
         for site, size in replica_step.sent.items():
             sent[site] = sent.get(site, 0.0) + size
-    tokens_per_s = train.tokens_per_step / step_s
-    flops = tokens_per_s * train_flops_per_token(plan.model, train.seq_len)
     used = [network.devices[rank] for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks]
-    peaks = [device.flops.get(train.precision) for device in used]
     worth = token_efficiency(plan, costs.graph.parameters())
-    return Estimate(
+    priced = Estimate(
         step_s=step_s, compute_s=slowest.compute, communication_s=slowest.communication + outer,
-        bubble_s=slowest.bubble, run_s=run_s, tokens_per_s=tokens_per_s, tflops_per_device=flops / len(used) / 1e12,
-        mfu=flops / sum(peak for peak in peaks if peak) if all(peaks) else None, memory=_memory(plan, costs),
-        usd=_usd(plan, costs, run_s, steps_done, sent), kwh=_kwh(used, run_s), token_efficiency=worth.tokens,
-        token_efficiency_interval=worth.interval, evidence=worth.evidence,
-        loss=loss(costs.graph.parameters(), steps_done * train.tokens_per_step * worth.tokens),
-        interval=_interval(engine, step_s, slowest.network + outer, used, plan), 
+        bubble_s=slowest.bubble, memory=_memory(plan, costs), workload=_workload(plan, costs, used, sent),
+        token_efficiency=worth.tokens, token_efficiency_interval=worth.interval, evidence=worth.evidence,
+        interval=_interval(engine, step_s, slowest.network + outer, used, plan),
         assumptions=() if brief else assumptions(plan, costs),
     )  # fmt: skip
+    return with_loss(priced, costs.graph.parameters())
+
+
+def with_loss(priced: Estimate, parameters: int) -> Estimate:
+    """The estimate with the loss that the tokens of its run lead to."""
+    tokens = priced.steps_done * priced.workload.tokens_per_step * priced.token_efficiency
+    return msgspec.structs.replace(priced, loss=loss(parameters, tokens))
 
 
 def step(replica: Replica, costs: Costs) -> ReplicaStep:
@@ -339,28 +336,30 @@ def _memory(plan: Plan, costs: Costs) -> tuple[Memory, ...]:
     return tuple(by_rank[rank] for rank in sorted(by_rank))
 
 
-def _usd(plan: Plan, costs: Costs, run_s: float, steps: float, sent: dict[str, float]) -> float | None:
-    """Devices by the hour and bytes that leave their site; None where a device's price is unknown."""
-    used = {rank for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks}
-    prices = [costs.network.devices[rank].usd_per_hour for rank in used]
-    if any(price is None for price in prices):
-        return None
+def _workload(plan: Plan, costs: Costs, used: list[Device], sent: dict[str, float]) -> Workload:
+    """What the run has to do, on the devices `used`; `sent` are bytes of a step that leave a site, by site."""
+    train = plan.train
     egress = {site.name: site.egress_usd_per_byte for site in costs.network.cluster.sites}
-    bytes_usd = sum(egress[site] * size for site, size in sent.items()) * steps
-    return sum(price or 0.0 for price in prices) * run_s / 3600 + bytes_usd
+    return Workload(
+        steps=train.steps, tokens_per_step=train.tokens_per_step, deadline_s=train.deadline_s, devices=len(used),
+        flops_per_step=train.tokens_per_step * train_flops_per_token(plan.model, train.seq_len),
+        peak_flops=_sum(device.sheet.flops.get(train.precision) or None for device in used),
+        usd_per_hour=_sum(device.usd_per_hour for device in used), watts=_sum(device.sheet.watts for device in used),
+        egress_usd_per_step=sum(egress[site] * size for site, size in sent.items()),
+    )  # fmt: skip
 
 
-def _kwh(used: list[Device], run_s: float) -> float | None:
-    """Every device at its board power for the whole run: an upper bound."""
-    watts = [device.watts for device in used]
-    return None if None in watts else sum(watt or 0.0 for watt in watts) * run_s / 3.6e6
+def _sum(figures: Iterable[float | None]) -> float | None:
+    """The sum; None where one is unknown."""
+    known = list(figures)
+    return None if None in known else math.fsum(figure for figure in known if figure is not None)
 
 
 def _interval(engine: Engine, step_s: float, network_s: float, used: list[Device], plan: Plan) -> tuple[float, float]:
     """The widest of the devices' factors and the engine's own on networks, weighed by what of the step is which."""
     factors = [_factors(engine, device, plan.train.precision) for device in used]
     low, high = min(low for low, _ in factors), max(high for _, high in factors)
-    if all(device.pace != 1.0 for device in used) and len(used) > 1:
+    if all(device.learned.pace != 1.0 for device in used) and len(used) > 1:
         high = 2.0  # A trial on one device does not show what several do to each other.
     share = min(1.0, network_s / step_s) if step_s else 0.0
     return (
@@ -371,11 +370,11 @@ def _interval(engine: Engine, step_s: float, network_s: float, used: list[Device
 
 def _factors(engine: Engine, device: Device, precision: Precision) -> tuple[float, float]:
     """By what says how fast a device computes: a trial, a probe, a data sheet, a kind of core, or nothing."""
-    if device.pace != 1.0:
+    if device.learned.pace != 1.0:
         return TRIED
-    if any(precision in rate.flops for rate in device.rates):
+    if any(precision in rate.flops for rate in device.times.rates):
         return engine.interval
-    if precision not in device.flops:
+    if precision not in device.sheet.flops:
         return BLIND
     low, high = engine.interval
     return (min(low, ASSUMED), high) if device.backend == "cpu" else (low, high)

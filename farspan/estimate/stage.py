@@ -61,10 +61,10 @@ class Costs:
         known: dict[tuple[bytes, float, int], int] = {}
         keys, together = {id(device): _figures(device) for device in network.devices}, Counter(network.hosts)
         self.figures = [
-            (keys[id(device)], crowd, together[host] if device.units else 1)
+            (keys[id(device)], crowd, together[host] if device.times.units else 1)
             for (device, crowd), host in zip(self.signature, network.hosts, strict=True)
         ]
-        self._turns = [max(device.turn_s, self.engine.turn_s * (crowd - 1)) for device, crowd in self.signature]
+        self._turns = [max(device.slot.turn_s, self.engine.turn_s * (crowd - 1)) for device, crowd in self.signature]
         self.alike = [known.setdefault(figures, len(known)) for figures in self.figures]
         self.rates = {
             kind: DeviceSpeed(self.signature[rank][0], train.precision, self.engine, self.signature[rank][1])
@@ -98,12 +98,12 @@ class Costs:
 
     def timed(self, device: Device) -> bool:
         """Whether units of this model were timed on a device, at this precision and length of sequences."""
-        return any(self._timed.fits(unit_time) for unit_time in device.units)
+        return any(self._timed.fits(unit_time) for unit_time in device.times.units)
 
     def _unpaced(self, kind: int, op: Operator, rows: int) -> tuple[float, float]:
         """Seconds of one whole operator on a device, by the roofline alone."""
         forward, backward = self._roofline(kind, op, rows, "", 1)
-        return forward / self._devices[kind].pace, backward / self._devices[kind].pace
+        return forward / self._devices[kind].learned.pace, backward / self._devices[kind].learned.pace
 
     def _roofline(self, kind: int, op: Operator, rows: int, split: str, ways: int) -> tuple[float, float]:
         shares = [weight_share(op, weight.dims, split, ways) for weight in op.weights]
@@ -293,10 +293,10 @@ class Costs:
             optimizer=optimizer * engine.overhead, activations=kept * engine.overhead * engine.slack,
             logits=engine.slack * logits_bytes(self.graph, train, rows, engine, *shares) if head else 0.0,
             buffers=engine.slack * buffers,
-            framework=engine.framework if device.framework is None else device.framework,
+            framework=engine.framework if device.learned.framework is None else device.learned.framework,
         )  # fmt: skip
 
 
 def _figures(device: Device) -> bytes:
     """What of a device decides its times and its memory."""
-    return msgspec.json.encode(msgspec.structs.replace(device, enter=None, usd_per_hour=None, origin="given"))
+    return msgspec.json.encode(device.but(enter=None, usd_per_hour=None, origin="given"))

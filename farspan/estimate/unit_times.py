@@ -29,10 +29,10 @@ class TimedUnits:
         named = {"embedding": graph.embedding, "block": graph.block, "head": graph.head}
         self._unit = {op.name: (name, unit) for name, unit in named.items() for op in unit}
         self._times: dict[tuple[int, str], list[UnitTime]] = {}
-        model = graph.units_hash if any(device.units for device in devices.values()) else ""
+        model = graph.units_hash if any(device.times.units for device in devices.values()) else ""
         self._asked = model, train.precision, train.seq_len
         for kind, device in devices.items():
-            fitting = [unit_time for unit_time in device.units if self.fits(unit_time)]
+            fitting = [unit_time for unit_time in device.times.units if self.fits(unit_time)]
             count, crowd = crowds[kind]
             crowded = [unit_time for unit_time in fitting if unit_time.together == count]
             for unit_time in crowded or [_slowed(unit_time, crowd) for unit_time in fitting if unit_time.together == 1]:

@@ -39,7 +39,7 @@ BOOTSTRAP = "import sys; exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readlin
 
 
 def _enter(host: Host, device: int | None) -> tuple[str, ...]:
-    enter = host.enter if device is None else host.devices[device].enter or host.enter
+    enter = host.enter if device is None else host.devices[device].slot.enter or host.enter
     options = {
         "BatchMode": "yes", "ConnectTimeout": CONNECT_S, "ServerAliveInterval": ALIVE_S,
         "ServerAliveCountMax": UNANSWERED,

@@ -68,7 +68,7 @@ def measure(
     with ExitStack() as stack:
         probes = {
             host.name: [
-                stack.enter_context(Probe(host, threads=device.threads, device=i, remedy=SMALLER))
+                stack.enter_context(Probe(host, threads=device.slot.threads, device=i, remedy=SMALLER))
                 for i, device in enumerate(host.devices)
             ]
             for host in cluster.hosts
@@ -132,8 +132,9 @@ class _Measuring(NamedTuple):
 
     def units(self, host: Host, index: int) -> UnitTimes | None:
         device = host.devices[index]
+        dtypes = self.dtypes or device.sheet.dtypes
         return self.of(host, index, lambda: self.probes[host.name][index].units(
-            _planned(host, index), self.model, self.seq_len, SEQUENCES, self.dtypes or device.dtypes, device.memory
+            _planned(host, index), self.model, self.seq_len, SEQUENCES, dtypes, device.memory
         ))  # fmt: skip
 
     def working(self, host: Host) -> list[int]:
@@ -144,25 +145,27 @@ class _Measuring(NamedTuple):
 def _alone(host: Host, measuring: _Measuring) -> Host:
     """A host's devices one after another: those that share cores must not disturb each other."""
     done = list[Device]()
-    bare = [msgspec.structs.replace(device, enter=None) for device in host.devices]
+    bare = [device.but(enter=None) for device in host.devices]
     for index, device in enumerate(host.devices):
         measuring.say(f"device {index} of {host.name}: {device.kind}")
-        planned, dtypes = _planned(host, index), measuring.dtypes or device.dtypes
+        planned, dtypes = _planned(host, index), measuring.dtypes or device.sheet.dtypes
         products = shapes(measuring.model, ROWS[device.backend])
         probe = measuring.probes[host.name][index]
         measured = measuring.of(host, index, partial(probe.rates, planned, products, dtypes, device.memory))
         if measured is not None:
             measuring.note(host, index, measured.left_out)
-            device = msgspec.structs.replace(
-                device, rates=measured.rates, bandwidth=measured.bandwidth, memory=min(device.memory, measured.memory)
+            device = device.but(
+                rates=measured.rates, bandwidth=measured.bandwidth, memory=min(device.memory, measured.memory)
             )
             # Those that are alike need not all be timed alone.
-            times = next((twin.units for other, twin in zip(bare, done, strict=False) if other == bare[index]), ())
+            times = next(
+                (twin.times.units for other, twin in zip(bare, done, strict=False) if other == bare[index]), ()
+            )
             if not times and (timed := measuring.units(host, index)) is not None:
                 measuring.note(host, index, timed.left_out)
                 times = timed.times
             whole = (host.name, index) not in measuring.failed
-            device = msgspec.structs.replace(device, units=times, origin="measured" if whole else device.origin)
+            device = device.but(units=times, origin="measured" if whole else device.origin)
         done.append(device)
     return msgspec.structs.replace(host, devices=tuple(done))
 
@@ -181,7 +184,7 @@ def _crowded(host: Host, measuring: _Measuring) -> Host:
         for index, timed in zip(indices, pool.map(ask, indices), strict=True):
             times = () if timed is None else timed.times
             crowd = (msgspec.structs.replace(unit, together=len(indices)) for unit in times)
-            devices[index] = msgspec.structs.replace(devices[index], units=(*devices[index].units, *crowd))
+            devices[index] = devices[index].but(units=(*devices[index].times.units, *crowd))
     return msgspec.structs.replace(host, devices=tuple(devices))
 
 
@@ -198,7 +201,9 @@ def _local_rate(host: Host, measuring: _Measuring) -> Host:
 
 def _planned(host: Host, index: int) -> PlannedDevice:
     device = host.devices[index]
-    return PlannedDevice(host=host.name, backend=device.backend, index=index, threads=device.threads, kind=device.kind)
+    return PlannedDevice(
+        host=host.name, backend=device.backend, index=index, threads=device.slot.threads, kind=device.kind
+    )
 
 
 def _allreduce(cluster: Cluster, measuring: _Measuring) -> dict[int, float]:

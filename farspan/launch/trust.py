@@ -15,7 +15,7 @@ import shlex
 from contextlib import suppress
 from pathlib import Path
 
-from farspan.domain.cluster import Cluster
+from farspan.domain.cluster_json import load_cluster_json
 from farspan.domain.codec import load, read_bytes, write_atomically
 from farspan.domain.problems import Refusal
 from farspan.domain.problems import command as farspan
@@ -48,7 +48,7 @@ def require(run: RunFolder) -> None:
 def _commands(run: RunFolder) -> list[str]:
     """What a run starts beside this Python: how it enters hosts and devices, what it runs there, and the Ray cluster
     that it hands a token to."""
-    cluster, launcher = load(run.cluster, Cluster), load(run.record, RunRecord).launcher
+    cluster, launcher = load_cluster_json(run.cluster), load(run.record, RunRecord).launcher
     joined = [f"a launcher, {launcher}"] if ":" in launcher else []
     for host in cluster.hosts:
         for device in (None, *range(len(host.devices))):

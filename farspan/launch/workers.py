@@ -13,11 +13,11 @@ from types import TracebackType
 from typing import IO
 
 from farspan.domain.cluster import Cluster, Host
-from farspan.domain.codec import cut_unfinished_line, load, parse_json
+from farspan.domain.codec import cut_unfinished_line, parse_json
 from farspan.domain.plan import Plan
 from farspan.domain.problems import EXIT_CODES, Problem, Refusal
 from farspan.domain.problems import command as farspan
-from farspan.domain.results import Estimate, Event, Finished, Started, Step, decoded
+from farspan.domain.results import Event, Finished, Started, Step, decoded, load_estimate
 from farspan.domain.run import RunFolder
 from farspan.domain.units import format_bytes
 from farspan.launch.hosts import ask, quoted
@@ -238,7 +238,7 @@ class Workers:
     def _memory(self, process: Process, rank: int) -> str:
         """What a worker was predicted to need, and what it held when it was last heard."""
         fact, folder = "", run_folder(process.host, self.plan, self.run)
-        if self.run.estimate.exists() and rank < len(memory := load(self.run.estimate, Estimate).memory):
+        if self.run.estimate.exists() and rank < len(memory := load_estimate(self.run.estimate).memory):
             fact += f"; it was predicted to need {format_bytes(memory[rank].total)}"
         log = folder.events if rank == 0 else folder.logs / f"rank-{rank}.events.jsonl"
         lines, held = (process.read(log) or b"").split(b"\n")[:-1], 0

@@ -14,8 +14,8 @@ from farspan.domain.config import RunConfig
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.problems import Refusal
+from farspan.domain.results import RESERVE
 from farspan.domain.units import format_count, format_seconds
-from farspan.estimate.price import RESERVE
 from farspan.planning.quantities import SIZES, asked_parameters, asked_tokens, deadline_s, given_or, out_of_range
 from farspan.planning.size import FRESH_EPOCHS, KNOBS, TOLERANCE, Knobs, auto_parameters, shape_for
 

@@ -12,9 +12,9 @@ from farspan.domain.corpus import CorpusManifest
 from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.probe import ProbeResult
 from farspan.domain.problems import Refusal
+from farspan.domain.results import RESERVE
 from farspan.domain.train import Optimizer, Precision, Schedule, TrainSpec
 from farspan.domain.units import counted, format_count, format_seconds
-from farspan.estimate.price import RESERVE
 from farspan.planning.choose_model import ChosenModel
 from farspan.planning.model_speed import step_seconds
 from farspan.planning.quantities import asked_rows, asked_tokens, deadline_s, given_or, out_of_range, save_every_s
@@ -102,13 +102,13 @@ def choose_train(
 
 
 def _precision(config: RunConfig, cluster: Cluster, probe: ProbeResult) -> tuple[Precision, str]:
-    everywhere = [p for p in probe.speeds if all(p in device.dtypes for device in cluster.devices)]
+    everywhere = [p for p in probe.speeds if all(p in device.sheet.dtypes for device in cluster.devices)]
     asked = config.train.precision
     if asked == "auto":
         best = max(everywhere, key=lambda p: probe.speeds[p].tokens_per_s)
         speeds = ", ".join(f"{p} {format_count(probe.speeds[p].tokens_per_s)}" for p in everywhere)
         return best, f"machine: the fastest measured (tokens/s: {speeds})"
-    if lacking := sorted({d.kind for d in cluster.devices if asked not in d.dtypes}):
+    if lacking := sorted({d.kind for d in cluster.devices if asked not in d.sheet.dtypes}):
         fact = f"{', '.join(lacking)} does not compute it in hardware"
         raise out_of_range("train.precision", asked, fact, "set train.precision: auto")
     return asked, "run.yaml"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -80,6 +80,11 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def best(self) -> Limit:
         return self.limits[0]
+
+    def as_json(self) -> dict[str, Any]:
+        """The answer as `--json` has it."""
+        limits = [{**msgspec.to_builtins(limit), "estimate": limit.estimate.as_json()} for limit in self.limits]
+        return {**msgspec.to_builtins(self), "limits": limits}
 
 
 def largest_model(ground: Ground, family: str, vocab_size: int, context: int) -> Fit | None:

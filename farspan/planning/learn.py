@@ -141,7 +141,7 @@ def with_paces(cluster: Cluster, paces: Mapping[Paced, float]) -> Cluster:
     def paced(host: Host, index: int) -> Device:
         device = host.devices[index]
         pace = paces.get(Paced("device", host.name, device.kind), 1.0)
-        return msgspec.structs.replace(device, pace=device.pace * pace)
+        return device.but(pace=device.learned.pace * pace)
 
     links = tuple(
         msgspec.structs.replace(link, pace=link.pace * paces.get(Paced("link", link.a, link.b), 1.0))

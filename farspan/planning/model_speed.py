@@ -24,7 +24,7 @@ def crowding(cluster: Cluster) -> float:
     shares = [1.0]
     for host in cluster.hosts:
         if host.cpus:
-            shares.append(sum(device.threads for device in host.devices if device.backend == "cpu") / host.cpus)
+            shares.append(sum(device.slot.threads for device in host.devices if device.backend == "cpu") / host.cpus)
     return max(shares)
 
 
@@ -48,7 +48,7 @@ def on_one_device(model: ModelSpec, train: TrainSpec, cluster: Cluster, engine: 
         units=(0, graph.units), mesh=Mesh(ranks=(0,), shape=(1,), axes=("data",)), rows=(train.batch,),
         grad_sync=GradSync(bucket_bytes=None), recompute=train.recompute,
     )  # fmt: skip
-    at = PlannedDevice(host=host.name, backend=device.backend, index=0, threads=device.threads)
+    at = PlannedDevice(host=host.name, backend=device.backend, index=0, threads=device.slot.threads)
     plan = Plan(
         technique="data", model=model, train=train, replicas=(Replica(stages=(stage,)),), devices=(at,),
         inputs=Inputs(cluster="", corpus=""),
@@ -86,7 +86,7 @@ def calibrated(cluster: Cluster, model: ModelSpec, train: TrainSpec, engine: Eng
         device = host.devices[index]
         if device.kind != kind:
             return device
-        return msgspec.structs.replace(device, pace=speed.step_s / alone.step_s, framework=framework)
+        return device.but(pace=speed.step_s / alone.step_s, framework=framework)
 
     return cluster.with_devices(tried_device)
 
@@ -104,5 +104,7 @@ def product_flops(cluster: Cluster, engine: Engine, precisions: tuple[DType, ...
 def common_precisions(cluster: Cluster) -> tuple[Precision, ...]:
     """Dtypes that every device computes in hardware, fastest on the first one first."""
     first = cluster.devices[0]
-    both = [dtype for dtype in first.dtypes if all(dtype in device.dtypes for device in cluster.devices)]
-    return tuple(sorted(both, key=lambda dtype: (-first.flops.get(dtype, -math.inf), dtype != "bf16"))) or ("fp32",)
+    both = [dtype for dtype in first.sheet.dtypes if all(dtype in device.sheet.dtypes for device in cluster.devices)]
+    return tuple(sorted(both, key=lambda dtype: (-first.sheet.flops.get(dtype, -math.inf), dtype != "bf16"))) or (
+        "fp32",
+    )

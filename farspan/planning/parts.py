@@ -76,7 +76,7 @@ def _groups(cluster: Cluster, everything: Sequence[_At]) -> Iterator[tuple[str, 
 def _flops(site: Site) -> float:
     devices = [device for host in site.hosts for device in host.devices]
     return sum(
-        max((*device.flops.values(), *(f for r in device.rates for f in r.flops.values())), default=0.0)
+        max((*device.sheet.flops.values(), *(f for r in device.times.rates for f in r.flops.values())), default=0.0)
         for device in devices
     )
 
@@ -89,7 +89,7 @@ def _likeness(cluster: Cluster, chosen: Sequence[_At]) -> object:
         return tuple(at.place for at in chosen)
     hosts: dict[str, list[Any]] = {}
     for at in chosen:
-        figures = msgspec.json.encode(msgspec.structs.replace(at.device, enter=None))
+        figures = msgspec.json.encode(at.device.but(enter=None))
         own = [at.host.memory or 0, at.host.cpus or 0, at.host.local_rate or 0]
         hosts.setdefault(at.host.name, own).append(figures)
     (site,) = sites.values()

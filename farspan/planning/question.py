@@ -92,7 +92,7 @@ def _precision(asked: str, cluster: Cluster) -> Precision:
             break
     else:
         raise out_of_range("--precision", asked, "known: auto, fp32, bf16, fp16", "--precision auto")
-    lacking = sorted({device.kind for device in cluster.devices if asked not in device.dtypes})
+    lacking = sorted({device.kind for device in cluster.devices if asked not in device.sheet.dtypes})
     if lacking:
         fact = f"{', '.join(lacking)} does not compute it in hardware"
         raise out_of_range("--precision", asked, fact, "--precision auto")

@@ -18,7 +18,7 @@ from farspan.domain.results import Estimate
 from farspan.domain.train import TrainSpec
 from farspan.domain.trial import Trial
 from farspan.domain.units import format_seconds
-from farspan.estimate.price import RESERVE, price
+from farspan.estimate.price import price
 from farspan.planning.parts import ClusterPart, all_parts, whole
 from farspan.techniques import Task
 
@@ -143,13 +143,8 @@ def candidate(task: Task, part: ClusterPart, name: str) -> Candidate | Refused:
     lease = min((site.lease_s for site in sites if site.lease_s is not None), default=math.inf)
     return Candidate(
         technique=name, where=part.name, places=part.places, plan=answer, estimate=estimate,
-        time_s=queue + full_s(answer, estimate), queue_s=queue, lease_s=lease, barred=_barred(task, estimate),
+        time_s=queue + estimate.equal_loss_s, queue_s=queue, lease_s=lease, barred=_barred(task, estimate),
     )  # fmt: skip
-
-
-def full_s(plan: Plan, estimate: Estimate) -> float:
-    """Seconds of all of a plan's steps, and of the further ones that the loss of synchronous training takes."""
-    return plan.train.steps * estimate.step_s / (1 - RESERVE) / estimate.token_efficiency
 
 
 def _barred(task: Task, estimate: Estimate) -> str | None:

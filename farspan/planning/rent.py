@@ -20,8 +20,8 @@ from farspan.domain.engine import Engine
 from farspan.domain.graph import OpGraph
 from farspan.domain.model import ModelSpec
 from farspan.domain.problems import Refusal
+from farspan.domain.results import RESERVE
 from farspan.domain.train import TrainSpec
-from farspan.estimate.price import RESERVE
 from farspan.planning.model_speed import on_one_device
 from farspan.planning.parts import ClusterPart
 from farspan.planning.rank import Candidate, Refused, candidate

@@ -21,11 +21,10 @@ from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.plan import Plan
 from farspan.domain.train import TrainSpec
 from farspan.domain.trial import Trial
-from farspan.estimate.loss import loss
-from farspan.estimate.price import RESERVE
+from farspan.estimate.price import with_loss
 from farspan.planning.compare import bounds
 from farspan.planning.learn import Observation, learn, parts_of
-from farspan.planning.rank import TOLERANCE, Candidate, Objective, Ranking, by, full_s, ordered, rank
+from farspan.planning.rank import TOLERANCE, Candidate, Objective, Ranking, by, ordered, rank
 from farspan.semantics.identity import plan_key
 
 #: Trials take this share of the run that they are for, and at least so many seconds.
@@ -148,23 +147,23 @@ def _contenders(ranking: Ranking, asked: SelectionTask) -> list[Candidate]:
     key = by(asked.objective, ranking.candidates, asked.tolerance)
     known = [candidate for candidate in eligible if candidate.trial is not None]
     # What is certain by now: the best trial, or what the best prediction takes at worst.
-    sure = (1 - SAME) * min(map(key, known)) if known else key(_at(eligible[0], 1, ranking.cluster))
+    sure = (1 - SAME) * min(map(key, known)) if known else key(_at(eligible[0], 1))
     fast = (1 - SAME) * min(candidate.time_s for candidate in known) if known else math.inf
     open_ = []
     for candidate in eligible:
-        at_best = _at(candidate, 0, ranking.cluster)
+        at_best = _at(candidate, 0)
         # Where few devices are asked for, a plan that is faster than all others says how slow the few may be.
         tells = asked.objective == "fewest_devices" and at_best.time_s < fast
         if candidate.trial is None and (key(at_best) < sure or tells):
             open_.append(candidate)
     # One that stands alone needs no trial, unless others have failed theirs.
     alone = open_ == eligible[:1] and not any(candidate.trial for candidate in ranking.candidates)
-    return [] if alone else sorted(open_, key=lambda candidate: key(_at(candidate, 0, ranking.cluster)))
+    return [] if alone else sorted(open_, key=lambda candidate: key(_at(candidate, 0)))
 
 
-def _at(candidate: Candidate, bound: Literal[0, 1], cluster: Cluster) -> Candidate:
+def _at(candidate: Candidate, bound: Literal[0, 1]) -> Candidate:
     """The candidate with its time, and its devices' money, at its least or most."""
-    return _taking(candidate, candidate.estimate.step_s * candidate.estimate.interval[bound], cluster)
+    return _taking(candidate, candidate.estimate.step_s * candidate.estimate.interval[bound])
 
 
 def _gain(ranking: Ranking, contenders: Sequence[Candidate]) -> float:
@@ -188,10 +187,10 @@ def _with_evidence(cluster: Cluster, asked: SelectionTask, tried: Mapping[str, t
     out = [candidate for candidate, trial in tried.values() if trial.status == "oom"]
     ranking = asked.rank(held(learned.cluster, asked.engine, out))
     known = parts_of(cluster, seen)
-    updated = [_judged(candidate, trial, cluster) for candidate, trial in tried.values()]
+    updated = [_judged(candidate, trial) for candidate, trial in tried.values()]
     for candidate in ranking.candidates:
         if plan_key(plan := candidate.plan) not in tried:
-            candidate = _taking(candidate, candidate.estimate.step_s * learned.way(plan), cluster)
+            candidate = _taking(candidate, candidate.estimate.step_s * learned.way(plan))
             known_all = seen and parts_of(cluster, [Observation(plan, 0.0)]) <= known
             updated.append(_within(candidate, LEARNED) if known_all else candidate)
     candidates, chosen = ordered(updated, asked.objective, asked.tolerance)
@@ -221,36 +220,29 @@ def _holding(cluster: Cluster, place: int, most: int) -> Cluster:
     return cluster.with_devices(device_of)
 
 
-def _judged(candidate: Candidate, trial: Trial, cluster: Cluster) -> Candidate:
+def _judged(candidate: Candidate, trial: Trial) -> Candidate:
     """A tried candidate: at its measured pace, or not to be chosen."""
     if trial.step_s is None:
         why = "it ended without a step" if trial.problem is None else f"{trial.problem.what}: {trial.problem.fact}"
         return msgspec.structs.replace(candidate, trial=trial, barred=f"its trial failed, {why}")
-    return msgspec.structs.replace(_within(_taking(candidate, trial.step_s, cluster), MEASURED), trial=trial)
+    return msgspec.structs.replace(_within(_taking(candidate, trial.step_s), MEASURED), trial=trial)
 
 
 def _within(candidate: Candidate, interval: tuple[float, float]) -> Candidate:
     return msgspec.structs.replace(candidate, estimate=msgspec.structs.replace(candidate.estimate, interval=interval))
 
 
-def _taking(candidate: Candidate, step_s: float, cluster: Cluster) -> Candidate:
+def _taking(candidate: Candidate, step_s: float) -> Candidate:
     """The candidate with another time of a step: what takes time and money follows, bytes and memory do not."""
-    estimate, plan = candidate.estimate, candidate.plan
-    factor, deadline = step_s / estimate.step_s, plan.train.deadline_s or math.inf
-    whole_s = plan.train.steps * step_s / (1 - RESERVE)
-    run_s = min(whole_s, deadline)
-    tokens = plan.train.steps * run_s / whole_s * plan.train.tokens_per_step * estimate.token_efficiency
-    usd_per_s = sum(cluster.devices[place].usd_per_hour or 0.0 for place in candidate.places) / 3600
+    priced = candidate.estimate
+    factor = step_s / priced.step_s
     changed = msgspec.structs.replace(
-        estimate, step_s=step_s, compute_s=estimate.compute_s * factor,
-        communication_s=estimate.communication_s * factor, bubble_s=estimate.bubble_s * factor,
-        run_s=run_s, tokens_per_s=estimate.tokens_per_s / factor, tflops_per_device=estimate.tflops_per_device / factor,
-        mfu=None if estimate.mfu is None else estimate.mfu / factor,
-        usd=None if estimate.usd is None else estimate.usd + usd_per_s * (run_s - estimate.run_s),
-        kwh=None if estimate.kwh is None else estimate.kwh * run_s / estimate.run_s,
-        loss=None if estimate.loss is None else loss(parameters(plan.model), tokens),
+        priced, step_s=step_s, compute_s=priced.compute_s * factor, communication_s=priced.communication_s * factor,
+        bubble_s=priced.bubble_s * factor,
     )  # fmt: skip
-    return msgspec.structs.replace(candidate, estimate=changed, time_s=candidate.queue_s + full_s(plan, changed))
+    if priced.loss is not None:
+        changed = with_loss(changed, parameters(candidate.plan.model))
+    return msgspec.structs.replace(candidate, estimate=changed, time_s=candidate.queue_s + changed.equal_loss_s)
 
 
 def _settled(ranking: Ranking, asked: SelectionTask) -> Ranking:

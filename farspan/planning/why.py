@@ -184,7 +184,7 @@ def _compute(cluster: Cluster, rival: Candidate, base: Candidate) -> str:
 
 def _peak(cluster: Cluster, candidate: Candidate) -> float | None:
     """FLOP/s of a candidate's devices together by their data sheets; None where one is unknown."""
-    known = [cluster.devices[place].flops.get(candidate.plan.train.precision) for place in candidate.places]
+    known = [cluster.devices[place].sheet.flops.get(candidate.plan.train.precision) for place in candidate.places]
     return None if None in known else sum(rate or 0.0 for rate in known)
 
 

@@ -7,8 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 from farspan import models
-from farspan.domain.cluster import Cluster
-from farspan.domain.codec import load
+from farspan.domain.cluster_json import load_cluster_json
 from farspan.domain.engine import engine
 from farspan.domain.plan import Plan, Replica
 from farspan.domain.results import Estimate
@@ -45,7 +44,7 @@ def costs_of_run(folder: RunFolder, plan: Plan) -> Costs | None:
     if not folder.cluster.exists():
         return None
     pricing_engine = engine(plan.engine)
-    network = Network(load(folder.cluster, Cluster), plan.devices, pricing_engine)
+    network = Network(load_cluster_json(folder.cluster), plan.devices, pricing_engine)
     return Costs(models.graph(plan.model), plan.train, network)
 
 

@@ -8,9 +8,8 @@ from farspan.domain.corpus import CorpusManifest
 from farspan.domain.model import parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import command
-from farspan.domain.results import Estimate, Measurement
+from farspan.domain.results import RESERVE, Estimate, Measurement
 from farspan.domain.units import counted, format_bytes, format_count, format_seconds, format_usd, short_time
-from farspan.estimate.price import RESERVE
 from farspan.report import losses
 from farspan.report.compared import Comparison
 from farspan.report.compared_text import memory_rows, part_rows, sentences

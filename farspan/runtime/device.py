@@ -18,7 +18,7 @@ import torch
 
 from farspan._version import __version__
 from farspan.domain.caps import caps
-from farspan.domain.cluster import GIVEN, READY, Cluster, Device, DType, Host, Site
+from farspan.domain.cluster import GIVEN, READY, Cluster, DataSheet, Device, DType, Host, Site, WorkerSlot
 from farspan.domain.gpus import TorchGpu, Wheel, is_kind, runs
 from farspan.domain.plan import PlannedDevice
 from farspan.domain.problems import Refusal
@@ -114,14 +114,19 @@ def detect(backend: str, workers: int | None) -> Cluster:
     if backend == "cuda":
         devices = [_cuda_device(i) for i in usable_gpus()][: workers or None]
     elif backend == "mps":
-        apple = Device(kind=_cpu_name(), backend="mps", memory=memory.total, dtypes=("fp32", "bf16", "fp16"))
+        apple = Device(
+            kind=_cpu_name(), backend="mps", memory=memory.total, sheet=DataSheet(dtypes=("fp32", "bf16", "fp16"))
+        )
         devices = [apple]
     else:
         count = workers or 1
         share = Device(
-            kind=_cpu_name(), backend="cpu", memory=usable_memory(torch.device("cpu")) // count, dtypes=_cpu_dtypes(),
-            threads=max(1, cores // count),
-        )  # fmt: skip
+            kind=_cpu_name(),
+            backend="cpu",
+            memory=usable_memory(torch.device("cpu")) // count,
+            sheet=DataSheet(dtypes=_cpu_dtypes()),
+            slot=WorkerSlot(threads=max(1, cores // count)),
+        )
         devices = [share] * count
     if (workers and len(devices) < workers) or not devices:
         raise Refusal(
@@ -203,9 +208,12 @@ def _cuda_device(index: int) -> Device:
     properties = torch.cuda.get_device_properties(index)
     bf16 = properties.major >= 8
     return Device(
-        kind=properties.name, backend="cuda", memory=properties.total_memory,
-        dtypes=("fp32", "bf16", "fp16") if bf16 else ("fp32", "fp16"), threads=1,
-    )  # fmt: skip
+        kind=properties.name,
+        backend="cuda",
+        memory=properties.total_memory,
+        sheet=DataSheet(dtypes=("fp32", "bf16", "fp16") if bf16 else ("fp32", "fp16")),
+        slot=WorkerSlot(threads=1),
+    )
 
 
 def environment(device: torch.device) -> Environment:

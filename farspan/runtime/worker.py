@@ -31,7 +31,7 @@ from farspan.domain.codec import load, save
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.plan import Plan, unsound
 from farspan.domain.problems import Problem, Refusal
-from farspan.domain.results import Estimate, Event, Finished, Sampled, Started
+from farspan.domain.results import Event, Finished, Sampled, Started, load_estimate
 from farspan.domain.run import ON_STDIN, SECRET, RunFolder, RunRecord
 from farspan.domain.units import counted, format_bytes
 from farspan.runtime.checkpoint import checkpoint
@@ -200,7 +200,7 @@ def started(trainer: Trainer, world: int) -> Started:
     machine = environment(trainer.worker.group.device)
     return Started(
         at=time.time(), step=trainer.step, plan=plan.hash, world=world, environment=machine,
-        estimate=load(run.estimate, Estimate) if run.estimate.exists() else None,
+        estimate=load_estimate(run.estimate) if run.estimate.exists() else None,
         peak_flops=catalog.peak_flops(machine.device, plan.train.precision, world),
     )  # fmt: skip
 
@@ -276,7 +276,7 @@ def as_problem(error: BaseException, plan: Plan | None, run: RunFolder, rank: in
 def _predicted_bytes(plan: Plan, run: RunFolder, rank: int) -> int | None:
     """What the estimate says that this rank takes."""
     used = sorted(r for replica in plan.replicas for stage in replica.stages for r in stage.mesh.ranks)
-    return load(run.estimate, Estimate).memory[used.index(rank)].total if run.estimate.exists() else None
+    return load_estimate(run.estimate).memory[used.index(rank)].total if run.estimate.exists() else None
 
 
 def gone(peer: int, how: How, plan: Plan, run: RunFolder) -> Problem:

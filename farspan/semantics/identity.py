@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from farspan.domain.cluster import Cluster, Host
+from farspan.domain.cluster_json import as_json
 from farspan.domain.codec import content_hash
 from farspan.domain.plan import Plan
 
@@ -24,18 +25,18 @@ def cluster_hash(cluster: Cluster) -> str:
     of a lab."""
 
     def lasting_host(host: Host) -> Host:
-        devices = tuple(msgspec.structs.replace(own, pace=1.0, framework=None, enter=None) for own in host.devices)
+        devices = tuple(own.but(pace=1.0, framework=None, enter=None) for own in host.devices)
         return msgspec.structs.replace(host, devices=devices, enter=None)
 
     links = tuple(msgspec.structs.replace(link, pace=1.0) for link in cluster.links)
-    return content_hash(msgspec.structs.replace(cluster.with_hosts(lasting_host), links=links))
+    return content_hash(as_json(msgspec.structs.replace(cluster.with_hosts(lasting_host), links=links)))
 
 
 def identity(cluster: Cluster) -> str:
     """What a plan knows its cluster by: its sites, hosts and devices. How fast these are, and the links between them,
     is measured and learned again, and the plan priced by it."""
     devices = [
-        (site.name, host.name, device.kind, device.backend, device.threads)
+        (site.name, host.name, device.kind, device.backend, device.slot.threads)
         for site in cluster.sites
         for host in site.hosts
         for device in host.devices

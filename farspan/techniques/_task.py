@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from farspan.domain.cluster import Cluster
+from farspan.domain.cluster_json import as_json
 from farspan.domain.codec import content_hash
 from farspan.domain.engine import Engine
 from farspan.domain.graph import OpGraph
@@ -50,7 +51,7 @@ class Task:
                 site=site.name,
                 backend=device.backend,
                 index=index,
-                threads=device.threads,
+                threads=device.slot.threads,
                 kind=device.kind,
             )
             for site in self.cluster.sites
@@ -73,7 +74,7 @@ class Task:
 
     @functools.cached_property
     def inputs(self) -> Inputs:
-        return Inputs(cluster=content_hash(self.cluster), corpus=self.corpus)
+        return Inputs(cluster=content_hash(as_json(self.cluster)), corpus=self.corpus)
 
     @property
     def ranks(self) -> range:

@@ -94,7 +94,7 @@ def bare(cluster: Cluster) -> Cluster:
     made anew each time, and all that is written down of it."""
     return cluster.with_hosts(lambda host: msgspec.structs.replace(
         host, folder=None, address=None, interface=None, python="python3", enter=None,
-        devices=tuple(msgspec.structs.replace(device, enter=None, usd_per_hour=None) for device in host.devices),
+        devices=tuple(device.but(enter=None, usd_per_hour=None) for device in host.devices),
     ))  # fmt: skip
 
 

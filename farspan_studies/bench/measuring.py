@@ -19,6 +19,7 @@ import msgspec
 from farspan._version import __version__
 from farspan.app.clusters import reached_by
 from farspan.domain.cluster import Cluster
+from farspan.domain.cluster_json import load_cluster_json, save_cluster_json
 from farspan.domain.codec import content_hash, cut_unfinished_line, load, save
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.engine import engine
@@ -77,14 +78,15 @@ class Results:
 
     def cluster(self, hash_: str) -> Cluster:
         """A row's cluster. Raises Refusal where its file is gone."""
-        return load(self.folder / "clusters" / f"{hash_}.json", Cluster)
+        return load_cluster_json(self.folder / "clusters" / f"{hash_}.json")
 
     def add(self, row: Row, plan: Plan | None, cluster: Cluster) -> None:
         """Append a row; its plan and its cluster go beside it."""
-        for name, hash_, what in (("plans", row.plan_hash, plan), ("clusters", row.cluster_hash, bare(cluster))):
+        for name in ("plans", "clusters"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
-            if what is not None:
-                save(what, self.folder / name / f"{hash_}.json")
+        save_cluster_json(bare(cluster), self.folder / "clusters" / f"{row.cluster_hash}.json")
+        if plan is not None:
+            save(plan, self.folder / "plans" / f"{row.plan_hash}.json")
         with open(self.path, "ab") as file:
             cut_unfinished_line(self.path)
             file.write(msgspec.json.encode(row) + b"\n")

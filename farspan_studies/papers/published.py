@@ -166,7 +166,7 @@ def catalog_cluster(name: str) -> Cluster:
 def planned_devices(cluster: Cluster) -> tuple[PlannedDevice, ...]:
     """Every device of a cluster, in rank order."""
     return tuple(
-        PlannedDevice(host=host.name, backend=device.backend, index=index, threads=device.threads)
+        PlannedDevice(host=host.name, backend=device.backend, index=index, threads=device.slot.threads)
         for host in cluster.hosts
         for index, device in enumerate(host.devices)
     )

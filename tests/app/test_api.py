@@ -39,6 +39,29 @@ def papers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_a_script_needs_no_guard(papers: Path) -> None:
+    """Processes that read text leave the script alone: a second reading of it would train again."""
+    script = papers / "script.py"
+    script.write_text(
+        "import farspan\n"
+        "print('read')\n"
+        "folder, manifest = farspan.prepare('pydocs', tokenizer={'vocab': 300})\n"
+        f"run = farspan.train('papers', train={{'steps': 2}}, **{SMALL!r})\n"
+        "print(manifest.train.documents > 0, run)\n"
+    )
+    done = subprocess.run([sys.executable, script], cwd=papers, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "read\nTrue Run('runs/papers')\n"), done.stderr
+
+
+def test_what_select_gave_is_trained(papers: Path) -> None:
+    keys = {**SMALL, "parallel": {"workers": 2}, "train": {"steps": 3}}
+    selection = farspan.select("papers", budget_s=0.0, **keys)
+    run = farspan.train("papers", plan=selection, **keys)
+    chosen = selection.ranking.candidates[selection.ranking.chosen]
+    assert run.folder.load_plan().technique == chosen.technique
+    assert run.report().measurement.steps == chosen.plan.train.steps
+
+
 def test_in_a_thread_it_trains_and_leaves_signals_alone(papers: Path, capfd: pytest.CaptureFixture[str]) -> None:
     handlers, updates = signal.getsignal(signal.SIGINT), list[object]()
     ended: list[farspan.Run | BaseException] = []

@@ -190,7 +190,7 @@ def test_skipped_files_are_told_by_kind_and_listed_by_name(tmp_path: Path, desk:
     assert "skipped 2 .bin, 1 without an extension, 1 .exe: not a kind of file that can be read\n" in done.stdout
     assert "skipped 1 .txt: not text (NUL bytes)\n" in done.stdout
     skipped = json.loads(farspan("prepare", "--json", cwd=tmp_path).stdout)["manifest"]["skipped"]
-    assert len(skipped) == 5 and "text/junk.txt: not text (NUL bytes)" in skipped
+    assert len(skipped) == 5 and {"path": "text/junk.txt", "reason": "not text (NUL bytes)"} in skipped
 
 
 PLANS = [

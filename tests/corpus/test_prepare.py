@@ -32,7 +32,7 @@ from farspan.corpus.prepare import auto_vocab, prepare
 from farspan.corpus.tokens import TokenFile
 from farspan.domain.codec import load
 from farspan.domain.config import DataConfig, TokenizerConfig
-from farspan.domain.corpus import CorpusManifest, Document
+from farspan.domain.corpus import CorpusManifest, Document, Skipped
 from farspan.domain.problems import Problem, Refusal
 from tests.corpus.test_dedup import planted, true_jaccard
 
@@ -356,7 +356,7 @@ def test_a_folder_with_names_that_are_not_utf8(texts: list[str], tmp_path: Path)
         pytest.skip("waits for a file system that takes any bytes as a name")
     folder, manifest = made(source, tmp_path / "root")
     assert f"{source}/caf\ufffd.txt" in {document.origin for document in kept(folder)}
-    assert manifest.skipped == (f"{source}/caf\ufffd.bin: not a kind of file that can be read",)
+    assert manifest.skipped == (Skipped.file(f"{source}/caf\ufffd.bin", "not a kind of file that can be read"),)
 
 
 def problem(source: object, tmp_path: Path, **settings: object) -> Problem:

@@ -19,7 +19,7 @@ import zstandard
 from farspan.corpus.documents import PART_CHARS, clean, cut
 from farspan.corpus.prepare import _shown
 from farspan.corpus.sources import available, open_source
-from farspan.domain.corpus import Document, by_kind
+from farspan.domain.corpus import Document, Skipped, by_kind
 from farspan.domain.problems import Problem, Refusal
 
 
@@ -104,7 +104,7 @@ def test_every_kind_of_text_file_is_read(tmp_path: Path) -> None:
     assert [d.text for d in documents[4:7]] == ["row 0 é", "row 1 é", "row 2 é"]
     assert documents[5].metadata == {"n": "1"}
     assert documents[5].origin == f"{tmp_path}/sub/e.jsonl:2"
-    assert source.skipped == [f"{tmp_path}/sub/h.bin: not a kind of file that can be read"]
+    assert list(map(str, source.skipped)) == [f"{tmp_path}/sub/h.bin: not a kind of file that can be read"]
     assert [d.text for d in read(tmp_path / "b.md")] == ["intro\n\n# The heading #\n\nbody"]
 
 
@@ -123,8 +123,8 @@ def test_parquet_and_pdf(tmp_path: Path) -> None:
     assert [d.text for d in documents if d.text and "row" in d.text] == [f"row {i}" for i in range(1000)]
     assert documents[7].metadata == {"year": "7"}
     assert documents[-1].text.strip() == "Hello from a page"
-    assert source.skipped[0] == f"{tmp_path}/b.pdf: no text in it (a scan?)"
-    assert source.skipped[1].startswith(f"{tmp_path}/c.pdf: not a PDF that can be read")
+    assert str(source.skipped[0]) == f"{tmp_path}/b.pdf: no text in it (a scan?)"
+    assert str(source.skipped[1]).startswith(f"{tmp_path}/c.pdf: not a PDF that can be read")
 
 
 def test_an_extra_that_is_installed_changes_the_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def test_an_extra_that_is_installed_changes_the_fingerprint(tmp_path: Path, monk
         without.setitem(sys.modules, "pypdf", None)
         source = open_source(str(tmp_path))
         assert [d.text for d in source.documents()] == ["plain"]
-        assert source.skipped == [f"{tmp_path}/b.pdf: needs pip install 'farspan[pdf]'"]
+        assert list(map(str, source.skipped)) == [f"{tmp_path}/b.pdf: needs pip install 'farspan[pdf]'"]
         assert open_source(str(tmp_path / "a.txt")).fingerprint() == plain, "it needs no extra"
     assert open_source(str(tmp_path)).fingerprint() != source.fingerprint()
     assert len(read(tmp_path)) == 2
@@ -250,7 +250,9 @@ def test_what_is_not_text_is_skipped_and_other_encodings_are_refused(tmp_path: P
     (tmp_path / "page.html").write_bytes(b"<p>\0\xff")
     source = open_source(str(tmp_path))
     assert [d.text for d in source.documents()] == ["text"]
-    assert source.skipped == [f"{tmp_path}/{name}: not text (NUL bytes)" for name in ("junk.txt", "page.html")]
+    assert list(map(str, source.skipped)) == [
+        f"{tmp_path}/{name}: not text (NUL bytes)" for name in ("junk.txt", "page.html")
+    ]
 
     for name, encoding in (("a16.txt", "utf-16"), ("a32.txt", "utf-32")):
         (tmp_path / name).write_text("caf\u00e9 noir", encoding)
@@ -266,11 +268,11 @@ def test_what_is_not_text_is_skipped_and_other_encodings_are_refused(tmp_path: P
 
 
 def test_skipped_files_are_counted_by_kind_and_reason() -> None:
-    lines = [*(f"d/{n}.bin: odd" for n in range(2500)), "and more/x.EXE: odd", "d/a.pdf: cut (b: c)", "d/Makefile: odd"]
+    names = [*(f"d/{n}.bin" for n in range(2500)), "and 3 more/x.EXE", "d/Makefile"]
+    files = [*(Skipped.file(name, "odd") for name in names), Skipped.file("d/a.pdf", "cut (b: c)")]
     kinds = ["2500 .bin, 1 .exe, 1 without an extension: odd", "1 .pdf: cut (b: c)"]
-    assert by_kind(lines) == by_kind(_shown(lines)) == kinds
-    assert len(_shown(lines)) == 102 and _shown(lines)[:3] == tuple(lines[:3])
-    assert by_kind(["a.bin: odd", "and 23 more"]) == ["1 .bin: odd", "23 more"]
+    assert list(map(str, by_kind(files))) == list(map(str, by_kind(_shown(files)))) == kinds
+    assert len(_shown(files)) == 102 and _shown(files)[:3] == tuple(files[:3])
 
 
 def test_long_texts_are_cut_in_parts_that_lose_nothing_but_blank_lines() -> None:

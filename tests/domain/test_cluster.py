@@ -1,18 +1,30 @@
 """Cluster files: what they mean, what they are refused for, and links that nobody wrote down."""
 
 import itertools
+import json
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from farspan.domain import catalog
-from farspan.domain.cluster import Cluster, Device, Host, Link, MatmulRate, Site
+from farspan.domain.cluster import (
+    Cluster,
+    DataSheet,
+    Device,
+    DeviceTimes,
+    Host,
+    Link,
+    MatmulRate,
+    Site,
+    WorkerSlot,
+)
+from farspan.domain.cluster_json import load_cluster_json, save_cluster_json
 from farspan.domain.clusterfile import load_cluster, save_cluster
 from farspan.domain.codec import content_hash
 from farspan.domain.problems import Refusal
 from farspan.launch import clusters
+from farspan.semantics.identity import cluster_hash
 
 T4 = Device(kind="t4", backend="cuda", memory=2**30)
 LEAST = "sites: {utah: {hosts: {gpu1: {devices: [rtx6000, rtx6000]}}}, star: {hosts: {gpu2: {devices: [a30, t4]}}}}\n"
@@ -29,8 +41,8 @@ def test_the_least_file_takes_the_rest_from_the_catalogue(tmp_path):
     assert [device.kind for device in cluster.devices] == ["rtx6000", "rtx6000", "a30", "t4"]
     rtx, _, a30, t4 = cluster.devices
     assert (rtx.memory, t4.memory) == (24_000_000_000, 16_000_000_000)
-    assert "bf16" in a30.dtypes
-    assert "bf16" not in rtx.dtypes + t4.dtypes, "Turing has no bf16"
+    assert "bf16" in a30.sheet.dtypes
+    assert "bf16" not in rtx.sheet.dtypes + t4.sheet.dtypes, "Turing has no bf16"
     assert rtx.origin == "catalogue"
     assert cluster.link("gpu1", "gpu2") is None, "nobody said anything about this link"
 
@@ -60,9 +72,9 @@ def test_a_device_held_to_a_share_has_that_share_of_what_its_kind_reaches(tmp_pa
     whole = "{kind: cpu-avx2, memory: 1GB}"
     cluster = read(tmp_path, f"sites: {{a: {{hosts: {{x: {{devices: [{whole}, {held}, {given}]}}}}}}}}")
     free, quarter, said = cluster.devices
-    assert quarter.flops == {dtype: rate / 4 for dtype, rate in free.flops.items()}
-    assert quarter.bandwidth == free.bandwidth / 4
-    assert (said.flops, said.bandwidth) == ({"fp32": 3e9}, 1e9)
+    assert quarter.sheet.flops == {dtype: rate / 4 for dtype, rate in free.sheet.flops.items()}
+    assert quarter.sheet.bandwidth == free.sheet.bandwidth / 4
+    assert (said.sheet.flops, said.sheet.bandwidth) == ({"fp32": 3e9}, 1e9)
     save_cluster(cluster, tmp_path / "again.yaml", "again")
     assert load_cluster(tmp_path / "again.yaml") == cluster
 
@@ -137,10 +149,15 @@ def test_every_cluster_that_ships_reads_back_from_what_is_written(tmp_path):
 
 def test_measured_figures_survive_a_file(tmp_path):
     cpu = Device(
-        kind="cpu-avx2", backend="cpu", memory=2**30, flops={"fp32": 64e9}, bandwidth=1.25e10, threads=2,
-        share=0.4, turn_s=0.002, watts=9.0, usd_per_hour=0.5, origin="measured",
-        rates=(MatmulRate(m=8, k=4, n=2, flops={"fp32": 1.5e9}),),
-    )  # fmt: skip
+        kind="cpu-avx2",
+        backend="cpu",
+        memory=2**30,
+        sheet=DataSheet(flops={"fp32": 64e9}, bandwidth=1.25e10, watts=9.0),
+        slot=WorkerSlot(threads=2, share=0.4, turn_s=0.002),
+        usd_per_hour=0.5,
+        origin="measured",
+        times=DeviceTimes(rates=(MatmulRate(m=8, k=4, n=2, flops={"fp32": 1.5e9}),)),
+    )
     host = Host(name="x", devices=(cpu,), enter=("sh", "-c"), folder="/tmp/x", interface="eth7", cpus=2, memory=2**31)
     link = Link(a="a", b="b", rtt_s=0.0574, bandwidth=1.2e8, jitter_s=1e-4, window=4 << 20, in_flight={1: 5, 16: 70},
                 transfer_s={4096: 0.03}, loss=0.001, busy_s=1.7e-9, origin="measured")  # fmt: skip
@@ -270,9 +287,31 @@ def test_a_measured_cluster_has_one_hash_whatever_the_order_of_its_tables():
 
 def test_hosts_and_devices_change_each_in_its_place():
     here = clusters.find("fabric/utah-gpn")
-    changed = here.with_devices(lambda host, i: msgspec.structs.replace(host.devices[i], threads=i + len(host.name)))
+    changed = here.with_devices(lambda host, i: host.devices[i].but(threads=i + len(host.name)))
     wanted = [i + len(host.name) for host in here.hosts for i in range(len(host.devices))]
-    assert [device.threads for device in changed.devices] == wanted and len(wanted) == 4
+    assert [device.slot.threads for device in changed.devices] == wanted and len(wanted) == 4
     assert changed.links == here.links and here.with_hosts(lambda host: host) == here
     odd = here.only({1, 2})
     assert odd.devices == here.devices[1:3] and odd.links == here.links
+
+
+def test_cluster_json_has_all_figures_of_a_device_side_by_side_and_reads_back(tmp_path):
+    cluster = read(tmp_path, LEAST).with_devices(
+        lambda host, i: host.devices[i].but(pace=1.5, threads=i + 1, share=0.5)
+    )
+    save_cluster_json(cluster, path := tmp_path / "cluster.json")
+    assert load_cluster_json(path) == cluster
+    content = json.loads(path.read_text())
+    device = content["sites"][0]["hosts"][0]["devices"][0]
+    assert {"kind", "flops", "rates", "pace", "threads"} <= device.keys()
+    device["wings"] = 2
+    path.write_text(json.dumps(content))
+    with pytest.raises(Refusal, match="wings"):
+        load_cluster_json(path)
+    path.write_text('{"sites": [7, {"hosts": {"devices": []}}]}')
+    with pytest.raises(Refusal, match="out-of-range"):
+        load_cluster_json(path)
+
+
+def test_a_clusters_hash_is_that_of_earlier_versions(tmp_path):
+    assert cluster_hash(read(tmp_path, LEAST)) == "4bd1997859300879"

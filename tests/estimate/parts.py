@@ -32,8 +32,8 @@ def plain(**changes: object) -> Engine:
 
 
 def device(**changes: object) -> Device:
-    known = {"kind": "gpu", "backend": "cuda", "memory": 10**10, "flops": {"fp32": 1e12}, "bandwidth": 1e11}
-    return Device(**known | changes)
+    known = {"flops": {"fp32": 1e12}, "bandwidth": 1e11}
+    return Device(kind="gpu", backend="cuda", memory=10**10).but(**known | changes)
 
 
 def cluster(*sites: list[list[Device]], links: tuple[Link, ...] = (), **changes: object) -> Cluster:
@@ -47,7 +47,7 @@ def cluster(*sites: list[list[Device]], links: tuple[Link, ...] = (), **changes:
 
 def planned(there: Cluster) -> tuple[PlannedDevice, ...]:
     return tuple(
-        PlannedDevice(host=host.name, backend=one.backend, index=i, threads=one.threads)
+        PlannedDevice(host=host.name, backend=one.backend, index=i, threads=one.slot.threads)
         for host in there.hosts
         for i, one in enumerate(host.devices)
     )

@@ -13,10 +13,11 @@ from farspan.domain.cluster import Cluster, Link, MatmulRate
 from farspan.domain.codec import convert
 from farspan.domain.model import train_flops_per_token
 from farspan.domain.plan import Edge, GradSync, Plan, Replica, Sync
+from farspan.domain.results import RESERVE
 from farspan.estimate.devices import devices
 from farspan.estimate.loss import loss
 from farspan.estimate.network import NoLink
-from farspan.estimate.price import RESERVE, Tie, _tie, edges, estimate, step
+from farspan.estimate.price import Tie, _tie, edges, estimate, step
 from farspan.estimate.replicas import token_efficiency
 from farspan.estimate.stage_time import stage_time
 from tests.estimate.parts import (
@@ -389,8 +390,8 @@ def faster_link(link: Link, what: str, window: int) -> Link:
 def faster_host(there: Cluster, name: str, what: str) -> Cluster:
     def better(one):
         if what == "memory":
-            return msgspec.structs.replace(one, bandwidth=3 * one.bandwidth)
-        return msgspec.structs.replace(one, flops={dtype: 3 * flops for dtype, flops in one.flops.items()})
+            return one.but(bandwidth=3 * one.sheet.bandwidth)
+        return one.but(flops={dtype: 3 * flops for dtype, flops in one.sheet.flops.items()})
 
     def changed(host):
         return msgspec.structs.replace(host, devices=tuple(map(better, host.devices))) if host.name == name else host

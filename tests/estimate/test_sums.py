@@ -76,7 +76,7 @@ def test_a_link_of_which_neither_probe_nor_engine_says_anything_takes_nothing():
 
 def test_an_unknown_link_takes_what_the_engine_says_of_the_part_of_a_core_that_a_site_has():
     def busy(share, cpus):
-        slow = msgspec.structs.replace(CPU, share=share)
+        slow = CPU.but(share=share)
         there = cluster([[slow] * 2], [[CPU] * 2], links=(msgspec.structs.replace(LINK, busy_s=None),))
         there = there.with_hosts(lambda host: msgspec.structs.replace(host, cpus=cpus, local_rate=1e8))
         return summed(costs(there, plain(cpu={"move_cost": 1.0, "socket_s": 1e-8}, direct=True))).busy
@@ -90,7 +90,7 @@ def test_an_unknown_link_takes_what_the_engine_says_of_the_part_of_a_core_that_a
 
 @pytest.mark.parametrize(("share", "cpus", "part"), [(1.0, 2, 1.0), (0.25, 2, 0.25), (1.0, 1, 0.5)])
 def test_inside_a_host_processors_move_bytes_as_fast_as_they_are(share, cpus, part):
-    there = cluster([[msgspec.structs.replace(CPU, share=share), CPU]])
+    there = cluster([[CPU.but(share=share), CPU]])
     there = there.with_hosts(lambda host: msgspec.structs.replace(host, cpus=cpus))
     network = costs(there, plain(cpu={"local_rate": 1e8})).network
     assert network.inside_s((0, 1), 1e8, 2) == pytest.approx(1 / part)

@@ -67,7 +67,7 @@ def estimates(folder: Path, numbers: range) -> Iterator[tuple[str, Any]]:
     for seed in numbers:
         plan, cluster = unplanned(seed, folder)
         for name in ENGINES:
-            yield f"estimate {seed} {name}", estimate(plan, models.graph(plan.model), cluster, engine(name))
+            yield f"estimate {seed} {name}", estimate(plan, models.graph(plan.model), cluster, engine(name)).as_json()
 
 
 def selections(folder: Path, numbers: range) -> Iterator[tuple[str, Any]]:
@@ -128,8 +128,9 @@ def _listed(one: Candidate | Refused) -> dict[str, Any]:
         blank = {"plan": None, "estimate": None, "unchosen": None, "eligible": False, "usd": None}
         times = {"time_s": math.inf, "queue_s": 0.0, "lease_s": math.inf}
         return {**about, **blank, **times, "problem": one.problem}
-    names = ("plan", "estimate", "time_s", "queue_s", "lease_s", "unchosen", "eligible", "usd")
-    return {**about, **{name: getattr(one, name) for name in names}, "problem": None}
+    names = ("plan", "time_s", "queue_s", "lease_s", "unchosen", "eligible", "usd")
+    figures = {name: getattr(one, name) for name in names}
+    return {**about, **figures, "estimate": one.estimate.as_json(), "problem": None}
 
 
 def plain(value: Any) -> Any:

@@ -54,7 +54,7 @@ def world(seed: int, folder: Path) -> World:
     path = folder / f"world-{seed}.yaml"
     path.write_text(yaml.safe_dump({"sites": sites, "links": links}))
     cluster, model = load_cluster(path), model_of(rng.choice(MODELS))
-    common = [p for p in ("fp32", "bf16", "fp16") if all(p in device.dtypes for device in cluster.devices)]
+    common = [p for p in ("fp32", "bf16", "fp16") if all(p in device.sheet.dtypes for device in cluster.devices)]
     train = TrainSpec(
         steps=rng.choice((10, 1000, 20_000)),
         batch=rng.choice((8, 16, 64, 96)),

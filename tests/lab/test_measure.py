@@ -40,20 +40,20 @@ def test_a_lab_is_measured_as_it_was_made(start, tmp_path, monkeypatch):
     ways = {(unit, rows) for unit in kinds for rows in measuring.SEQUENCES}
     for device, counts in ((two.devices[0], (1, 2)), (two.devices[1], (1, 2)), (one.devices[0], (1,))):
         for together in counts:
-            times = [time for time in device.units if time.together == together]
+            times = [time for time in device.times.units if time.together == together]
             assert {(time.unit, time.rows) for time in times} == ways and len(times) == len(ways)
-        assert all(time.model == graph.units_hash and time.seq_len == MODEL.context for time in device.units)
-        assert all(time.forward_s > 0 and time.backward_s > 0 for time in device.units)
+        assert all(time.model == graph.units_hash and time.seq_len == MODEL.context for time in device.times.units)
+        assert all(time.forward_s > 0 and time.backward_s > 0 for time in device.times.units)
 
     save_cluster(found, tmp_path / "measured.yaml", "Measured.")
     read = load_cluster(tmp_path / "measured.yaml")
     assert [host.local_rate for host in read.hosts] == [host.local_rate for host in found.hosts]
-    assert [device.units for device in read.devices] == [device.units for device in found.devices]
+    assert [device.times.units for device in read.devices] == [device.times.units for device in found.devices]
 
     # What two neighbours took together is what a plan for both counts on.
     train = TrainSpec(steps=1, batch=8, seq_len=MODEL.context, precision="fp32")
     costs = Task(MODEL, graph, found.first(2), train, engine("farspan"), "c").costs
-    (timed,) = [t for t in two.devices[0].units if (t.unit, t.rows, t.together) == ("block", 4, 2)]
+    (timed,) = [t for t in two.devices[0].times.units if (t.unit, t.rows, t.together) == ("block", 4, 2)]
     assert costs.unit_s(0, graph.block, 4, {}, 1) == pytest.approx((timed.forward_s, timed.backward_s))
 
 

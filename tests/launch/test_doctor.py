@@ -360,7 +360,7 @@ def test_ssh_gets_its_command_in_one_quoted_word():
 
 def test_a_client_of_a_process_is_told_from_the_process():
     """What a lab enters by becomes the command; ssh and containers' tools stay, and signals end them alone."""
-    device = msgspec.structs.replace(CPU, enter=("docker", "exec", "-i", "gpu1"))
+    device = CPU.but(enter=("docker", "exec", "-i", "gpu1"))
     assert by_client(Host(name="far", devices=(CPU,))) and by_client(Host(name="far", devices=(device,), enter=()), 0)
     assert not by_client(Host(name="here", devices=(CPU,), enter=()), 0)
     assert not by_client(Host(name="lab", devices=(CPU,), enter=("sh", "-c", 'exec "$@"', "sh")), 0)

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from farspan.domain.codec import save
+from farspan.domain.cluster_json import save_cluster_json
 from farspan.domain.problems import Problem
 from farspan.domain.results import Finished, Step, read_events
 from farspan.domain.run import RunFolder
@@ -36,7 +36,7 @@ from farspan.domain.run import RunFolder
 from farspan.launch.launchers import launch
 run, problem = RunFolder(Path(sys.argv[1])), None
 try:
-    with launch(sys.argv[2], run.load_plan(), run, load(run.cluster, Cluster)) as workers:
+    with launch(sys.argv[2], run.load_plan(), run, load_cluster_json(run.cluster)) as workers:
         signal.signal(signal.SIGUSR1, lambda number, frame: (workers.interrupt(), workers.interrupt()))
         list(workers)
 except Refusal as refusal:
@@ -53,7 +53,7 @@ def started(tmp_path: Path, launcher: str, trained: bool = True) -> tuple[RunFol
     plan = tiny.plan(LONG, rows=(4, 4), micro_rows=4)
     run = tiny.run_folder(tmp_path / "run", plan)
     here = tiny.this_machine(plan).with_hosts(lambda host: replace(host, address="127.0.0.1"))
-    save(here, run.cluster)
+    save_cluster_json(here, run.cluster)
     process = subprocess.Popen([sys.executable, "-c", DRIVE, str(run.path), launcher], stdout=subprocess.PIPE)
 
     def trains() -> bool:

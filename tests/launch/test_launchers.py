@@ -393,7 +393,7 @@ def test_a_running_ray_cluster_is_read_and_used(tmp_path, alone, ray_home):
     where, environment = ray_home
     cluster = read(where, environment, hosts=2)
     assert [(site.name, [host.name for host in site.hosts]) for site in cluster.sites] == [("home", ["one", "two"])]
-    assert (cluster.hosts[0].enter, cluster.hosts[0].devices[0].threads) == ((), 1)
+    assert (cluster.hosts[0].enter, cluster.hosts[0].devices[0].slot.threads) == ((), 1)
     refused = subprocess.run(
         [sys.executable, "-m", "farspan", "cluster", "show", where, "--json"],
         capture_output=True, env=environment | {"RAY_AUTH_TOKEN": "x" * 64}, timeout=120,

@@ -64,7 +64,7 @@ def test_the_killed_probe_of_one_of_two_devices_is_named_and_the_other_is_kept(t
     assert (process.returncode, problem.code, problem.where) == (21, "out-of-memory", "host box, device 1"), said
     assert "limit 4 GB" in problem.fact and "peak" in problem.fact and str(tmp_path / "measured.yaml") in problem.fact
     first, second = load_cluster(tmp_path / "measured.yaml").devices
-    assert (first.origin, second.origin) == ("measured", "given") and first.units and first.rates
+    assert (first.origin, second.origin) == ("measured", "given") and first.times.units and first.times.rates
     assert "device 1 of box has failed" in (tmp_path / "measured.yaml").read_text()
 
 
@@ -90,8 +90,8 @@ def test_devices_with_little_memory_are_measured_as_far_as_it_goes(tmp_path):
     assert (process.returncode, problem.code, problem.where) == (21, "out-of-memory", "host utah, device 0"), said
     assert "limit 60 MB, peak " in problem.fact and "peak unknown" not in problem.fact
     small, capped, free = load_cluster(tmp_path / "measured.yaml").devices
-    assert (small.units, capped.units, capped.origin, free.origin) == ((), (), "measured", "measured")
-    assert free.units and capped.rates
+    assert (small.times.units, capped.times.units, capped.origin, free.origin) == ((), (), "measured", "measured")
+    assert free.times.units and capped.times.rates
     assert "device 1 of utah: left out units in fp32 of 1, 2, 4, 8 sequences at a time: " in text
     assert "device 2 of utah: left out" not in text
 

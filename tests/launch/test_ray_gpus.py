@@ -55,7 +55,7 @@ def test_a_gpu_is_what_its_driver_calls_it_whatever_rays_label(name, label, kind
     card = Gpu(name=name, memory=16 * 2**30, driver="580.95.05", capability=(8, 0))
     (device,) = _host(node("a", card, accelerator=label)).devices
     assert (device.kind, device.backend, device.memory) == (kind or name, "cuda", 16 * 2**30)
-    assert bool(device.flops) == (kind is not None), "what nothing is known of is measured, and never guessed"
+    assert bool(device.sheet.flops) == (kind is not None), "what nothing is known of is measured, and never guessed"
 
 
 def test_gpus_that_only_ray_names_are_the_catalogues_and_others_are_refused():

@@ -16,6 +16,7 @@ import pytest
 from msgspec.structs import replace
 
 from farspan.domain.cluster import Cluster, Device, Host, Site
+from farspan.domain.cluster_json import save_cluster_json
 from farspan.domain.codec import load, save
 from farspan.domain.problems import Refusal
 from farspan.domain.results import read_events
@@ -175,7 +176,7 @@ def entering(tmp_path, monkeypatch):
     run = tiny.run_folder(tmp_path / "run", tiny.plan(TRAIN))
     enter = ("sh", "-c", f'touch {tmp_path}/ran; exec "$@"', "sh")
     host = Host(name="here", devices=(CPU,), enter=enter, python=sys.executable)
-    save(Cluster(sites=(Site(name="here", hosts=(host,)),)), run.cluster)
+    save_cluster_json(Cluster(sites=(Site(name="here", hosts=(host,)),)), run.cluster)
     run.config.write_text("data: docs\n")
     return run
 
@@ -224,7 +225,7 @@ def test_whatever_a_run_would_start_has_to_be_trusted(entering, change):
     bare = Host(name="here", devices=(CPU,), enter=())
     hosts = {
         "python": replace(bare, enter=("env",), python="/tmp/evil"), "ssh": replace(bare, enter=None),
-        "device": replace(bare, devices=(replace(CPU, enter=("touch", "ran")),)), "ray": bare,
+        "device": replace(bare, devices=(CPU.but(enter=("touch", "ran")),)), "ray": bare,
     }  # fmt: skip
     save(Cluster(sites=(Site(name="here", hosts=(bare,)),)), entering.cluster)
     trust.require(entering)  # This Python on this machine alone.

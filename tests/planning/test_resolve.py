@@ -33,7 +33,7 @@ def corpus(train=2_000_000, val=100_000, vocab=8192):
 
 
 def cluster(devices=1, **changes):
-    device = Device(**({"kind": "cpu", "backend": "cpu", "memory": 10**10, "dtypes": ("fp32", "bf16")} | changes))
+    device = Device(kind="cpu", backend="cpu", memory=10**10).but(**{"dtypes": ("fp32", "bf16")} | changes)
     host = Host(name="here", devices=(device,) * devices, cpus=2, memory=10**11)
     return Cluster(sites=(Site(name="home", hosts=(host,)),))
 

@@ -390,7 +390,7 @@ def test_paces_are_found_again():
     plans = [one.plan for one in candidates if len(one.places) == 4]
     world = World(true)
     found = learn(here, [Observation(plan, world.step_s(plan), world.compute_s(plan)) for plan in plans]).cluster
-    assert found.hosts[0].devices[0].pace == pytest.approx(1.5, rel=0.1)
+    assert found.hosts[0].devices[0].learned.pace == pytest.approx(1.5, rel=0.1)
     assert found.links[0].pace == pytest.approx(0.7, rel=0.15)
 
 
@@ -412,7 +412,7 @@ def test_unlike_devices_of_one_host_are_told_apart_by_what_each_computes():
     plan = next(one.plan for one in asked(allow=("data",)).rank(here).candidates if len(one.places) == 2)
     world = World(true)
     found = learn(here, [Observation(plan, world.step_s(plan), world.compute_s(plan))]).cluster
-    assert [device.pace for device in found.hosts[0].devices] == pytest.approx([0.8, 1.3], rel=0.05)
+    assert [device.learned.pace for device in found.hosts[0].devices] == pytest.approx([0.8, 1.3], rel=0.05)
 
 
 def test_nothing_seen_changes_nothing():
@@ -425,7 +425,7 @@ def test_a_plan_of_one_site_says_nothing_of_others():
     plan = next(one.plan for one in asked(allow=("data",)).rank(here).candidates if one.places == (0, 1))
     now = estimate(plan, models.graph(plan.model), here, ENGINE).step_s
     found = learn(here, [Observation(plan, 2 * now)]).cluster
-    assert found.hosts[0].devices[0].pace > 1.4
+    assert found.hosts[0].devices[0].learned.pace > 1.4
     assert found.hosts[1] == here.hosts[1] and found.links == here.links
 
 

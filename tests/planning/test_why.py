@@ -128,7 +128,8 @@ def test_a_run_that_a_deadline_cuts_waits_in_no_queue():
     one = ranking(*PAIR)
     chosen = one.candidates[one.chosen]
     other = next(c for c in one.candidates if c.time_s > 1.1 * chosen.time_s)
-    cut = msgspec.structs.replace(other.estimate, run_s=0.5 * other.estimate.run_s)
+    work = msgspec.structs.replace(other.estimate.workload, deadline_s=0.5 * other.estimate.run_s)
+    cut = msgspec.structs.replace(other.estimate, workload=work)
     said = slower_because(one.cluster, msgspec.structs.replace(other, estimate=cut), chosen)
     assert said == slower_because(one.cluster, other, chosen) and not any("queue" in each for each in said)
 

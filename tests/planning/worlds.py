@@ -5,19 +5,25 @@ from __future__ import annotations
 import functools
 
 from farspan import models
-from farspan.domain.cluster import Cluster, Device, Host, Link, Site
+from farspan.domain.cluster import Cluster, DataSheet, Device, Host, Link, Site
 from farspan.domain.engine import engine
 from farspan.domain.train import TrainSpec
 from farspan.planning.rank import Ranking, rank
 
 FAST = Device(
-    kind="fast", backend="cuda", memory=24 * 10**9, flops={"fp16": 1e14}, dtypes=("fp32", "fp16"), bandwidth=1e12,
-    usd_per_hour=2.0, watts=100.0,
-)  # fmt: skip
+    kind="fast",
+    backend="cuda",
+    memory=24 * 10**9,
+    sheet=DataSheet(flops={"fp16": 1e14}, dtypes=("fp32", "fp16"), bandwidth=1e12, watts=100.0),
+    usd_per_hour=2.0,
+)
 SLOW = Device(
-    kind="slow", backend="cuda", memory=16 * 10**9, flops={"fp16": 4e13}, dtypes=("fp32", "fp16"), bandwidth=3e11,
-    usd_per_hour=0.5, watts=70.0,
-)  # fmt: skip
+    kind="slow",
+    backend="cuda",
+    memory=16 * 10**9,
+    sheet=DataSheet(flops={"fp16": 4e13}, dtypes=("fp32", "fp16"), bandwidth=3e11, watts=70.0),
+    usd_per_hour=0.5,
+)
 KINDS = {"F": FAST, "S": SLOW}
 
 

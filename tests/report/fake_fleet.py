@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from farspan import models
-from farspan.domain.cluster import Cluster, Device, Host, Link, MatmulRate, Site
-from farspan.domain.codec import save
+from farspan.domain.cluster import Cluster, DataSheet, Device, DeviceTimes, Host, Link, MatmulRate, Site
+from farspan.domain.cluster_json import save_cluster_json
 from farspan.domain.engine import engine
 from farspan.domain.plan import Edge, GradSync, Inputs, Mesh, Plan, PlannedDevice, Replica, Stage
 from farspan.domain.results import Event, Finished, Span, Step, Traced
@@ -36,7 +36,13 @@ TRACED = (2, 3, 200, 400, 600)
 
 def cluster(bandwidth: float = 1e9 / 8) -> Cluster:
     probed = (MatmulRate(m=8192, k=512, n=512, flops={"bf16": 8e11}),)
-    device = Device(kind="epyc", backend="cpu", memory=16 * 10**9, rates=probed, dtypes=("fp32", "bf16"))
+    device = Device(
+        kind="epyc",
+        backend="cpu",
+        memory=16 * 10**9,
+        times=DeviceTimes(rates=probed),
+        sheet=DataSheet(dtypes=("fp32", "bf16")),
+    )
     sites = tuple(Site(name=name, hosts=(Host(name=name, devices=(device,), cpus=16, memory=64 * 10**9),))
                   for name in SITES)  # fmt: skip
     pairs = [(a, b) for i, a in enumerate(SITES) for b in SITES[i + 1 :]]
@@ -100,7 +106,7 @@ def fleet_run(
               for rank, those in events.items()}  # fmt: skip
     shown = tuple(msgspec.structs.replace(device, backend=backend) for device in made.devices)
     write_run(folder, events[0], msgspec.structs.replace(made, devices=shown))
-    save(where, folder / "cluster.json")
+    save_cluster_json(where, folder / "cluster.json")
     (folder / "logs").mkdir()
     for rank in {1, 2} - set(missing):
         lines = (msgspec.json.encode(event) + b"\n" for event in events[rank])

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from farspan.domain.codec import save
-from farspan.domain.corpus import CorpusManifest, Split
+from farspan.domain.corpus import CorpusManifest, Skipped, Split
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import GradSync, Inputs, Mesh, Plan, PlannedDevice, Replica, Stage
 from farspan.domain.problems import Problem
@@ -26,6 +26,7 @@ from farspan.domain.results import (
     Step,
     Validated,
     Warned,
+    Workload,
 )  # fmt: skip
 from farspan.domain.run import RunRecord
 from farspan.domain.train import TrainSpec
@@ -39,7 +40,7 @@ CORPUS = CorpusManifest(
     train=Split(tokens=2_210_000, documents=31_200, text_bytes=7_190_000),
     val=Split(tokens=116_000, documents=1_640, text_bytes=379_000),
     unigram_nats=6.93, bigram_nats=5.21, exact_duplicates=410, near_duplicates=1_233,
-    skipped=("broken.pdf: no text in it",),
+    skipped=(Skipped.file("broken.pdf", "no text in it"),),
 )  # fmt: skip
 ENVIRONMENT = Environment(
     farspan="0.1.0", python="3.11.9", torch="2.13.0", platform="Linux-6.1-x86_64", device="CPU with AMX", cpus=2,
@@ -49,8 +50,10 @@ MEMORY = Memory(
     weights=3e8, gradients=1e8, optimizer=2e8, activations=1e8, logits=0.0, buffers=0.0, framework=4e8
 )  # fmt: skip
 ESTIMATE = Estimate(
-    step_s=0.09, compute_s=0.08, communication_s=0.01, bubble_s=0.0, run_s=130.0, tokens_per_s=22_700.0,
-    tflops_per_device=0.1, mfu=0.1, memory=(MEMORY,), usd=0.026, kwh=0.01, interval=(0.8, 1.3),
+    step_s=0.09, compute_s=0.08, communication_s=0.01, bubble_s=0.0, memory=(MEMORY,), interval=(0.8, 1.3),
+    workload=Workload(
+        steps=1300, tokens_per_step=2043, flops_per_step=9e9, devices=1, peak_flops=1e12, usd_per_hour=0.72, watts=277.0
+    ),
     assumptions=("two threads, nothing else running",),
 )  # fmt: skip
 START = 1_790_000_000.0

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from farspan import models
 from farspan.app.reporting import write_report
+from farspan.domain.cluster_json import save_cluster_json
 from farspan.domain.codec import save
 from farspan.domain.engine import engine
 from farspan.domain.plan import Edge, GradSync, Mesh, Replica, Stage
@@ -232,7 +233,7 @@ def test_two_real_workers_show_what_they_did_and_what_was_planned(tmp_path: Path
     plan = msgspec.structs.replace(base, replicas=(replica,), devices=base.devices * 2)
     run = tiny.run_folder(tmp_path / "run", plan)
     cluster = tiny.this_machine(plan)
-    save(cluster, run.cluster)
+    save_cluster_json(cluster, run.cluster)
     save(estimate(plan, models.graph(plan.model), cluster, engine(plan.engine)), run.estimate)
     run.config.write_text("data: tests\n")
     with tiny.workers(run) as workers:

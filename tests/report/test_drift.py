@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from farspan.app.reporting import paced, write_report
-from farspan.domain.cluster import Cluster
-from farspan.domain.codec import load
+from farspan.domain.cluster_json import load_cluster_json
 from farspan.domain.run import RunFolder
 from farspan.estimate.price import price
 from farspan.planning.compare import called
@@ -106,8 +105,8 @@ def test_planning_again_ranks_with_the_measured_pace(tmp_path: Path):
     made = write_report(folder)
     run, found, written = made.run, made.compared, made.page
     assert found is not None and found.again in sentences(found)
-    cluster = paced(load(RunFolder(folder).cluster, Cluster), {("star", 0): found.drifts[0].paces[2]})
-    assert [device.pace for device in cluster.devices] == pytest.approx([1, 1, 2.5], rel=0.01)
+    cluster = paced(load_cluster_json(RunFolder(folder).cluster), {("star", 0): found.drifts[0].paces[2]})
+    assert [device.learned.pace for device in cluster.devices] == pytest.approx([1, 1, 2.5], rel=0.01)
     costs = costs_of(run.plan, cluster)
     ranking = rank(run.plan.model, cluster, run.plan.train, costs.engine, allow=("data", "pipeshard"))
     best = next(one for one in ranking.candidates if one.eligible and 0 in one.places)
@@ -126,7 +125,7 @@ def test_so_it_does_with_a_slow_link(tmp_path: Path):
     assert found is not None
     (drift,) = found.drifts
     assert drift.ends == ("gat", "amst")
-    there = load(RunFolder(folder).cluster, Cluster)
+    there = load_cluster_json(RunFolder(folder).cluster)
     cluster = paced(there, {}, {drift.ends: drift.factor})
     assert cluster.link("amst", "gat").pace == pytest.approx(8 * there.link("amst", "gat").pace, rel=0.1)
     assert cluster.link("amst", "star") == there.link("amst", "star")
@@ -137,7 +136,7 @@ def test_so_it_does_with_a_slow_link(tmp_path: Path):
 def test_where_no_plan_is_faster_that_is_said(tmp_path: Path):
     slow = {"paces": (1, 1, 2.5), "steps": 30, "traced": (3,)}
     run = open_run(fleet_run(tmp_path / "first", make=side_by_side, **slow))  # type: ignore[arg-type]
-    cluster = paced(load(RunFolder(run.folder).cluster, Cluster), {("star", 0): 2.5})
+    cluster = paced(load_cluster_json(RunFolder(run.folder).cluster), {("star", 0): 2.5})
     engine = costs_of(run.plan, cluster).engine
     (best,) = rank(run.plan.model, cluster, run.plan.train, engine, allow=("data",), parts=False).candidates
     folder = fleet_run(tmp_path / "best", make=lambda steps: best.plan, **slow)  # type: ignore[arg-type,return-value]

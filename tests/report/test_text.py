@@ -23,7 +23,8 @@ from tests.report.fake_run import (
 
 
 def test_plan_line():
-    free = msgspec.structs.replace(ESTIMATE, usd=None, run_s=125.0)
+    work = msgspec.structs.replace(ESTIMATE.workload, usd_per_hour=None, steps=1250)
+    free = msgspec.structs.replace(ESTIMATE, workload=work)
     assert plan_line(make_plan(1400), free, CORPUS) == (
         "gpt2-like, 6 layers x 384, 13.9 M parameters · 2.21 M tokens x 1.3 epochs = 1,400 steps of 2,048 tokens"
         " · predicted 2 min 05 s, 1.1 GB"
@@ -69,9 +70,8 @@ def test_a_failed_run_says_why_and_how_to_go_on(tmp_path):
 
 def test_a_partial_run_is_compared_with_its_share_of_the_prediction(tmp_path):
     plan = make_plan(100)
-    estimate = msgspec.structs.replace(
-        ESTIMATE, step_s=0.1, run_s=10.0, tokens_per_s=20_480.0, usd=None, interval=(0.5, 2.0)
-    )
+    work = msgspec.structs.replace(ESTIMATE.workload, steps=90, tokens_per_step=2048, usd_per_hour=None)
+    estimate = msgspec.structs.replace(ESTIMATE, step_s=0.1, workload=work, interval=(0.5, 2.0))
     start = msgspec.structs.replace(started(0.0, plan=plan), estimate=estimate)
     events = [start, *(one_step(0.2 * n, n, step_s=0.2) for n in range(1, 51))]
     text = report(open_run(write_run(tmp_path / "run", events, plan)))
@@ -80,7 +80,8 @@ def test_a_partial_run_is_compared_with_its_share_of_the_prediction(tmp_path):
     assert line.split()[-1] == "2.00" and "5.0 s" in line and "10 s" in line
     # Its deadline let 40 of the 100 steps be foretold, in 0.9 of 4.44 s: 50 take as much longer.
     plan = msgspec.structs.replace(plan, train=msgspec.structs.replace(plan.train, deadline_s=4.0 / 0.9))
-    start = msgspec.structs.replace(started(0.0, plan=plan), estimate=msgspec.structs.replace(estimate, run_s=4 / 0.9))
+    work = msgspec.structs.replace(work, deadline_s=4 / 0.9)
+    start = msgspec.structs.replace(started(0.0, plan=plan), estimate=msgspec.structs.replace(estimate, workload=work))
     text = report(open_run(write_run(tmp_path / "short", [start, *events[1:]], plan)))
     assert "5.6 s" in next(line for line in text.splitlines() if "run time of 50 steps" in line)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from farspan import models
-from farspan.domain.cluster import Cluster, Device, Host, Link, Site
+from farspan.domain.cluster import Cluster, DataSheet, Device, Host, Link, Site
 from farspan.domain.engine import engine
 from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.plan import Plan, Replica, Stage
@@ -25,10 +25,11 @@ MEMORIES = (3 * GB, 6 * GB, 24 * GB)
 
 def random_cluster(rng: random.Random) -> Cluster:
     """Up to three sites of up to two hosts, devices alike inside a host more often than not."""
-    kinds = [
-        Device(kind=f"k{i}", backend="cpu", memory=rng.choice(MEMORIES), flops={"fp32": rng.choice((1, 4, 6)) * 1e12},
-               bandwidth=rng.choice((1, 4)) * 1e11) for i in range(2)
-    ]  # fmt: skip
+    kinds = []
+    for i in range(2):
+        memory, flops, bandwidth = rng.choice(MEMORIES), rng.choice((1, 4, 6)) * 1e12, rng.choice((1, 4)) * 1e11
+        sheet = DataSheet(flops={"fp32": flops}, bandwidth=bandwidth)
+        kinds.append(Device(kind=f"k{i}", backend="cpu", memory=memory, sheet=sheet))
     left, sites = rng.randint(2, MOST_DEVICES), list[Site]()
     if rng.random() < 0.2:
         return _linked(rng, _alike(rng, kinds[0]))

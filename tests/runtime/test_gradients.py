@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from farspan import models
-from farspan.domain.cluster import Cluster, Device, Host, Link, Site
+from farspan.domain.cluster import Cluster, DataSheet, Device, Host, Link, Site
 from farspan.domain.engine import engine
 from farspan.domain.plan import Plan
 from farspan.estimate.price import estimate
@@ -89,7 +89,7 @@ def test_the_planners_plans_are_of_many_kinds():
 
 def cluster(plan: Plan) -> Cluster:
     """One of CPUs that has the plan's devices."""
-    device = Device(kind="cpu", backend="cpu", memory=2**30, flops={"fp32": 1e11}, bandwidth=1e10)
+    device = Device(kind="cpu", backend="cpu", memory=2**30, sheet=DataSheet(flops={"fp32": 1e11}, bandwidth=1e10))
     hosts = dict.fromkeys((device.site, device.host) for device in plan.devices)
     sites = [Site(name=site, hosts=(Host(name=host, devices=(device,) * len(plan.devices)),)) for site, host in hosts]
     links = (Link(a=a.name, b=b.name, rtt_s=0.05, bandwidth=1e8) for a, b in itertools.combinations(sites, 2))

@@ -30,9 +30,9 @@ def faster(cluster_: Cluster, factor: float) -> Cluster:
     """The same with devices and links `factor` times as fast."""
 
     def better(device: Device) -> Device:
-        return msgspec.structs.replace(
-            device, flops={dtype: rate * factor for dtype, rate in device.flops.items()},
-            bandwidth=device.bandwidth * factor,
+        return device.but(
+            flops={dtype: rate * factor for dtype, rate in device.sheet.flops.items()},
+            bandwidth=device.sheet.bandwidth * factor,
         )  # fmt: skip
 
     sites = tuple(

@@ -5,27 +5,27 @@ from __future__ import annotations
 import random
 
 from farspan import models
-from farspan.domain.cluster import Cluster, Device, Host, Link, Site
+from farspan.domain.cluster import Cluster, DataSheet, Device, Host, Link, Site
 from farspan.domain.engine import engine
 from farspan.domain.model import ModelSpec
 from farspan.domain.train import TrainSpec
 from farspan.techniques import Task
 
 GB = 10**9
+
+
+def _kind(name: str, memory: int, fp16: float, fp32: float, bandwidth: float, watts: float, usd: float) -> Device:
+    sheet = DataSheet(
+        flops={"fp16": fp16, "fp32": fp32}, dtypes=("fp16", "fp32"), bandwidth=bandwidth, watts=watts
+    )  # fmt: skip
+    return Device(kind=name, backend="cuda", memory=memory, sheet=sheet, usd_per_hour=usd)
+
+
 KINDS = {
-    "fast": Device(
-        kind="fast", backend="cuda", memory=24 * GB, flops={"fp16": 160e12, "fp32": 20e12}, dtypes=("fp16", "fp32"),
-        bandwidth=900e9, usd_per_hour=0.5, watts=200,
-    ),
-    "slow": Device(
-        kind="slow", backend="cuda", memory=12 * GB, flops={"fp16": 60e12, "fp32": 8e12}, dtypes=("fp16", "fp32"),
-        bandwidth=300e9, usd_per_hour=0.2, watts=70,
-    ),
-    "tiny": Device(
-        kind="tiny", backend="cuda", memory=3 * GB, flops={"fp16": 20e12, "fp32": 3e12}, dtypes=("fp16", "fp32"),
-        bandwidth=200e9, usd_per_hour=0.1, watts=50,
-    ),
-}  # fmt: skip
+    "fast": _kind("fast", 24 * GB, 160e12, 20e12, 900e9, 200, usd=0.5),
+    "slow": _kind("slow", 12 * GB, 60e12, 8e12, 300e9, 70, usd=0.2),
+    "tiny": _kind("tiny", 3 * GB, 20e12, 3e12, 200e9, 50, usd=0.1),
+}
 
 
 def cluster(*sites: tuple[tuple[str, ...], ...], rtt_s: float = 0.05, bandwidth: float | None = 1e9 / 8) -> Cluster:

@@ -9,6 +9,7 @@ from farspan.app.clusters import find
 from farspan.cli.cluster_text import count, say_cluster
 from farspan.cli.console import Console
 from farspan.domain.cluster import Cluster
+from farspan.domain.cluster_json import as_json
 from farspan.domain.units import format_flops
 
 HELP = "show, list or check clusters"
@@ -29,7 +30,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     cluster = find(given.cluster)
     if given.action == "show":
         say_cluster(cluster, console)
-        return console.answer(cluster)
+        return console.answer(as_json(cluster))
     unknown = _unknown(cluster)
     console.say(f"{given.cluster}: {count(cluster)}; the file can be used")
     for line in unknown:
@@ -65,6 +66,6 @@ def _unknown(cluster: Cluster) -> list[str]:
         elif link.bandwidth is None:
             unknown.append(f"the bandwidth of {a} - {b}")
     for host in cluster.hosts:
-        kinds = {device.kind for device in host.devices if not device.flops}
+        kinds = {device.kind for device in host.devices if not device.sheet.flops}
         unknown += [f"the speed of {kind} in {host.name}" for kind in sorted(kinds)]
     return unknown

@@ -40,7 +40,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     for device in diagnosis.devices:
         console.say(
             f"{'device':12} {device.kind} ({device.backend}), {format_bytes(device.memory)}, "
-            f"{', '.join(device.dtypes)}, {counted(device.threads, 'thread')}"
+            f"{', '.join(device.sheet.dtypes)}, {counted(device.slot.threads, 'thread')}"
         )
     for note in diagnosis.notes:
         console.say(f"{'note':12} {note}")

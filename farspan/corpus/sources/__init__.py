@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol, cast
 
-from farspan.domain.corpus import Document
+from farspan.domain.corpus import Document, Skipped
 
 
 class Source(Protocol):
@@ -20,8 +20,8 @@ class Source(Protocol):
 
     #: Size of what will be read, for the disk check; 0 when it cannot be known before reading.
     size_bytes: int
-    #: What was left out and why, one line each; complete once `documents` is exhausted.
-    skipped: list[str]
+    #: What was left out and why; complete once `documents` is exhausted.
+    skipped: list[Skipped]
 
     def fingerprint(self) -> str:
         """A cheap word for the present content, such as a hash of paths, sizes and times; reads no text."""

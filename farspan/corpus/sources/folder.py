@@ -17,7 +17,7 @@ from typing import Any
 
 from farspan.corpus.documents import PART_CHARS, clean, numbered, open_zst, parts
 from farspan.domain.codec import missing_path
-from farspan.domain.corpus import Document
+from farspan.domain.corpus import Document, Skipped
 from farspan.domain.problems import Refusal
 
 TEXT_FIELDS = ("text", "content", "body")
@@ -57,7 +57,7 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.skipped: list[str] = []
+        self.skipped: list[Skipped] = []
         self.size_bytes = 0
         self._missing = {suffix: remedy for suffix in _NEEDS if (remedy := _missing_extra(suffix))}
         counts: Counter[str] = Counter()
@@ -84,9 +84,9 @@ class Folder:
         for file in _walk(self.path):
             suffix = _suffix(file)
             if suffix not in _READERS:
-                self.skipped.append(f"{file}: not a kind of file that can be read")
+                self.skipped.append(Skipped.file(file, "not a kind of file that can be read"))
             elif suffix in self._missing:
-                self.skipped.append(f"{file}: needs {self._missing[suffix]}")
+                self.skipped.append(Skipped.file(file, f"needs {self._missing[suffix]}"))
             else:
                 yield from self._read(file, suffix)
 
@@ -99,17 +99,17 @@ class Folder:
         except Refusal as refusal:
             if taken or refusal.problem.code != "not-utf8" or _encoding(file):
                 raise
-            self.skipped.append(f"{file}: not text (NUL bytes)")
+            self.skipped.append(Skipped.file(file, "not text (NUL bytes)"))
         except Exception as error:  # readers of damaged files raise anything
             if suffix != ".pdf":
                 raise Refusal(
                     "source-unreadable", what="the file cannot be read as what its name says", where=file,
                     fact=" ".join(str(error).split())[:300], remedy=f"take it out of the folder: mv '{file}' /tmp/",
                 ) from None  # fmt: skip
-            self.skipped.append(f"{file}: not a PDF that can be read ({error})")
+            self.skipped.append(Skipped.file(file, f"not a PDF that can be read ({error})"))
         else:
             if empty:
-                self.skipped.append(f"{file}: no text in it" + (" (a scan?)" if suffix == ".pdf" else ""))
+                self.skipped.append(Skipped.file(file, "no text in it" + (" (a scan?)" if suffix == ".pdf" else "")))
 
     def _nothing(self, counts: Counter[str]) -> Refusal:
         kinds = ", ".join(f"{number} {suffix or '(none)'}" for suffix, number in counts.most_common(8)) or "nothing"

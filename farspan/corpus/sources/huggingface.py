@@ -10,7 +10,7 @@ from typing import Any
 from farspan.corpus._hub import hub
 from farspan.corpus.sources.folder import row_document
 from farspan.domain.codec import missing_path
-from farspan.domain.corpus import Document
+from farspan.domain.corpus import Document, Skipped
 from farspan.domain.problems import Refusal
 
 
@@ -33,7 +33,7 @@ class HuggingFace:
 
     def __init__(self, name: str, config: str | None) -> None:
         self.name, self.config = name, config
-        self.skipped: list[str] = []
+        self.skipped: list[Skipped] = []
         local = sorted(path for path in Path(name).rglob("*") if path.is_file()) if Path(name).is_dir() else []
         self._stats = [(str(path), path.stat()) for path in local]
         self.size_bytes = sum(stat.st_size for _, stat in self._stats)

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from farspan.corpus.processes import spawned
-from farspan.domain.corpus import Document
+from farspan.domain.corpus import Document, Skipped
 
 #: Not documentation, or not fit to be read: test suites, generated code, the internals of torch's compilers.
 _LEFT_OUT = {"test", "tests", "idlelib", "turtledemo", "lib2to3", "site-packages", "dist-packages", "__pycache__",
@@ -34,7 +34,7 @@ class PyDocs:
     size_bytes = 8_000_000
 
     def __init__(self) -> None:
-        self.skipped: list[str] = []
+        self.skipped: list[Skipped] = []
 
     def fingerprint(self) -> str:
         torch = importlib.metadata.version("torch") if importlib.util.find_spec("torch") else "none"

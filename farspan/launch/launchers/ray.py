@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from farspan.domain import catalog
-from farspan.domain.cluster import Cluster, Device, Host, Site
+from farspan.domain.cluster import Cluster, DataSheet, Device, Host, Site
 from farspan.domain.clusterfile import FAR_FOLDER
 from farspan.domain.codec import load
 from farspan.domain.gpus import Gpu
@@ -99,7 +99,7 @@ def _host(node: Node) -> Host:
     devices: tuple[Device, ...]
     if not node.gpus:
         cpu = kinds["cpu-avx2"].device("cpu-avx2", node.memory)
-        devices = (msgspec.structs.replace(cpu, threads=node.cpus),) if cpu else ()
+        devices = (cpu.but(threads=node.cpus),) if cpu else ()
     elif node.cards:
         devices = tuple(_gpu(card, node) for card in node.cards[: node.gpus])
     elif label in kinds and (known := kinds[label].device(label)):
@@ -120,8 +120,12 @@ def _gpu(card: Gpu, node: Node) -> Device:
     if kind and (known := catalog.devices()[kind].device(kind, card.memory or None)):
         return known
     bf16 = card.capability is None or card.capability >= (8, 0)
-    return Device(kind=card.name, backend="cuda", memory=card.memory or node.memory,
-                  dtypes=("fp32", "bf16", "fp16") if bf16 else ("fp32", "fp16"))  # fmt: skip
+    return Device(
+        kind=card.name,
+        backend="cuda",
+        memory=card.memory or node.memory,
+        sheet=DataSheet(dtypes=("fp32", "bf16", "fp16") if bf16 else ("fp32", "fp16")),
+    )
 
 
 def _unusable(where: str, fact: str) -> Refusal:

@@ -1,0 +1,53 @@
+"""cluster.json: a Cluster as JSON, with all figures of a device side by side.
+
+The file's form and the hash of it are those of all versions: what was measured stays known.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from farspan.domain.cluster import PART_OF, Cluster
+from farspan.domain.codec import parse_json, read_bytes, save
+
+
+def as_json(cluster: Cluster) -> dict[str, Any]:
+    """The file's content."""
+    content: dict[str, Any] = msgspec.to_builtins(cluster, str_keys=True)
+    for device in _devices(content):
+        for part in dict.fromkeys(PART_OF.values()):
+            device |= device.pop(part)
+    return content
+
+
+def save_cluster_json(cluster: Cluster, path: Path) -> None:
+    """Write cluster.json, atomically."""
+    save(as_json(cluster), path)
+
+
+def load_cluster_json(path: Path) -> Cluster:
+    """Read cluster.json. Raises Refusal for what is no cluster."""
+    content = parse_json(read_bytes(path), dict[str, Any], path)
+    for device in _devices(content):
+        for name in device.keys() & PART_OF.keys():
+            device.setdefault(PART_OF[name], {})[name] = device.pop(name)
+    return parse_json(msgspec.json.encode(content), Cluster, path)
+
+
+def _devices(content: Any) -> list[dict[str, Any]]:
+    """The tables of devices in the file's content; what has another shape is left for the reader to refuse."""
+
+    def inside(tables: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+        lists = (table.get(key) for table in tables)
+        return [
+            entry
+            for entries in lists
+            if isinstance(entries, list | tuple)
+            for entry in entries
+            if isinstance(entry, dict)
+        ]
+
+    return inside(inside(inside([content], "sites"), "hosts"), "devices")
