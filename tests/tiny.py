@@ -86,8 +86,3 @@ def workers(run: RunFolder) -> Workers:
     """The workers of a run on this machine."""
     plan = run.load_plan()
     return launch("local", plan, run, this_machine(plan))
-
-
-def collected(files):
-    """The files of a checkpoint, by name, as `checkpoint.write` takes them."""
-    return [(name, lambda tensors=tensors: tensors) for name, tensors in files.items()]

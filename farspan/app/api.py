@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from farspan.app import clusters, indexing, machines, pricing, reporting, resolving, training
+from farspan.app import clusters, indexing, jobs, machines, pricing, reporting, resolving, training
 from farspan.app.checks import refuse_existing
 from farspan.app.choosing import choose as choose_by_trials
 from farspan.app.configs import configured, default_name
@@ -55,6 +55,14 @@ class Run:
     def resume(self, progress: Progress = silent, *, trust: bool = False) -> Report:
         """Go on from the newest whole checkpoint; a finished run is only reported."""
         return training.resume(self.folder, progress, trust=trust)
+
+    def status(self) -> jobs.Status:
+        """Whether the run goes on or how it ended, how far it is, and what of it is saved."""
+        return jobs.status(self.folder)
+
+    def stop(self, progress: Progress = silent, *, now: bool = False, timeout_s: float = jobs.STOP_S) -> jobs.Status:
+        """Ask the process that trains the run to save and end, or with `now` to end at once, and wait until it has."""
+        return jobs.stop(self.folder, notes(progress), now=now, timeout_s=timeout_s)
 
     def embed(self, progress: Progress = silent, *, evaluate: bool = True) -> Indexed:
         """Embed the run's documents into its index, and measure how well that finds them."""

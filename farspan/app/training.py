@@ -13,6 +13,7 @@ from pathlib import Path
 from farspan.app import clusters
 from farspan.app.checks import refuse_existing, require_torch
 from farspan.app.configs import as_yaml, refuse_edited
+from farspan.app.jobs import registered
 from farspan.app.plans import Planned, best_plan
 from farspan.app.reporting import Report, write_report
 from farspan.app.resolving import resolve
@@ -114,7 +115,11 @@ def train(run: RunFolder, progress: Progress = silent) -> Report:
         hosts = ", ".join(dict.fromkeys(device.host for device in plan.devices))
         progress(Note(f"starting {counted(len(plan.devices), 'worker')} on {hosts} through {record.launcher}"))
     try:
-        with launch(record.launcher, plan, run, cluster) as workers, _passing_signals(workers.interrupt, progress):
+        with (
+            registered(run),
+            launch(record.launcher, plan, run, cluster) as workers,
+            _passing_signals(workers.interrupt, progress),
+        ):
             progress(Training(plan))
             for event in workers:
                 progress(event)

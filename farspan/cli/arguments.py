@@ -69,15 +69,27 @@ def find_run(given: argparse.Namespace, console: Console) -> RunFolder:
     """The run that was named, or the newest under `runs/`, said aloud."""
     if given.run is not None:
         return RunFolder.existing(Path(given.run))
+    run = RunFolder(_started()[-1].parent)
+    console.say(f"run: {run.path}")
+    return run
+
+
+def find_runs(given: argparse.Namespace) -> list[RunFolder]:
+    """The runs that were named, or all under `runs/`, the newest first."""
+    if given.runs:
+        return [RunFolder.existing(Path(run)) for run in given.runs]
+    return [RunFolder(plan.parent) for plan in reversed(_started())]
+
+
+def _started() -> list[Path]:
+    """The plans of all runs under `runs/`, the newest last."""
     started = sorted(Path("runs").glob("*/plan.json"), key=lambda path: path.stat().st_mtime)
     if not started:
         raise Refusal(
             "not-a-run", what="there is no run here", where=Path("runs").absolute(),
             fact="no folder in it has a plan.json", remedy="farspan train run.yaml",
         )  # fmt: skip
-    run = RunFolder(started[-1].parent)
-    console.say(f"run: {run.path}")
-    return run
+    return started
 
 
 def positive(text: str) -> int:

@@ -26,7 +26,10 @@ from farspan.cli.console import Console
 from farspan.domain.problems import Refusal, command, nearest
 
 #: The order in which `farspan --help` lists commands; those not named here follow by name.
-ORDER = ("demo", "init", "prepare", "plan", "train", "resume", "report", "generate", "embed", "search", "export")
+ORDER = (
+    "demo", "init", "prepare", "plan", "train", "resume", "status", "logs", "stop", "report", "generate", "embed",
+    "search", "export",
+)  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):

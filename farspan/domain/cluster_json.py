@@ -30,11 +30,16 @@ def save_cluster_json(cluster: Cluster, path: Path) -> None:
 
 def load_cluster_json(path: Path) -> Cluster:
     """Read cluster.json. Raises Refusal for what is no cluster."""
-    content = parse_json(read_bytes(path), dict[str, Any], path)
+    return parse_cluster_json(read_bytes(path), path)
+
+
+def parse_cluster_json(text: bytes, where: object) -> Cluster:
+    """The cluster that such JSON says. Raises Refusal."""
+    content = parse_json(text, dict[str, Any], where)
     for device in _devices(content):
         for name in device.keys() & PART_OF.keys():
             device.setdefault(PART_OF[name], {})[name] = device.pop(name)
-    return parse_json(msgspec.json.encode(content), Cluster, path)
+    return parse_json(msgspec.json.encode(content), Cluster, where)
 
 
 def _devices(content: Any) -> list[dict[str, Any]]:

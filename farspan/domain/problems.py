@@ -47,6 +47,7 @@ EXIT_CODES = {
     "loss-spike": 41,
     "run-untrusted": 42,
     "device-unusable": 43,
+    "not-running": 44,
     "interrupted": 130,
 }
 

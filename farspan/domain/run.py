@@ -86,6 +86,7 @@ class RunFolder:
         self.best = path / "checkpoints" / "best"
         self.logs = path / "logs"
         self.lock = path / "lock"
+        self.job = path / "job.json"
         self.seal = path / "seal"
         self.tensorboard = path / "tensorboard"
         self.report = path / "report.html"

@@ -4,22 +4,43 @@ from __future__ import annotations
 
 import fcntl
 import shlex
+import time
 from pathlib import Path
 from typing import IO
 
 from farspan.domain.problems import Refusal
+
+#: Who only asks holds a lock for less than this.
+ASKING_S = 0.2
 
 
 def locked(path: Path, what: str, where: Path) -> IO[bytes]:
     """A file, held by this process alone; the lock goes with the last process that has it open, however that ends.
     Raises Refusal (run-busy) with `what` is being done at `where` already."""
     file = open(path, "ab")  # noqa: SIM115 - closed by who asks
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise Refusal(
-            "run-busy", what=what, where=where, fact="another process holds its lock",
-            remedy=f"fuser {shlex.quote(str(path))}",
-        ) from None  # fmt: skip
+    deadline = time.monotonic() + ASKING_S
+    while not _taken(file, fcntl.LOCK_EX):
+        if time.monotonic() > deadline:
+            file.close()
+            raise Refusal(
+                "run-busy", what=what, where=where, fact="another process holds its lock",
+                remedy=f"fuser {shlex.quote(str(path))}",
+            )  # fmt: skip
+        time.sleep(ASKING_S / 10)
     return file
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock of a file, which may not exist. To ask is to take it for a moment."""
+    if not path.exists():
+        return False
+    with open(path, "rb") as file:
+        return not _taken(file, fcntl.LOCK_SH)
+
+
+def _taken(file: IO[bytes], how: int) -> bool:
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

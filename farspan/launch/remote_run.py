@@ -36,7 +36,9 @@ MOST_EVENT_BYTES = 2**26
 #: The files of a checkpoint as a tar names them, those that a killed worker left unfinished, and bytes of all headers
 #: of a checkpoint at most.
 CHECKPOINT_FILE = re.compile(
-    r"checkpoints/(step-\d+|best|\.step-\d+\.old|\.best\.old)/(model\.safetensors|optimizer\.safetensors|replica-\d+\.safetensors|state\.json)"
+    # Those of earlier versions: a run that they began may go on.
+    r"checkpoints/(step-\d+|best|\.step-\d+\.old|\.best\.old)/"
+    r"(part-\d+\.safetensors|manifest\.json|(model|optimizer|replica-\d+)\.safetensors|state\.json)"
 )
 UNFINISHED = re.compile(r"checkpoints/\.[\w.-]+\.tmp/")
 HEADER_BYTES = 2**24

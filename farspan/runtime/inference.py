@@ -13,6 +13,7 @@ from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
 from farspan.runtime.checkpoint import checkpoint
+from farspan.runtime.checkpoint.manifest import Corrupt
 from farspan.runtime.model.decoder import Decoder
 
 
@@ -34,7 +35,7 @@ def load(run: RunFolder) -> Trained:
     for path in (*best, *checkpoint.newest_first(run.checkpoints)):
         try:
             trained = _read(path, plan, run)
-        except checkpoint.Corrupt as error:
+        except Corrupt as error:
             faults.append(f"{path}: {error}".encode(errors="backslashreplace").decode())
             continue
         if best and path != run.best:
@@ -54,9 +55,7 @@ def load(run: RunFolder) -> Trained:
 
 def _read(path: Path, plan: Plan, run: RunFolder) -> Trained:
     """Raises Corrupt."""
-    weights = checkpoint.read_weights(path)
-    checkpoint.check_tensors(path, {checkpoint.MODEL: checkpoint.shapes_of(plan)[checkpoint.MODEL]})
-    progress, digest = checkpoint.progress_of(path)
+    weights, progress, digest = checkpoint.read_weights(path, checkpoint.shapes_of(plan, [checkpoint.MODEL]))
     model = Decoder(plan.model, attention=plan.train.attention)
     model.load_state_dict(weights)
     return Trained(model.eval(), tokenizers.load(run.tokenizer), progress.step, digest)

@@ -36,6 +36,7 @@ from farspan.domain.run import ON_STDIN, SECRET, RunFolder, RunRecord
 from farspan.domain.units import counted, format_bytes
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.checkpoint.checkpointer import Checkpointer
+from farspan.runtime.checkpoint.manifest import Corrupt
 from farspan.runtime.comm.collective import START_S, Group, meet, renounce
 from farspan.runtime.comm.heartbeat import SILENCE_S, How
 from farspan.runtime.comm.notices import Notices, run_secret
@@ -251,7 +252,7 @@ def as_problem(error: BaseException, plan: Plan | None, run: RunFolder, rank: in
             remedy=f"lower train.batch.global (now {plan.train.batch} sequences of {plan.train.seq_len}) or set "
             "train.recompute: true in run.yaml",
         )
-    if isinstance(error, checkpoint.Corrupt):
+    if isinstance(error, Corrupt):
         return Problem(
             code="checkpoint-corrupt", what="a checkpoint changed while it was read", where=str(run.checkpoints),
             fact=message[:300], remedy=run.resume(),

@@ -20,6 +20,16 @@ def plan_key(plan: Plan) -> str:
     )  # fmt: skip
 
 
+def training_key(plan: Plan) -> str:
+    """What two plans must share so that one goes on from the other's checkpoint: model, text, and all that decides the
+    loss of synchronous steps. How the work is divided, and how often is saved and validated, may differ."""
+    train = plan.train
+    return content_hash(
+        plan.model, plan.inputs.corpus, train.steps, train.batch, train.seq_len, train.precision, train.optimizer,
+        train.schedule, train.seed,
+    )  # fmt: skip
+
+
 def cluster_hash(cluster: Cluster) -> str:
     """What measurements of a cluster are known by: without what a trial measured on one day, and without the processes
     of a lab."""

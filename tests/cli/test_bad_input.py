@@ -274,15 +274,15 @@ def test_search_before_embed_names_the_command(run: Path, farspan: Farspan, tmp_
 
 def test_truncated_weights_are_named(run: Path, farspan: Farspan, tmp_path: Path):
     hurt = copied(run, tmp_path)
-    for weights in hurt.rglob("model.safetensors"):
+    for weights in hurt.rglob("part-00000.safetensors"):
         os.truncate(weights, 100)
     expect(farspan("generate", "a", "--run", str(hurt)), "checkpoint-corrupt", "best", "step-00000004")
-    expect(farspan("resume", str(killed(hurt))), "checkpoint-corrupt", "model.safetensors", "--run")
+    expect(farspan("resume", str(killed(hurt))), "checkpoint-corrupt", "part-00000.safetensors", "--run")
 
 
 def test_damaged_best_weights_are_refused_by_all_that_read_them(run: Path, farspan: Farspan, tmp_path: Path):
     hurt = copied(run, tmp_path)
-    state = hurt / "checkpoints" / "best" / "state.json"
+    state = hurt / "checkpoints" / "best" / "manifest.json"
     state.write_bytes(state.read_bytes().replace(b'"p', b'"\xff'))
     for words in (("generate", "a", "--run"), ("embed",), ("export",)):
         expect(farspan(*words, str(hurt)), "checkpoint-corrupt", "best", "rm -r", "of step 4")

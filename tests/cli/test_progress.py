@@ -9,9 +9,10 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from farspan.cli.progress import LINE_S, RECENT_STEPS, TrainingDisplay
+from farspan.cli.progress import LINE_S, TrainingDisplay
 from farspan.domain.model import train_flops_per_token
 from farspan.domain.results import Finished, Saved, Step, Validated, Warned
+from farspan.report.so_far import RECENT_STEPS
 from tests.report.fake_run import MODEL, START, make_plan, one_step, started, train_events
 
 
@@ -62,7 +63,7 @@ def test_facts_by_hand(peak_flops, shown):
             progress.show(one_step(START, number, step_s=0.5 if number != 11 else 60.0, loss=4.0))
             clock.now += LINE_S
         progress.show(Validated(at=START, step=11, loss=4.5, bits_per_byte=1.5, tokens=9, seconds=11.0, best=True))
-        assert progress.eta_s() == pytest.approx(89 * (0.5 + 1.0))
+        assert progress._so_far.left_s() == pytest.approx(89 * (0.5 + 1.0))
     flops = train_flops_per_token(MODEL, 256)
     shown = shown or f"MFU {flops * 4096 / 1e12:.1%}"
     assert lines_of(console)[10] == f"step 11/100 · loss 4.000 · 4,096 tokens/s · {shown} · 1 GB · ETA 44 s"
@@ -75,10 +76,10 @@ def test_one_slow_step_hardly_moves_speed_and_time_to_go():
     progress.show(started(START, 0, plan))
     for number in range(1, 101):
         progress.show(one_step(START, number, step_s=0.1 if number % 10 else 5.0))
-    assert progress.eta_s() == pytest.approx(90.0)
+    assert progress._so_far.left_s() == pytest.approx(90.0)
     for number in range(101, 101 + RECENT_STEPS):
         progress.show(one_step(START, number, step_s=0.2))
-    assert progress.eta_s() == pytest.approx((1000 - 100 - RECENT_STEPS) * 0.2)
+    assert progress._so_far.left_s() == pytest.approx((1000 - 100 - RECENT_STEPS) * 0.2)
 
 
 class Overtaken:
@@ -94,10 +95,10 @@ class Overtaken:
 
 def test_steps_may_arrive_while_the_display_is_drawn():
     progress = TrainingDisplay(make_plan(100), piped(), Clock())
-    for look in (progress._facts, progress.eta_s):
-        progress._recent.clear()
+    for look in (progress._facts, progress._so_far.left_s):
+        progress._so_far.recent.clear()
         progress.show(one_step(START, 1))
-        progress._recent.appendleft(Overtaken(one_step(START, 2), progress))
+        progress._so_far.recent.appendleft(Overtaken(one_step(START, 2), progress))
         assert look()
 
 
@@ -166,7 +167,7 @@ def test_steps_in_all_and_time_to_go_are_those_that_the_time_budget_has_now():
         for number, steps in ((1, 1000), (2, 400), (3, 410)):
             clock.now += LINE_S
             progress.show(msgspec.structs.replace(one_step(START, number, step_s=0.1), steps=steps))
-        assert progress.eta_s() == pytest.approx(40.7)
+        assert progress._so_far.left_s() == pytest.approx(40.7)
     assert [line.split(" · ")[0] for line in lines_of(console)] == ["step 1/1,000", "step 2/400", "step 3/410"]
 
 

@@ -16,6 +16,7 @@ import pytest
 from msgspec.structs import replace
 
 from farspan.domain.cluster import Cluster, Host, Site
+from farspan.domain.cluster_json import parse_cluster_json
 from farspan.domain.plan import Edge, Mesh, PlannedDevice, Replica, Sync
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Finished, Step, Validated, read_events
@@ -384,7 +385,7 @@ def read(where, environment, hosts):
     deadline = time.monotonic() + 300
     while True:
         done = subprocess.run(show, capture_output=True, env=environment, timeout=120)
-        if not done.returncode and len((found := msgspec.json.decode(done.stdout, type=Cluster)).hosts) == hosts:
+        if not done.returncode and len((found := parse_cluster_json(done.stdout, "ray")).hosts) == hosts:
             return found
         assert time.monotonic() < deadline, done.stderr
 

@@ -14,6 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from farspan.domain.cluster import Cluster, Site
+from farspan.domain.cluster_json import parse_cluster_json
 from farspan.domain.clusterfile import load_cluster, save_cluster
 from farspan.domain.gpus import Gpu
 from farspan.domain.problems import Refusal
@@ -110,7 +111,7 @@ def read(where: str, environment: dict[str, str]) -> Cluster:
     while True:
         done = subprocess.run(show, capture_output=True, env=environment, timeout=120)
         if not done.returncode:
-            return msgspec.json.decode(done.stdout, type=Cluster)
+            return parse_cluster_json(done.stdout, "ray")
         assert time.monotonic() < deadline, done.stdout + done.stderr
 
 

@@ -208,4 +208,4 @@ def test_a_run_on_the_far_site_goes_on_where_it_stopped_and_comes_back_whole(sit
     assert before + again == pytest.approx(alone, abs=1e-6)
     *_, told = read_events(run.events)
     assert isinstance(told, Finished) and told.reason == "done"
-    assert (run.checkpoints / f"step-{MANY.steps:08d}" / "model.safetensors").exists()
+    assert (run.checkpoints / f"step-{MANY.steps:08d}" / "manifest.json").exists()

@@ -56,7 +56,7 @@ def sent(far, tmp_path):
 
 def checkpoint_files(folder, content=b"0" * 100):
     folder.mkdir(parents=True)
-    for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
+    for name in ("part-00000.safetensors", "manifest.json", "model.safetensors", "state.json"):
         (folder / name).write_bytes(content)
 
 

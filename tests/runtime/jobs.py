@@ -84,6 +84,19 @@ def train(group: Group, plan: Plan, path: Path, until: int | None = None) -> Tra
         return _trained(made, events)
 
 
+def restore_and_save(group: Group, plan: Plan, path: Path) -> tuple[int, int]:
+    """From the newest checkpoint, which is written anew: bytes of tensors that were read, and that this worker owns."""
+    with trainer(group, plan, path) as (made, _):
+        made.restore()
+        made._saved_step = -1
+        made.save(last=True)
+        owned = sum(
+            4 * (piece.stop - piece.start)
+            for pieces in made.worker.executor.whole.manifests[group.rank].pieces for piece in pieces
+        )  # fmt: skip
+        return made.checkpointer.read_bytes, len(made.checkpointer._targets()) * owned
+
+
 def train_where_files_may_not_be_large(group: Group, plan: Plan, path: Path, most: int, failures: int) -> Trained:
     """As `train`, but until so many saves have failed no file of rank 0 may have more than `most` bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

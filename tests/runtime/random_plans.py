@@ -31,7 +31,8 @@ def random_plan(seed: int) -> Plan:
     if rng.random() < 0.3:
         rng.shuffle(ranks)
     count = min(world, rng.choice((1, 1, 1, 2, 3)))
-    replicas = [_replica(rng, model, part) for part in _divided(rng, ranks, count)]
+    parts = _divided(rng, ranks, count)
+    replicas = [replica for part in parts if (replica := _replica(rng, model, part))]
     sync = Sync(
         every=rng.randint(1, 3), overlap=rng.random() < 0.5, lr=rng.choice((0.5, 0.7, 1.0)),
         momentum=rng.choice((0.0, 0.6, 0.9)),
@@ -45,13 +46,21 @@ def random_plan(seed: int) -> Plan:
     return plan(*replicas, sites=at, model=model, sync=None if alone else sync, train=train)
 
 
+def divided(rng: random.Random, model: ModelSpec, world: int, batch: int) -> Replica:
+    """A synchronous step of so many sequences, divided over so many ranks in any way."""
+    while (replica := _replica(rng, model, range(world), batch)) is None:
+        pass
+    return replica
+
+
 def _divided(rng: random.Random, ranks: Sequence[int], count: int) -> list[Sequence[int]]:
     """Consecutive parts, one rank at least in each."""
     cuts = [0, *sorted(rng.sample(range(1, len(ranks)), count - 1)), len(ranks)]
     return [ranks[a:b] for a, b in itertools.pairwise(cuts)]
 
 
-def _replica(rng: random.Random, model: ModelSpec, ranks: Sequence[int]) -> Replica:
+def _replica(rng: random.Random, model: ModelSpec, ranks: Sequence[int], batch: int | None = None) -> Replica | None:
+    """Of any batch, or of this one; None where what was drawn cannot be of it."""
     units = model.layers + 2
     count = min(len(ranks), units, rng.choice((1, 1, 2, 2, 3, 4)))
     cuts = _divided(rng, range(units), count)
@@ -60,8 +69,21 @@ def _replica(rng: random.Random, model: ModelSpec, ranks: Sequence[int]) -> Repl
     # Whichever stage divides rows over its tensor axis can.
     quantum = math.lcm(*(mesh.size("tensor") for mesh in meshes))
     portions = max(len(mesh.batch) for mesh in meshes) + rng.randint(0, 3)
+    if batch is not None:
+        portions, rest = divmod(batch, quantum * microbatches)
+        if rest or portions < max(len(mesh.batch) for mesh in meshes):
+            return None
     stages = tuple(
-        _stage(rng, model, (cut[0], cut[-1] + 1), mesh, quantum, portions, microbatches, piped=count > 1)
+        _stage(
+            rng,
+            model,
+            (cut[0], cut[-1] + 1),
+            mesh,
+            quantum,
+            portions,
+            microbatches,
+            piped=count > 1 or batch is not None,
+        )
         for cut, mesh in zip(cuts, meshes, strict=True)
     )
     edges = tuple(Edge(bits=32, streams=rng.choice((1, 1, 2, 3))) for _ in stages[1:])

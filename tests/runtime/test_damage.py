@@ -21,16 +21,18 @@ from farspan.domain.results import Started, Warned
 from farspan.domain.run import RunFolder
 from farspan.runtime import inference
 from farspan.runtime.checkpoint import checkpoint
-from farspan.runtime.checkpoint.checkpoint import MODEL, OPTIMIZER
 from farspan.runtime.checkpoint.checkpointer import Checkpointer
+from farspan.runtime.checkpoint.manifest import BLOCK, MANIFEST, TrainingProgress, checksum_of
+from farspan.runtime.checkpoint.stored import digest
 from farspan.runtime.comm.collective import Group
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.parallel.executor import Executor
 from tests import tiny
+from tests.runtime import stored_tensors
 from tests.runtime.test_trainer import TRAIN, Start
 
-STATE = "state.json"
-FILES = (MODEL, OPTIMIZER, STATE)
+PART = "part-00000.safetensors"
+FILES = (PART, MANIFEST)
 Damage = Callable[[Path], None]
 
 
@@ -60,82 +62,92 @@ def executor(whole: RunFolder) -> Iterator[Executor]:
 
 def find(executor: Executor, folder: Path) -> tuple[int | None, list[str]]:
     """The step that a run goes on from, and what it says about those after it."""
-    adopted, said = list[checkpoint.TrainingProgress](), list[str]()
-    path = Checkpointer(executor, folder, 3).find(adopted.append, said.append)
-    return (adopted[0].step if path else None), said
+    adopted, said = list[TrainingProgress](), list[str]()
+    with Group(0, 1, torch.device("cpu")) as alone:
+        there = Checkpointer(executor, folder, 3).restore(adopted.append, said.append, alone)
+    return (adopted[-1].step if there else None), said
 
 
 # -- kinds of damage ---------------------------------------------------------------------------------------------------
 
 
-def set_state(path: Path, change: Callable[[dict], None]) -> None:
-    state = json.loads((path / STATE).read_bytes())
-    change(state)
-    (path / STATE).write_text(json.dumps(state))
+def rewrite(path: Path, change: Callable[[dict], None], *, vouched: bool = False) -> None:
+    """Change a manifest; with `vouched` its checksum is that of what it says then."""
+    manifest = json.loads((path / MANIFEST).read_bytes())
+    change(manifest)
+    if vouched:
+        manifest["checksum"] = checksum_of(manifest["progress"], manifest["tensors"])
+    (path / MANIFEST).write_text(json.dumps(manifest))
 
 
-def vouch(path: Path, name: str) -> None:
-    """Let the state name the checksum that a file has now."""
-    set_state(path, lambda state: state["sha256"].update({name: checkpoint._sha256(path / name)}))
+def vouch(path: Path) -> None:
+    """Let the manifest name the checksums that the part's tensors have now, where they are still there."""
+    held = {key: value.numpy().tobytes() for key, value in load_file(path / PART).items()}
+
+    def change(manifest: dict) -> None:
+        for name, tensor in manifest["tensors"].items():
+            for part in tensor["slices"]:
+                content = held.get(f"{name}@{','.join(map(str, part['at']))}", b"")
+                part["sha256"] = [digest(content[at : at + BLOCK]) for at in range(0, len(content), BLOCK)]
+
+    rewrite(path, change, vouched=True)
 
 
-def retensor(name: str, change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
-    """Change the tensors of a file whose checksum matches all the same."""
+def retensor(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
+    """Change the tensors of the part; checksums match all the same."""
 
     def damage(path: Path) -> None:
-        tensors = load_file(path / name)
+        tensors = load_file(path / PART)
         change(tensors)
-        save_file(tensors, path / name)
-        vouch(path, name)
+        save_file(tensors, path / PART)
+        vouch(path)
 
     return damage
 
 
-def overwrite(name: str, content: bytes, *, vouched: bool = False) -> Damage:
-    def damage(path: Path) -> None:
-        (path / name).write_bytes(content)
-        if vouched:
-            vouch(path, name)
-
-    return damage
+def overwrite(name: str, content: bytes) -> Damage:
+    return lambda path: (path / name).write_bytes(content) and None
 
 
-def progress(**values: object) -> Damage:
-    return lambda path: set_state(path, lambda state: state["progress"].update(values))
+def progress(*, vouched: bool = True, **values: object) -> Damage:
+    return lambda path: rewrite(path, lambda manifest: manifest["progress"].update(values), vouched=vouched)
 
 
-def progress_unhashed(**values: object) -> Damage:
-    """As in a checkpoint from before its progress had a checksum."""
-
-    def damage(path: Path) -> None:
-        progress(**values)(path)
-        set_state(path, lambda state: state.pop("progress_hash"))
-
-    return damage
+def slices(name: str, change: Callable[[list[dict]], object]) -> Damage:
+    """Change the slices that the manifest says a tensor has."""
+    return lambda path: rewrite(path, lambda manifest: change(manifest["tensors"][name]["slices"]), vouched=True)
 
 
 def high_byte(where: bytes) -> Damage:
     def damage(path: Path) -> None:
-        content = (path / STATE).read_bytes()
+        content = (path / MANIFEST).read_bytes()
         assert where in content
-        (path / STATE).write_bytes(content.replace(where, where[:-1] + b"\xff", 1))
+        (path / MANIFEST).write_bytes(content.replace(where, where[:-1] + b"\xff", 1))
 
     return damage
 
 
 def pipe(path: Path) -> None:
-    (path / STATE).unlink()
-    os.mkfifo(path / STATE)
+    (path / MANIFEST).unlink()
+    os.mkfifo(path / MANIFEST)
 
 
 def outside(path: Path) -> None:
-    shutil.copy(path / MODEL, path.parent / MODEL)
-    set_state(path, lambda state: state["sha256"].update({f"../{MODEL}": state["sha256"].pop(MODEL)}))
-    (path / MODEL).unlink()
+    """The part lies beside the checkpoint, and the manifest leads there."""
+    shutil.move(path / PART, path.parent / PART)
+    text = (path / MANIFEST).read_text().replace(PART, f"../{PART}")
+    (path / MANIFEST).write_text(text)
+    rewrite(path, lambda manifest: None, vouched=True)
 
 
-def forget(path: Path) -> None:
-    set_state(path, lambda state: state["sha256"].pop(OPTIMIZER))
+def linked(path: Path) -> None:
+    """The part is a link that leads out of the checkpoint."""
+    shutil.move(path / PART, path.parent / PART)
+    (path / PART).symlink_to(path.parent / PART)
+
+
+def forget(name: str) -> Damage:
+    return lambda path: rewrite(path, lambda manifest: manifest["tensors"].pop(name), vouched=True)
 
 
 def drop(name: str) -> Damage:
@@ -156,45 +168,49 @@ def become_link(path: Path) -> None:
     path.symlink_to(path.parent / "nowhere")
 
 
-KEY = "exp_avg.blocks.0.attn.out.bias"
+WEIGHT, MOMENT = "model/tok.weight", "exp_avg/blocks.0.attn.out.bias"
 #: Of what the best weights have too.
 OF_WEIGHTS: dict[str, Damage] = {
     "a byte above 0x7f in a value": high_byte(b'"plan": "'),
     "a byte above 0x7f in a key": high_byte(b'"pro'),
-    "a byte above 0x7f at first": overwrite(STATE, b"\xff{}"),
-    "an empty state": overwrite(STATE, b""),
-    "a state of another shape": overwrite(STATE, b'{"progress": 1}'),
-    "a state of brackets": overwrite(STATE, b"[" * 100_000),
-    "a state that is a pipe": pipe,
-    "an empty file, vouched for": overwrite(MODEL, b"", vouched=True),
-    "a header that is refused": overwrite(MODEL, b"\xff" * 64, vouched=True),
-    "a header beyond the file": overwrite(MODEL, (2**20).to_bytes(8, "little") + b"{}", vouched=True),
-    "a missing weight": retensor(MODEL, lambda tensors: tensors.pop("tok.weight")),
-    "a tensor too many": retensor(MODEL, lambda tensors: tensors.update(more=torch.zeros(1))),
-    "a weight of another shape": retensor(MODEL, lambda tensors: tensors.update({"tok.weight": torch.zeros(33)})),
+    "a byte above 0x7f at first": overwrite(MANIFEST, b"\xff{}"),
+    "an empty manifest": overwrite(MANIFEST, b""),
+    "a manifest of another shape": overwrite(MANIFEST, b'{"progress": 1}'),
+    "a manifest that is a list": overwrite(MANIFEST, b"[]"),
+    "a manifest of brackets": overwrite(MANIFEST, b"[" * 100_000),
+    "a manifest that is a pipe": pipe,
+    "an empty part": overwrite(PART, b""),
+    "a header that is refused": overwrite(PART, b"\xff" * 64),
+    "a header beyond the file": overwrite(PART, (2**20).to_bytes(8, "little") + b"{}"),
+    "a missing weight": retensor(lambda tensors: tensors.pop(f"{WEIGHT}@0,0")),
+    "a weight of another shape": retensor(lambda tensors: tensors.update({f"{WEIGHT}@0,0": torch.zeros(33)})),
+    "a weight that the manifest does not name": forget(WEIGHT),
+    "a slice twice": slices(WEIGHT, lambda parts: parts.append(parts[0])),
+    "a slice elsewhere": slices(WEIGHT, lambda parts: parts[0].update(at=[1, 0])),
+    "a slice of less": slices(WEIGHT, lambda parts: parts[0].update(shape=[1, 1])),
+    "a slice of another number of dims": slices(WEIGHT, lambda parts: parts[0].update(at=[0])),
+    "a slice without checksums": slices(WEIGHT, lambda parts: parts[0].update(sha256=[])),
+    "a slice of another key": slices(WEIGHT, lambda parts: parts[0].update(key=f"{MOMENT}@0")),
     "a negative step": progress(step=-4),
-    "a negative step, not hashed": progress_unhashed(step=-4),
-    "a huge step": progress_unhashed(step=10**30),
-    "an absurd loss scale": progress_unhashed(loss_scale=0.0),
-    "a count below zero": progress_unhashed(skipped=-1),
-    "a text for a number": progress_unhashed(elapsed_s="long"),
-    "a changed number": progress(elapsed_s=77.5),
-    "a changed plan": progress(plan="0" * 16),
+    "a huge step": progress(step=10**30),
+    "an absurd loss scale": progress(loss_scale=0.0),
+    "a count below zero": progress(skipped=-1),
+    "a text for a number": progress(elapsed_s="long"),
+    "a changed number": progress(vouched=False, elapsed_s=77.5),
+    "a changed plan": progress(vouched=False, plan="0" * 16),
     "a name that leaves the folder": outside,
-    **{f"no {name}": drop(name) for name in (MODEL, STATE)},
-    **{f"half of {name}": halve(name) for name in (MODEL, STATE)},
+    "a part that is a link out of the folder": linked,
+    **{f"no {name}": drop(name) for name in FILES},
+    **{f"half of {name}": halve(name) for name in FILES},
     "a file": become_file,
     "a link to nothing": become_link,
 }
 OF_STEPS = OF_WEIGHTS | {
-    "a missing moment": retensor(OPTIMIZER, lambda tensors: tensors.pop(KEY)),
-    "a moment of another shape": retensor(OPTIMIZER, lambda tensors: tensors.update({KEY: torch.zeros(33)})),
-    "a moment of another dtype": retensor(OPTIMIZER, lambda tensors: tensors.update({KEY: tensors[KEY].half()})),
-    "no moments": drop(OPTIMIZER),
-    "half of the moments": halve(OPTIMIZER),
-    "moments that the state does not name": forget,
+    "a missing moment": retensor(lambda tensors: tensors.pop(f"{MOMENT}@0")),
+    "a moment of another shape": retensor(lambda tensors: tensors.update({f"{MOMENT}@0": torch.zeros(33)})),
+    "a moment of another dtype": retensor(lambda tensors: tensors.update({f"{MOMENT}@0": torch.zeros(32).half()})),
+    "a moment that the manifest does not name": forget(MOMENT),
     "another step": progress(step=3),
-    "another step, not hashed": progress_unhashed(step=3),
 }
 #: By the name that the folder has then.
 RENAMED = ("step-abc", "step-", "step--5", "step-00000010", "step-9", "step-٠٠٠٠٠٠٠٩")
@@ -215,7 +231,7 @@ def test_a_newest_of_another_name_is_named_and_the_one_before_is_used(executor: 
     newest = next(checkpoint.newest_first(run.checkpoints))
     newest.rename(newest.with_name(name))
     step, (said,) = find(executor, run.checkpoints)
-    assert step == 3 and f"{newest.with_name(name)}: its {STATE} is of step 4, its name is not" in said
+    assert step == 3 and f"{newest.with_name(name)}: its manifest is of step 4, its name is not" in said
 
 
 @pytest.mark.parametrize("name", ["step-abc", "step-", "step--5", "step-00000010", "step-99999999999999999999999"])
@@ -231,7 +247,7 @@ def test_what_is_no_checkpoint_beside_whole_ones_stops_nothing(
     else:
         path.symlink_to("nowhere")
     step, (said,) = find(executor, run.checkpoints)
-    assert step == 4 and f"{name}: it has no state.json" in said
+    assert step == 4 and f"{name}: it has no manifest.json" in said
 
 
 def test_a_name_that_is_not_text_can_be_said(executor: Executor, run: RunFolder):
@@ -257,13 +273,13 @@ def any_damage(path: Path, rng: random.Random) -> str:
     elif kind == "rename":
         file.rename(path / f"{name}.bak")
     elif kind == "replace":
-        tensors = load_file(path / MODEL)
+        tensors = load_file(path / PART)
         tensors[rng.choice(sorted(tensors))] = torch.randn(rng.randrange(1, 5), rng.randrange(1, 5))
-        save_file(tensors, path / MODEL)
+        save_file(tensors, path / PART)
         if rng.random() < 0.5:
-            vouch(path, MODEL)
+            vouch(path)
     elif kind == "garbage":
-        (path / STATE).write_bytes(rng.randbytes(rng.randrange(400)))
+        (path / MANIFEST).write_bytes(rng.randbytes(rng.randrange(400)))
     else:
         other = rng.choice([other for other in FILES if other != name])
         shutil.copy(file, path / other)
@@ -279,8 +295,11 @@ def test_damage_of_any_kind_is_found_or_changes_nothing(executor: Executor, run:
         what = any_damage(newest, rng)
         step, said = find(executor, run.checkpoints)
         if step == 4:  # As where a blank of the JSON became another one.
-            assert not said and checkpoint.verify(newest) == wanted and STATE in what, what
-            assert all((newest / name).read_bytes() == (tmp_path / "kept" / name).read_bytes() for name in FILES[:2])
+            assert not said and checkpoint.verify(newest) == wanted, what
+            if PART in what:  # What lies there twice, or beyond what the header names, is read by nobody.
+                assert all(
+                    map(torch.equal, *(stored_tensors.tensors(at).values() for at in (newest, tmp_path / "kept")))
+                )
         else:
             assert step == 3 and len(said) == 1 and str(newest) in said[0], what
             passed_over += 1
@@ -302,14 +321,15 @@ def test_several_damaged_ones_are_all_named_and_none_whole_is_a_refusal(executor
     assert all(path.name in refusal.value.problem.fact for path in paths)
 
 
-def test_a_whole_checkpoint_of_another_plan_is_refused_not_passed_over(run: RunFolder):
-    files = {name: load_file(next(checkpoint.newest_first(run.checkpoints)) / name) for name in (MODEL, OPTIMIZER)}
-    del files[MODEL]["tok.weight"]  # Its tensors are that plan's, not this one's.
-    other = checkpoint.TrainingProgress(step=4, plan="another", elapsed_s=1.0)
-    checkpoint.write(run.checkpoints, tiny.collected(files), other, keep=3)
-    with pytest.raises(Refusal) as refusal:
-        Start(run).train()
-    assert refusal.value.problem.code == "plan-mismatch"
+def test_a_whole_checkpoint_of_another_training_is_refused_not_passed_over(run: RunFolder):
+    tensors = stored_tensors.tensors(stored_tensors.newest(run))
+    del tensors[WEIGHT]  # Its tensors are that plan's, not this one's.
+    for training in (None, "another"):
+        other = TrainingProgress(step=4, plan="another", training=training, elapsed_s=1.0)
+        stored_tensors.write(run.checkpoints, tensors, other)
+        with pytest.raises(Refusal) as refusal:
+            Start(run).train()
+        assert refusal.value.problem.code == "plan-mismatch"
 
 
 def test_two_workers_fall_back_together(tmp_path: Path):
@@ -318,7 +338,8 @@ def test_two_workers_fall_back_together(tmp_path: Path):
     with tiny.workers(run) as workers:
         assert list(workers)[-1].reason == "done"
     newest, previous, *_ = checkpoint.newest_first(run.checkpoints)
-    OF_STEPS["a missing moment"](newest)
+    assert {path.name for path in newest.glob("part-*")} == {"part-00000.safetensors", "part-00001.safetensors"}
+    OF_STEPS["a moment that the manifest does not name"](newest)
     with tiny.workers(run) as workers:
         events = list(workers)
     (warned,) = (event.message for event in events if isinstance(event, Warned))
@@ -347,11 +368,8 @@ def test_damaged_best_weights_are_refused_with_what_helps(run: RunFolder, kind: 
 
 def save_step(run: RunFolder, step: int, keep: int) -> list[int]:
     """Write a checkpoint of a step; the steps that are there then."""
-    files = {name: load_file(run.best / MODEL) for name in (MODEL, OPTIMIZER)}
-    plan = run.load_plan().hash
-    checkpoint.write(
-        run.checkpoints, tiny.collected(files), checkpoint.TrainingProgress(step=step, plan=plan, elapsed_s=0), keep
-    )
+    made = TrainingProgress(step=step, plan=run.load_plan().hash, elapsed_s=0)
+    stored_tensors.write(run.checkpoints, stored_tensors.tensors(run.best), made, keep)
     return [checkpoint.step_of(path) for path in checkpoint.newest_first(run.checkpoints)]
 
 
@@ -362,7 +380,7 @@ def test_remains_of_a_checkpoint_do_not_count_in_what_is_kept(run: RunFolder, na
 
 
 def test_a_damaged_later_checkpoint_takes_no_place_of_one_that_is_written(executor: Executor, run: RunFolder):
-    os.truncate(run.checkpoints / "step-00000004" / MODEL, 100)
+    os.truncate(run.checkpoints / "step-00000004" / PART, 100)
     shutil.rmtree(run.checkpoints / "step-00000003")
     assert find(executor, run.checkpoints)[0] == 2
     assert save_step(run, 3, keep=1) == [4, 3]
@@ -385,9 +403,9 @@ from farspan.domain.run import RunFolder
 from tests.runtime.test_damage import save_step
 removed = []
 def watch(event, given):
-    if event == "os.remove" and str(given[0]).endswith(".safetensors"):
+    if event == "os.remove" and str(given[0]).endswith((".safetensors", ".json")):
         removed.append(given)
-        if len(removed) == 2:
+        if len(removed) == 3:
             os.kill(os.getpid(), signal.SIGKILL)
 sys.addaudithook(watch)
 save_step(RunFolder(Path(sys.argv[1])), 5, 3)

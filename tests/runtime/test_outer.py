@@ -17,7 +17,7 @@ from farspan.domain.train import Schedule
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.parallel.outer_step import _ahead
 from farspan.semantics.layout import Send
-from tests.runtime import jobs, reference
+from tests.runtime import jobs, reference, stored_tensors
 from tests.runtime.fleet import Fleet
 from tests.runtime.plans import HAND_PICKED, plan, replica, stage
 from tests.runtime.test_resume import state
@@ -89,8 +89,8 @@ def test_the_best_weights_of_overlapping_replicas_are_those_that_were_validated(
     case = Case(folder, replace(base, train=train))
     fleet.run(jobs.train, case.world, case.plan, case.path)
     best = RunFolder(case.path).best
-    progress = checkpoint.verify(best, (checkpoint.MODEL,))
+    progress = checkpoint.verify(best)
     assert progress.step < train.steps, "the last model is one of all replicas anyhow"
     inputs, targets = map(torch.from_numpy, case.data.val.read(np.arange(case.data.val.count, dtype=np.uint64)))
-    loss = reference.mean_loss(checkpoint.read(best, checkpoint.MODEL), case.plan.model, inputs, targets)
+    loss = reference.mean_loss(stored_tensors.weights(best), case.plan.model, inputs, targets)
     assert float(loss) == pytest.approx(progress.best_loss, rel=1e-5)

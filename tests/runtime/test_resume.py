@@ -10,8 +10,7 @@ from msgspec.structs import replace
 
 from farspan.domain.run import RunFolder
 from farspan.runtime.checkpoint import checkpoint
-from tests import tiny
-from tests.runtime import jobs
+from tests.runtime import jobs, stored_tensors
 from tests.runtime.fleet import Fleet
 from tests.runtime.plans import HAND_PICKED
 from tests.runtime.verify import Case
@@ -26,12 +25,8 @@ NAMES = (
 
 
 def state(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of the newest checkpoint, by file and name."""
-    newest = next(checkpoint.newest_first(RunFolder(path).checkpoints))
-    return {
-        f"{file.name}: {name}": tensor
-        for file in newest.glob("*.safetensors") for name, tensor in checkpoint.read(newest, file.name).items()
-    }  # fmt: skip
+    """All tensors of the newest checkpoint."""
+    return stored_tensors.tensors(stored_tensors.newest(RunFolder(path)))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -60,10 +55,10 @@ def test_an_exchange_under_way_is_taken_up_by_workers_that_had_not_moved_too(fle
     first = fleet.run(jobs.train, case.world, plan, case.path, UNTIL)
     checkpoints = RunFolder(case.path).checkpoints
     newest = next(checkpoint.newest_first(checkpoints))
-    files = {file.name: checkpoint.read(newest, file.name) for file in newest.glob("*.safetensors")}
-    for name, tensor in files[checkpoint.MODEL].items():
-        files["replica-1.safetensors"][f"master.{name}"] = tensor
-    checkpoint.write(checkpoints, tiny.collected(files), checkpoint.verify(newest), keep=3)
+    tensors = stored_tensors.tensors(newest)
+    for name in [name for name in tensors if name.startswith("model/")]:
+        tensors[name.replace("model/", "replica-1/master/")] = tensors[name]
+    stored_tensors.write(checkpoints, tensors, checkpoint.verify(newest))
     again = fleet.run(jobs.train, case.world, plan, case.path)
     assert {one.reason for one in again} == {"done"}
     assert len(first[0].losses) + len(again[0].losses) == STEPS

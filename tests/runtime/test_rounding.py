@@ -12,8 +12,7 @@ from msgspec.structs import replace
 
 from farspan.domain.plan import Plan, Stage, Sync
 from farspan.domain.run import RunFolder
-from farspan.runtime.checkpoint import checkpoint
-from tests.runtime import jobs, reference
+from tests.runtime import jobs, reference, stored_tensors
 from tests.runtime.fleet import Failed, Fleet
 from tests.runtime.plans import GPT2, HAND_PICKED, plan, replica, stage
 from tests.runtime.verify import Case
@@ -169,7 +168,7 @@ def test_replicas_that_meet_in_fewer_bits_are_off_by_the_rounding_of_their_chang
     case = Case(folder, made)
     fleet.run(jobs.train, case.world, made, case.path)
     wanted = reference.train(made, case.data, case.weights)
-    found = checkpoint.read_weights(next(checkpoint.newest_first(RunFolder(case.path).checkpoints)))
+    found = stored_tensors.weights(stored_tensors.newest(RunFolder(case.path)))
     # The first outer step moves by lr (1 + momentum) times the mean change, of which each replica's was rounded.
     most = {16: BF16, 8: EIGHT_BITS, 4: EIGHT_BITS * 127 / 7}[bits] * wanted.greatest_change
     allowed = sync.lr * (1 + sync.momentum) * most + FP32

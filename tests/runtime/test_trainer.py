@@ -14,12 +14,12 @@ from farspan.domain.run import RunFolder
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.comm.collective import Group
-from farspan.runtime.state.full_state import FullState
 from farspan.runtime.state.train_state import TrainState
 from farspan.runtime.training import trainer
 from farspan.runtime.training.trainer import Trainer
 from farspan.runtime.worker import build
 from tests import tiny
+from tests.runtime import stored_tensors
 
 TRAIN = TrainSpec(
     steps=60, batch=2, seq_len=16, precision="fp32", optimizer=Optimizer(lr=1e-2),
@@ -36,11 +36,12 @@ class Start:
     until: int = 10**9
     now: float = 0.0
     events: list[Event] = field(default_factory=list)
+    background: bool = True
 
     def train(self) -> tuple[str, Trainer]:
         worker = build(self.run.load_plan(), self.run, Group(0, 1, torch.device("cpu")), self.emit)
         worker.stop = lambda: self.steps[-1].step >= self.until
-        made = Trainer(worker, lambda: self.now)
+        made = Trainer(worker, lambda: self.now, background=self.background)
         made.restore()
         return made.run(), made
 
@@ -72,11 +73,11 @@ def make(tmp_path):
 
 
 def weights(run: RunFolder) -> dict[str, torch.Tensor]:
-    return checkpoint.read_weights(next(checkpoint.newest_first(run.checkpoints)))
+    return stored_tensors.weights(stored_tensors.newest(run))
 
 
 def test_a_machine_slower_than_its_trial_still_ends_its_decay_within_the_budget(make):
-    start = Start(make("run", deadline_s=66.0), pace=lambda step: 2.0)  # 1.1 s a step were planned.
+    start = Start(make("run", deadline_s=66.0), pace=lambda step: 2.0, background=False)  # 1.1 s a step were planned.
     reason, made = start.train()
     assert reason == "deadline"
     assert 0.9 * 66 <= start.now <= 66
@@ -89,7 +90,7 @@ def test_a_machine_slower_than_its_trial_still_ends_its_decay_within_the_budget(
 
 
 def test_a_machine_as_fast_as_its_trial_keeps_the_plan(make):
-    with_budget, without = Start(make("with", deadline_s=66.0)), Start(make("without"))
+    with_budget, without = Start(make("with", deadline_s=66.0), background=False), Start(make("without"))
     assert with_budget.train()[0] == without.train()[0] == "done"
     assert [step.lr for step in with_budget.steps] == [step.lr for step in without.steps]
 
@@ -98,13 +99,13 @@ def test_a_replanned_run_resumes_bitwise_also_where_it_was_killed(make):
     def pace(step: int) -> float:
         return 2.0
 
-    whole = Start(make("whole", deadline_s=66.0), pace)
+    whole = Start(make("whole", deadline_s=66.0), pace, background=False)
     whole.train()
-    first = Start(make("run", deadline_s=66.0), pace, until=12)
+    first = Start(make("run", deadline_s=66.0), pace, until=12, background=False)
     assert first.train()[0] == "interrupted"
     replanned = next(i for i, event in enumerate(first.events) if isinstance(event, Warned))
     assert isinstance(first.events[replanned + 1], Saved)  # A kill after this point loses no decision.
-    second = Start(first.run, pace)
+    second = Start(first.run, pace, background=False)
     assert second.train()[0] == "deadline"
     assert [(s.step, s.loss, s.lr) for s in first.steps + second.steps] == [(s.step, s.loss, s.lr) for s in whole.steps]
     ours, theirs = weights(first.run), weights(whole.run)
@@ -113,16 +114,25 @@ def test_a_replanned_run_resumes_bitwise_also_where_it_was_killed(make):
 
 def test_others_parts_of_a_checkpoint_are_not_waited_for_under_the_lock_of_its_files(make, monkeypatch):
     """A worker that waits for a lost one must still be told so; one that writes ends when the files are whole."""
-    seen = []
-    collect, save = FullState.collect, checkpoint.save_file
-    monkeypatch.setattr(FullState, "collect", lambda *given: (seen.append(("collect", held())), collect(*given))[1])
-    monkeypatch.setattr(checkpoint, "save_file", lambda *given: (seen.append(("save", held())), save(*given))[1])
+    seen = set()
+
+    def watched(name: str):
+        function = getattr(checkpoint, name)
+
+        def watching(*given):
+            seen.add((name, held()))
+            return function(*given)
+
+        monkeypatch.setattr(checkpoint, name, watching)
+
+    for name in ("write_part", "missing_parts", "commit"):
+        watched(name)
     start = Start(make("run", steps=2))
     worker = build(start.run.load_plan(), start.run, Group(0, 1, torch.device("cpu")), start.emit)
     made, held = Trainer(worker, lambda: 0.0), worker.group.writing.locked
     made.restore()
     assert made.run() == "done"
-    assert set(seen) == {("collect", False), ("save", True)}
+    assert seen == {("write_part", True), ("missing_parts", False), ("commit", True)}
 
 
 def test_fp16_doubles_its_scale_at_the_same_steps_however_often_it_was_resumed(make, monkeypatch):

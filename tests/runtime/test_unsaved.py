@@ -34,7 +34,7 @@ class Broken(Start):
     Each step takes a second, and a checkpoint is due every five."""
 
     def __init__(self, run: RunFolder, broken: Callable[[int], bool]) -> None:
-        super().__init__(run)
+        super().__init__(run, background=False)
         self.broken, self.aside = broken, run.path / "aside"
 
     def emit(self, event: Event) -> None:
@@ -144,14 +144,11 @@ def test_the_best_loss_of_a_run_is_that_of_the_weights_that_are_there(tmp_path: 
 
 @pytest.mark.parametrize("name", ["zero 3", "replicas unlike", "replicas unlike, overlapped"])
 def test_a_save_that_fails_half_way_leaves_no_worker_and_no_message_behind(fleet: Fleet, folder: Path, name: str):
-    """The model can be written, the rest of the state is too large; twice. What is saved then is what it would be."""
+    """Rank 0 cannot write all of its part, twice; the others can. What is saved then is what it would be."""
     train = replace(HAND_PICKED[name].train, steps=12, checkpoint_every_s=1e-6, validate_every=100)
     plan = replace(HAND_PICKED[name], train=train)
     disturbed, plain = Case(folder, plan), Case(folder, plan)
-    files = checkpoint.shapes_of(plan)
-    sizes = [4 * sum(torch.Size(shape).numel() for shape in files[name].values()) for name in files]
-    most = sizes[0] + checkpoint.HEADERS if max(sizes) > sizes[0] + checkpoint.HEADERS else (sizes[0] + max(sizes)) // 2
-    found = fleet.run(jobs.train_where_files_may_not_be_large, disturbed.world, plan, disturbed.path, most, 2)
+    found = fleet.run(jobs.train_where_files_may_not_be_large, disturbed.world, plan, disturbed.path, 2000, 2)
     wanted = fleet.run(jobs.train, plain.world, plan, plain.path)
     assert len(found[0].warned) == 2 and all("too large" in text for text in found[0].warned), found[0].warned
     assert found[0].saved and {one.reason for one in found} == {"done"}

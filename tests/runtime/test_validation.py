@@ -27,7 +27,7 @@ from farspan.runtime.training import validation
 from farspan.runtime.training.data import Windows
 from farspan.runtime.training.validation import LossSums, Validation
 from tests import tiny
-from tests.runtime import jobs, reference
+from tests.runtime import jobs, reference, stored_tensors
 from tests.runtime.fleet import Fleet
 from tests.runtime.plans import HAND_PICKED
 from tests.runtime.test_trainer import TRAIN, Start
@@ -73,7 +73,7 @@ def test_the_last_validation_reads_the_whole_split_and_those_before_it_a_sample_
     _, made = start.train()
     *between, last = validated(start)
     val, read = made.worker.val, made.validation
-    weights = checkpoint.read_weights(next(checkpoint.newest_first(start.run.checkpoints)))
+    weights = stored_tensors.weights(stored_tensors.newest(start.run))
     every = direct(weights, val, range(val.count))
     assert last.loss == pytest.approx(sum(every) / (VAL - 1), rel=1e-5)
     assert (last.tokens, last.of, last.standard_error) == (VAL - 1, VAL - 1, 0.0)
@@ -111,7 +111,7 @@ def test_a_large_split_is_sampled_all_over_at_the_end(tmp_path, monkeypatch):
     last, chosen = validated(start)[-1], made.validation.windows(0, 50)
     assert len(set(chosen.tolist())) == 50 and last.tokens == 50 * S and last.of == VAL - 1
     assert all(5 <= sum(low <= w < low + 25 for w in chosen.tolist()) <= 20 for low in (0, 25, 50, 75))
-    weights = checkpoint.read_weights(next(checkpoint.newest_first(start.run.checkpoints)))
+    weights = stored_tensors.weights(stored_tensors.newest(start.run))
     assert last.loss == pytest.approx(sum(direct(weights, made.worker.val, chosen)) / (50 * S), rel=1e-5)
     whole = sum(direct(weights, made.worker.val, range(made.worker.val.count))) / (VAL - 1)
     assert last.standard_error > 0 and abs(last.loss - whole) < 4 * last.standard_error
@@ -162,7 +162,7 @@ def test_the_best_weights_are_judged_by_the_sample_and_not_by_the_end(tmp_path, 
     events = validated(start)
     assert [event.best for event in events] == [True, False, False]
     assert events[-1].loss < 3.0 < events[-1].sample_loss
-    assert checkpoint.progress_of(start.run.best)[0].step == 20
+    assert checkpoint.verify(start.run.best).step == 20
 
 
 def test_a_budget_without_time_for_the_whole_split_reads_a_larger_sample_and_says_so(tmp_path, monkeypatch):

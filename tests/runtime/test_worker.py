@@ -23,13 +23,16 @@ from farspan.domain.run import RunFolder
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
 from farspan.domain.units import counted
 from farspan.runtime.checkpoint import checkpoint
+from farspan.runtime.checkpoint.manifest import Corrupt, TrainingProgress
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.model.decoder import Decoder, drawn, initialise
 from farspan.runtime.parallel.executor import Outcome
 from farspan.runtime.training.data import Order, Windows
 from farspan.runtime.worker import as_problem, leave_word
+from farspan.semantics.identity import training_key
 from farspan.semantics.lr_schedule import learning_rate
 from tests import tiny
+from tests.runtime import stored_tensors
 
 NAN = math.nan
 TRAIN = TrainSpec(
@@ -48,7 +51,7 @@ def steps_of(events: list[Event]) -> list[Step]:
 
 
 def weights(run: RunFolder) -> dict[str, torch.Tensor]:
-    return checkpoint.read_weights(next(checkpoint.newest_first(run.checkpoints)))
+    return stored_tensors.weights(stored_tensors.newest(run))
 
 
 @pytest.fixture(scope="module")
@@ -177,40 +180,20 @@ def damage(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["truncate", "flip", "remove"])
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
+@pytest.mark.parametrize("name", ["part-00000.safetensors", "manifest.json"])
 def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(tmp_path, how, name):
     folder = tmp_path / "checkpoints"
     for step in (3, 7):
-        checkpoint.write(
-            folder, tiny.collected(_files()), checkpoint.TrainingProgress(step=step, plan="p", elapsed_s=1.0), keep=2
-        )
+        stored_tensors.write(folder, _tensors(), TrainingProgress(step=step, plan="p", elapsed_s=1.0), keep=2)
     damage(folder / "step-00000007" / name, how)
-    if (how, name) == ("flip", "state.json"):
-        damage(folder / "step-00000007" / name, "truncate")
-    with pytest.raises(checkpoint.Corrupt):
+    with pytest.raises(Corrupt):
         checkpoint.verify(folder / "step-00000007")
     assert checkpoint.verify(folder / "step-00000003").step == 3
 
 
-def test_a_checkpoint_whose_last_file_is_written_is_in_its_place_before_anybody_may_end_the_worker(tmp_path):
-    """A worker that has lost another one ends as soon as nothing is being written."""
-    folder, there = tmp_path / "checkpoints", []
-
-    class Writing:
-        def __enter__(self):
-            pass
-
-        def __exit__(self, *error):
-            there.append([path.name for path in checkpoint.newest_first(folder)])
-
-    progress = checkpoint.TrainingProgress(step=3, plan="p", elapsed_s=1.0)
-    checkpoint.write(folder, tiny.collected(_files()), progress, keep=2, writing=Writing())
-    assert there == [[], ["step-00000003"]]
-
-
 def test_what_a_kill_put_aside_while_a_folder_was_replaced_comes_back(tmp_path):
-    best, progress = tmp_path / "best", checkpoint.TrainingProgress(step=1, plan="p", elapsed_s=1.0)
-    checkpoint.write_best(best, _files()[checkpoint.MODEL], progress)
+    best, progress = tmp_path / "best", TrainingProgress(step=1, plan="p", elapsed_s=1.0)
+    checkpoint.write(best, stored_tensors.slices(_tensors()), progress, keep=1)
     best.rename(tmp_path / ".best.old")
     checkpoint.mend(tmp_path)
     assert checkpoint.verify(best) == progress and [one.name for one in tmp_path.iterdir()] == ["best"]
@@ -219,13 +202,12 @@ def test_what_a_kill_put_aside_while_a_folder_was_replaced_comes_back(tmp_path):
     assert [one.name for one in tmp_path.iterdir()] == ["best"]
 
 
-def _files(spec: ModelSpec = tiny.SPEC) -> dict[str, dict[str, torch.Tensor]]:
+def _tensors(spec: ModelSpec = tiny.SPEC) -> dict[str, torch.Tensor]:
     """A checkpoint's tensors: first values, and moments of zero."""
     values = dict(drawn(spec, 0))
-    moments = {
-        f"{kind}.{name}": torch.zeros_like(one) for kind in ("exp_avg", "exp_avg_sq") for name, one in values.items()
-    }
-    return {checkpoint.MODEL: values, checkpoint.OPTIMIZER: moments}
+    model = {f"model/{name}": value for name, value in values.items()}
+    kinds = ("exp_avg", "exp_avg_sq")
+    return model | {f"{kind}/{name}": torch.zeros_like(value) for kind in kinds for name, value in values.items()}
 
 
 def test_resuming_from_a_damaged_checkpoint_says_what_was_lost(tmp_path):
@@ -233,7 +215,7 @@ def test_resuming_from_a_damaged_checkpoint_says_what_was_lost(tmp_path):
     run = tiny.run_folder(tmp_path / "run", tiny.plan(train))
     launch(run)
     newest, previous = list(checkpoint.newest_first(run.checkpoints))[:2]
-    damage(newest / "model.safetensors", "flip")
+    damage(newest / "part-00000.safetensors", "flip")
     events = launch(run)
     warning = next(event for event in events if isinstance(event, Warned))
     lost = 100 - int(previous.name.removeprefix("step-"))
@@ -246,7 +228,7 @@ def test_when_every_checkpoint_is_damaged_the_run_refuses(tmp_path):
     run = tiny.run_folder(tmp_path / "run", tiny.plan(replace(TRAIN, steps=2)))
     launch(run)
     for path in checkpoint.newest_first(run.checkpoints):
-        damage(path / "optimizer.safetensors", "truncate")
+        damage(path / "part-00000.safetensors", "truncate")
     with pytest.raises(Refusal) as refusal:
         launch(run)
     assert refusal.value.problem.code == "checkpoint-corrupt"
@@ -259,7 +241,7 @@ def test_only_the_last_k_checkpoints_and_the_best_are_kept(tmp_path):
     assert len([event for event in events if isinstance(event, Saved)]) > 2
     assert len(list(checkpoint.newest_first(run.checkpoints))) == 2
     best = min((event for event in events if isinstance(event, Validated)), key=lambda event: event.loss)
-    assert checkpoint.verify(run.best, ("model.safetensors",)).step == best.step
+    assert checkpoint.verify(run.best).step == best.step
 
 
 @pytest.mark.parametrize("rows", [(6,), (3, 3)])
@@ -278,10 +260,10 @@ def test_a_non_finite_loss_stops_before_the_update(tmp_path, rows):
 
 def poison(run: RunFolder) -> None:
     """A checkpoint after step 1 some of whose embeddings are infinite, so that the next loss is not a number."""
-    files = _files()
-    files[checkpoint.MODEL]["tok.weight"][:3] = float("inf")
-    progress = checkpoint.TrainingProgress(step=1, plan=run.load_plan().hash, elapsed_s=0.0)
-    checkpoint.write(run.checkpoints, tiny.collected(files), progress, keep=3)
+    tensors = _tensors()
+    tensors["model/tok.weight"][:3] = float("inf")
+    progress = TrainingProgress(step=1, plan=run.load_plan().hash, elapsed_s=0.0)
+    stored_tensors.write(run.checkpoints, tensors, progress)
 
 
 def test_the_message_names_the_rank_whose_own_loss_is_not_finite(tmp_path):
@@ -290,10 +272,10 @@ def test_the_message_names_the_rank_whose_own_loss_is_not_finite(tmp_path):
     windows = Windows(np.fromfile(tmp_path / "corpus" / "train.bin", "<u2"), TRAIN.seq_len)
     order = Order(windows.count, TRAIN.seed)
     first, second = (windows.read(order.window(np.concatenate(Topology(plan, rank).samples(1))))[0] for rank in (0, 1))
-    files = _files(plan.model)
-    files[checkpoint.MODEL]["tok.weight"][np.setdiff1d(second, first)] = float("nan")
-    progress = checkpoint.TrainingProgress(step=1, plan=plan.hash, elapsed_s=0.0)
-    checkpoint.write(run.checkpoints, tiny.collected(files), progress, keep=3)
+    tensors = _tensors(plan.model)
+    tensors["model/tok.weight"][np.setdiff1d(second, first)] = float("nan")
+    progress = TrainingProgress(step=1, plan=plan.hash, elapsed_s=0.0)
+    stored_tensors.write(run.checkpoints, tensors, progress)
     with pytest.raises(Refusal) as refusal:
         launch(run)
     assert refusal.value.problem.where == "rank 1, among samples 6 to 11"
@@ -333,14 +315,10 @@ def test_a_first_validation_that_is_not_finite_ends_the_run(tmp_path):
     train = np.fromfile(tmp_path / "corpus" / "train.bin", "<u2")
     train[train == 299] = 298
     train.tofile(tmp_path / "corpus" / "train.bin")
-    files = _files(plan.model)
-    files[checkpoint.MODEL]["tok.weight"][299] = float("nan")
-    checkpoint.write(
-        run.checkpoints,
-        tiny.collected(files),
-        checkpoint.TrainingProgress(step=1, plan=plan.hash, elapsed_s=0.0),
-        keep=3,
-    )
+    tensors = _tensors(plan.model)
+    tensors["model/tok.weight"][299] = float("nan")
+    progress = TrainingProgress(step=1, plan=plan.hash, training=training_key(plan), elapsed_s=0.0)
+    stored_tensors.write(run.checkpoints, tensors, progress)
     with pytest.raises(Refusal, match="validation loss is not finite") as refusal:
         launch(run)
     assert refusal.value.problem.code == "non-finite"
@@ -351,7 +329,7 @@ def test_a_checkpoint_in_a_folder_with_a_colon_that_is_damaged_is_passed_over(tm
     run = tiny.run_folder(tmp_path / "12:30" / "run", tiny.plan(replace(TRAIN, checkpoint_every_s=0.001)))
     launch(run)
     newest = next(checkpoint.newest_first(run.checkpoints))
-    damage(newest / checkpoint.MODEL, "truncate")
+    damage(newest / "part-00000.safetensors", "truncate")
     events = launch(run)
     warning = next(event for event in events if isinstance(event, Warned))
     assert " lost" in warning.message and events[-1].reason == "done"
@@ -425,7 +403,7 @@ def test_two_interrupts_end_the_workers_at_once(tmp_path):
         (RuntimeError("CUDA error: an illegal memory access was encountered"), "worker-lost"),
         (OSError(errno.ENOSPC, "No space left on device"), "disk-full"),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), "disk-full"),
-        (checkpoint.Corrupt("model.safetensors does not match its checksum"), "checkpoint-corrupt"),
+        (Corrupt("model.safetensors does not match its checksum"), "checkpoint-corrupt"),
         (RuntimeError("PytorchStreamWriter failed: No space left on device"), "disk-full"),
         (RuntimeError("Error creating /dev/shm/nccl-AbC: No space left on device"), "worker-lost"),
     ],

@@ -6,6 +6,7 @@ import argparse
 
 from farspan.cli.arguments import find_run, takes_run
 from farspan.cli.console import Console
+from farspan.cli.detach import detached, takes_detach
 
 HELP = "go on with a stopped run"
 
@@ -17,10 +18,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run the commands of its cluster.json also where you did not make the run here",
     )
+    takes_detach(parser)
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
     folder = find_run(given, console)
+    if given.detach:
+        detached(["resume", folder.path, *(["--trust"] if given.trust else [])], folder, console)
+        return
     from farspan.app.training import resume
     from farspan.cli.report_text import say_result
     from farspan.cli.show import Show

@@ -7,9 +7,11 @@ from pathlib import Path
 
 from farspan.app.checks import refuse_existing
 from farspan.app.configs import default_name
-from farspan.cli.arguments import load_config, takes_config
+from farspan.cli.arguments import load_config, takes_config, words_again
 from farspan.cli.console import Console
+from farspan.cli.detach import detached, takes_detach
 from farspan.domain.problems import command
+from farspan.domain.run import RunFolder
 
 HELP = "train a model as run.yaml says"
 
@@ -18,6 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     takes_config(parser)
     parser.add_argument("--run", metavar="FOLDER", help="run directory to make (default: runs/NAME)")
     parser.add_argument("--plan", metavar="PLAN.JSON", type=Path, help="run this plan, of farspan plan RUN.YAML -o")
+    takes_detach(parser)
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
@@ -25,6 +28,10 @@ def run(given: argparse.Namespace, console: Console) -> None:
     path = Path(given.run) if given.run else Path("runs") / default_name(config)
     another = command("train", given.config, "--run", f"{path}-2")
     refuse_existing(path, f"{another}, or to go on: {command('resume', path)}")
+    if given.detach:
+        plan = () if given.plan is None else ("--plan", given.plan)
+        detached(["train", *words_again(given), "--run", path, *plan], RunFolder(path), console)
+        return
     from farspan.app import training
     from farspan.app.plans import planned_before
     from farspan.cli.report_text import say_result

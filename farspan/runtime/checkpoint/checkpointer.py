@@ -1,90 +1,251 @@
-"""Checkpoints of a run whose state lies on many workers: rank 0 reads and writes, the others send and receive.
+"""Checkpoints of a run whose state lies on many workers: each writes the slices that it owns, and reads those it needs.
 
-One replica: `model` (masters) and `optimizer` (moments). Several, saved where they meet: `model` is the one that they
-met at, `optimizer` the outer momentum, and `replica-N` each one's own masters and moments.
+What several workers own one of them writes, so that all write about as much. Who does not see rank 0's folder sends
+its part there (`far_parts`), and is sent what it needs. A save takes a copy of the state; it is written while training
+goes on, and rank 0 commits it when every part is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from functools import partial
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
+import msgspec
+import torch
 from torch import Tensor
 
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
 from farspan.domain.units import counted, format_seconds
 from farspan.runtime.checkpoint import checkpoint
-from farspan.runtime.checkpoint.checkpoint import MODEL, OPTIMIZER, Corrupt, TrainingProgress, Unsaved
+from farspan.runtime.checkpoint.checkpoint import MODEL, MOMENTUM, OWN, Unsaved
+from farspan.runtime.checkpoint.far_parts import PartReceiver, send_part
+from farspan.runtime.checkpoint.manifest import Corrupt, Manifest, TrainingProgress
+from farspan.runtime.checkpoint.slices import boxes
+from farspan.runtime.checkpoint.stored import OwnedSlice, Stored, reason
 from farspan.runtime.comm.collective import Group
 from farspan.runtime.parallel.executor import Executor
+from farspan.runtime.state.full_state import Piece
 
 #: Times on end that a checkpoint is due and cannot be written before the run ends.
 UNSAVED = 3
+#: How often rank 0 looks whether all parts of a checkpoint are there.
+POLL_S = 0.02
+#: What a worker has by bucket, by kind of tensors.
+Flats = Mapping[str, Sequence[Tensor]]
+
+
+class Written(NamedTuple):
+    """A checkpoint that is in its place."""
+
+    step: int
+    path: Path
+    size: int
+    seconds: float
+
+
+class _Ended(NamedTuple):
+    """Bytes of a checkpoint that is in its place, and when it was; 0 where another worker knows."""
+
+    size: int
+    at: float
+
+
+class _Pending(NamedTuple):
+    """A checkpoint that is being written: on rank 0 its bytes come of it, once all parts are there."""
+
+    progress: TrainingProgress
+    path: Path
+    began: float
+    future: Future[_Ended]
+    #: Set when no other worker writes any more: what is missing then does not come.
+    ended: threading.Event
+    due: bool
 
 
 class Checkpointer:
-    """All workers of a run call these together."""
+    """All workers of a run call these together, but for `poll`."""
 
-    def __init__(self, executor: Executor, folder: Path, keep: int) -> None:
-        self._executor, self._folder, self._keep = executor, folder, keep
+    def __init__(
+        self, executor: Executor, folder: Path, keep: int, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._executor, self._folder, self._keep, self._monotonic = executor, folder, keep, monotonic
         self._whole, self._state = executor.whole, executor.state
+        self._rank = executor.topology.rank
         #: The step of the newest checkpoint, -1 without one.
         self.newest = -1
+        #: Bytes of tensors that this worker read to restore its state.
+        self.read_bytes = 0
         #: Times on end that a checkpoint was due and could not be written.
         self._unsaved = 0
+        self._pending: _Pending | None = None
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        #: The workers that see rank 0's folder, and where the others send their parts.
+        self._met, self._near = False, frozenset([0])
+        self._receiver: PartReceiver | None = None
+        self._sends_to: tuple[str, int] | None = None
 
-    def files(self) -> list[checkpoint.File]:
-        """The files of a checkpoint, each to be collected when it is written: all together may be more than the memory
-        of rank 0 holds."""
-        outer = self._executor.outer
+    # -- who sees the folder -------------------------------------------------------------------------------------------
+
+    def _meet(self, group: Group) -> None:
+        """Find out, once, which workers see rank 0's folder of checkpoints: they read and write there themselves."""
+        if group.world == 1 or self._met:
+            return
+        self._met, mark = True, b""
+        if group.rank == 0:
+            mark = f".here-{secrets.token_hex(8)}".encode()
+            with suppress(OSError):  # Then nobody sees it, and the first save says why.
+                self._folder.mkdir(parents=True, exist_ok=True)
+                (self._folder / mark.decode()).touch()
+        path = self._folder / group.share(mark).decode()
+        sees = group.rank == 0 or path.exists()
+        self._near = frozenset(rank for rank, seen in enumerate(group.gather(float(sees))) if seen)
+        if group.rank == 0:
+            path.unlink(missing_ok=True)
+        if len(self._near) < group.world:
+            self._receiver = PartReceiver(group.secret) if group.rank == 0 else None
+            port = group.sum(float(self._receiver.port) if self._receiver else 0.0)[0]
+            self._sends_to = group.rank_0, int(port)
+
+    # -- what is written -----------------------------------------------------------------------------------------------
+
+    def _flats(self) -> dict[str, Sequence[Tensor]]:
+        """What this worker keeps by bucket, by kind of global tensors."""
+        state, outer = self._state, self._executor.outer
+        moments = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
         if outer is None:
-            return [(MODEL, self.weights), (OPTIMIZER, partial(self._named, 0, moments=True))]
-        momentum, replicas = outer.momentum, range(len(self._executor.topology.plan.replicas))
-        return [
-            (MODEL, self.weights), (OPTIMIZER, lambda: _prefixed("momentum", self._whole.collect(momentum))),
-            *((checkpoint.replica(r), partial(self._named, r, moments=True, masters=True)) for r in replicas),
-        ]  # fmt: skip
+            return {MODEL: state.master, **moments}
+        mine = {"master": state.master, **moments}
+        replica = self._executor.topology.replica_index
+        return {MODEL: outer.anchor, MOMENTUM: outer.momentum} | {
+            checkpoint.own(replica, kind): mine[kind] for kind in OWN
+        }
 
-    def weights(self) -> dict[str, Tensor]:
-        """The model of the run, on rank 0: what replicas last met at."""
-        outer = self._executor.outer
-        return self._whole.collect(self._state.master if outer is None else outer.anchor)
+    def _writers(self) -> dict[int, list[tuple[int, Piece]]]:
+        """Which worker writes which pieces of its buckets: each piece of a replica one of its owners that sees the
+        folder, if any does, and of these the one with the least to write."""
+        owners: dict[tuple[object, ...], list[tuple[int, int, Piece]]] = {}
+        for rank, manifest in enumerate(self._whole.manifests):
+            for b, pieces in enumerate(manifest.pieces):
+                for piece in pieces if not manifest.copies[b] else ():
+                    key = manifest.replica, piece.name, piece.slice, piece.start, piece.stop
+                    owners.setdefault(key, []).append((rank, b, piece))
+        load = dict.fromkeys(range(len(self._whole.manifests)), 0)
+        writers: dict[int, list[tuple[int, Piece]]] = {}
+        for holders in owners.values():
+            near = [holder for holder in holders if holder[0] in self._near] or holders
+            rank, b, piece = min(near, key=lambda holder: (load[holder[0]], holder[0]))
+            load[rank] += piece.stop - piece.start
+            writers.setdefault(rank, []).append((b, piece))
+        return writers
 
-    def _named(self, replica: int, *, moments: bool = False, masters: bool = False) -> dict[str, Tensor]:
-        state, tensors = self._state, dict[str, Tensor]()
-        kinds = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq} if moments else {}
-        for kind, flats in (kinds | ({"master": state.master} if masters else {})).items():
-            tensors |= _prefixed(kind, self._whole.collect(flats, replica))
-        return tensors
+    def _snapshot(self, mine: Sequence[tuple[int, Piece]], kinds: Sequence[str]) -> list[OwnedSlice]:
+        """A copy of the pieces that this worker writes, of these kinds. What replicas share the first one writes."""
+        flats, first = self._flats(), self._executor.topology.replica_index == 0
+        shapes, slices = self._whole.shapes, list[OwnedSlice]()
+        for kind in kinds:
+            if kind not in flats or (kind in (MODEL, MOMENTUM) and not first):
+                continue
+            for b, piece in mine:
+                owned = flats[kind][b].reshape(-1)[piece.at : piece.at + piece.stop - piece.start]
+                for box in boxes(piece.slice, piece.shape, piece.start, piece.stop):
+                    values = torch.empty(box.shape).copy_(box.of(owned))
+                    slices.append(OwnedSlice(f"{kind}/{piece.name}", tuple(shapes[piece.name]), box.at, values))
+        return slices
 
-    def write(self, progress: TrainingProgress, group: Group) -> tuple[Path, int] | None:
-        """Write a checkpoint; rank 0 returns its path and bytes. Raises Unsaved on every worker where it cannot be
-        written. The lock of files is held while they are written, not while workers are waited for."""
-        written, why = None, ""
-        if group.rank == 0:
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    def begin(self, progress: TrainingProgress, group: Group, *, best: Path | None = None, due: bool = False) -> None:
+        """Take a copy of the state and begin to write it; of `best` the model alone, there. Raises Unsaved on every
+        worker where it cannot be begun."""
+        self._meet(group)
+        began, plan = self._monotonic(), self._executor.topology.plan
+        path = best or self._folder / checkpoint.step_name(progress.step)
+        kinds, size = checkpoint.kinds_of(plan), checkpoint.bytes_needed(plan)
+        if best is not None:
+            kinds, size = (MODEL,), size // (3 if plan.sync is None else 2 + 3 * len(plan.replicas))
+        why = ""
+        if self._rank == 0:
             try:
-                written = checkpoint.write(self._folder, self.files(), progress, self._keep, group.writing)
-            except Unsaved as error:
-                why = str(error)
-        else:
-            for _, collect in self.files():
-                collect()
+                checkpoint.begin(path, size)
+            except (OSError, Refusal) as error:
+                why = _cleared(path, error)
         _agree(group, why)
-        self.newest, self._unsaved = progress.step, 0
-        return written
+        writers = self._writers()
+        slices, ended = self._snapshot(writers.get(self._rank, ()), kinds), threading.Event()
+        ranks = [rank for rank in sorted(writers) if best is None or self._whole.manifests[rank].replica == 0]
+        if self._receiver is not None:
+            self._receiver.path = path
+        future = self._writer.submit(self._write, path, slices, ranks, progress, group, ended)
+        self._pending = _Pending(progress, path, began, future, ended, due)
 
-    def write_best(self, path: Path, progress: TrainingProgress, group: Group) -> None:
-        """Write the model alone. Raises Unsaved on every worker where it cannot be written."""
-        weights, why = self.weights(), ""
-        if group.rank == 0:
-            try:
-                checkpoint.write_best(path, weights, progress, group.writing)
-            except Unsaved as error:
-                why = str(error)
+    def _write(
+        self, path: Path, slices: list[OwnedSlice], ranks: list[int], progress: TrainingProgress, group: Group,
+        ended: threading.Event,
+    ) -> _Ended:  # fmt: skip
+        """Write this worker's part; rank 0 then waits for the others' and commits. The lock of files is held while they
+        are written, not while workers are waited for."""
+        if self._rank in ranks:
+            if self._rank in self._near:
+                with group.writing:
+                    checkpoint.write_part(path, self._rank, slices)
+            else:
+                assert self._sends_to is not None
+                send_part(self._sends_to, group.secret, self._rank, slices)
+        slices.clear()
+        if self._rank != 0:
+            return _Ended(0, 0.0)
+        while missing := checkpoint.missing_parts(path, ranks):
+            if ended.wait(POLL_S) and checkpoint.missing_parts(path, ranks):
+                raise Unsaved(f"rank {missing[0]} could not write its part")
+        with group.writing:
+            size = checkpoint.commit(path, ranks, progress)
+            if checkpoint.step_of(path) >= 0:
+                checkpoint.prune(path, self._keep)
+        return _Ended(size, self._monotonic())
+
+    @property
+    def pending(self) -> tuple[int, bool]:
+        """The step of the checkpoint that is being written, -1 without one, and whether it was due."""
+        return (-1, False) if self._pending is None else (self._pending.progress.step, self._pending.due)
+
+    def poll(self) -> Written | None:
+        """On rank 0: the checkpoint that was being written and is now in its place, told once."""
+        pending = self._pending
+        if self._rank != 0 or pending is None or not pending.future.done() or pending.future.exception():
+            return None
+        return self._told(pending)
+
+    def _told(self, pending: _Pending) -> Written | None:
+        if checkpoint.step_of(pending.path) >= 0:
+            if self.newest == pending.progress.step:
+                return None
+            self.newest, self._unsaved = pending.progress.step, 0
+        size, at = pending.future.result()
+        return Written(pending.progress.step, pending.path, size, at - pending.began)
+
+    def settle(self, group: Group) -> Written | None:
+        """Wait until what is being written is in its place; rank 0 returns it, unless `poll` has. Raises Unsaved on
+        every worker where it is not."""
+        if (pending := self._pending) is None:
+            return None
+        why = "" if self._rank == 0 else _failure(pending.future)
+        others = group.gather_text(why)
+        if self._rank == 0:
+            pending.ended.set()
+            why = next(filter(None, others), "") or _failure(pending.future)
+            if failure := pending.future.exception():
+                _cleared(pending.path, failure)
+        self._pending = None
         _agree(group, why)
+        told = self._told(pending)
+        return told if self._rank == 0 else None
 
     @property
     def kept(self) -> str:
@@ -113,56 +274,132 @@ class Checkpointer:
 
     # -- restoring -----------------------------------------------------------------------------------------------------
 
-    def find(self, adopt: Callable[[TrainingProgress], None], warn: Callable[[str], None]) -> Path | None:
-        """On rank 0, the newest whole checkpoint, if any; corrupt ones are named, and the one before them is used."""
-        corrupt: list[str] = []
-        newest = 0
-        with suppress(OSError):  # A save that finds the same says so.
-            checkpoint.mend(self._folder)
-        for path in checkpoint.newest_first(self._folder):
-            try:
-                progress = self._verified(path)
-            except Corrupt as error:
+    def restore(self, accept: Callable[[TrainingProgress], None], warn: Callable[[str], None], group: Group) -> bool:
+        """Every worker takes its part of the newest whole checkpoint, if any; corrupt ones are named, and the one
+        before them is used. `accept` takes its progress, and raises Refusal for another training's."""
+        self._meet(group)
+        paths: list[Path] = []
+        if self._rank == 0:
+            with suppress(OSError):  # A save that finds the same says so.
+                checkpoint.mend(self._folder)
+            paths = list(checkpoint.newest_first(self._folder))
+        corrupt, newest = list[str](), 0
+        for number in range(int(group.sum(float(len(paths)))[0])):
+            path, manifest, why = None, None, ""
+            if self._rank == 0:
+                path = paths[number]
+                manifest, why = self._readable(path, accept)
+            why = group.share_text(why)
+            if not why:
+                name, progress = self._shared(path, manifest, group)
+                why = self._take(self._folder / name, manifest, group)
+                if not why:
+                    self._adopted(progress, accept, warn, corrupt, newest)
+                    return True
+            if path is not None:
                 # Names of files are bytes, and not all of them UTF-8.
-                corrupt.append(f"{path}: {error}".encode(errors="backslashreplace").decode())
+                corrupt.append(f"{path}: {why}".encode(errors="backslashreplace").decode())
                 newest = max(newest, checkpoint.step_of(path))
-                continue
-            adopt(progress)
-            if corrupt:
-                lost = f": {counted(newest - progress.step, 'step')} lost" if newest > progress.step else ""
-                warn(f"corrupt checkpoint {'; '.join(corrupt)}. Going on from step {progress.step}{lost}.")
-            return path
-        if corrupt:
+        if group.share_text("; ".join(corrupt)):
             raise Refusal(
                 "checkpoint-corrupt", what="no checkpoint of this run can be used", where=self._folder,
-                fact="; ".join(corrupt), remedy="start again: farspan train run.yaml --run NEW_FOLDER",
+                fact="; ".join(corrupt) or "rank 0 names them",
+                remedy="start again: farspan train run.yaml --run NEW_FOLDER",
             )  # fmt: skip
-        return None
+        return False
 
-    def _verified(self, path: Path) -> TrainingProgress:
-        """The progress of a checkpoint that every worker can take its part of, or of one of another plan. Raises
-        Corrupt."""
-        plan, progress = self._executor.topology.plan, checkpoint.verify(path)
-        if progress.plan == plan.hash:
-            if progress.step > plan.train.steps:
-                raise Corrupt(f"it is of step {progress.step}, and the plan has {plan.train.steps}")
-            checkpoint.check_tensors(path, checkpoint.shapes_of(plan))
-        return progress
-
-    def restore(self, path: Path | None) -> None:
-        """Every worker takes its part of a checkpoint; `path` is known to rank 0."""
-        state, outer = self._state, self._executor.outer
-        weights = checkpoint.read(path, MODEL) if path else None
-        if outer is None:
-            self._whole.hand_out(state.master, weights)
-            self._moments(OPTIMIZER, path, None)
-        else:
-            self._whole.hand_out(outer.anchor, weights)
-            self._whole.hand_out(outer.momentum, _kind(path, OPTIMIZER, "momentum"))
-            for r in range(len(self._executor.topology.plan.replicas)):
-                self._whole.hand_out(state.master, _kind(path, checkpoint.replica(r), "master"), r)
-                self._moments(checkpoint.replica(r), path, r)
+    def _adopted(
+        self, progress: TrainingProgress, accept: Callable[[TrainingProgress], None], warn: Callable[[str], None],
+        corrupt: list[str], newest: int,
+    ) -> None:  # fmt: skip
+        accept(progress)
+        self.newest = progress.step
+        if corrupt:
+            lost = f": {counted(newest - progress.step, 'step')} lost" if newest > progress.step else ""
+            warn(f"corrupt checkpoint {'; '.join(corrupt)}. Going on from step {progress.step}{lost}.")
         self._executor.publish()
+
+    def _readable(
+        self, path: Path, accept: Callable[[TrainingProgress], None]
+    ) -> tuple[Manifest | None, str]:  # fmt: skip
+        """On rank 0: what a checkpoint says of itself, or why it is not one that this plan can go on from. Raises
+        Refusal for another training's."""
+        plan = self._executor.topology.plan
+        try:
+            manifest = checkpoint.read(path)
+            accept(manifest.progress)
+            if manifest.progress.step > plan.train.steps:
+                raise Corrupt(f"it is of step {manifest.progress.step}, and the plan has {plan.train.steps}")
+            for replica in range(len(plan.replicas)):
+                kinds = {name for names in checkpoint.sources(plan, replica, manifest).values() for name in names}
+                manifest.check(checkpoint.shapes_of(plan, sorted(kinds)))
+        except Corrupt as error:
+            return None, str(error)
+        return manifest, ""
+
+    def _shared(self, path: Path | None, manifest: Manifest | None, group: Group) -> tuple[str, TrainingProgress]:
+        """The name of rank 0's checkpoint and its progress, on every worker."""
+        mine = b"" if path is None or manifest is None else msgspec.json.encode((path.name, manifest.progress))
+        return msgspec.json.decode(group.share(mine), type=tuple[str, TrainingProgress])
+
+    def _take(self, path: Path, manifest: Manifest | None, group: Group) -> str:
+        """Fill this worker's state from a checkpoint, and those of workers that do not see it; why that failed."""
+        why, stored = "", None
+        if self._rank in self._near:
+            try:
+                manifest = manifest or checkpoint.read(path)
+                stored = Stored(path, manifest.tensors)
+            except Corrupt as error:
+                why = str(error)
+        kinds = self._targets()
+        if stored is not None and manifest is not None:
+            with stored:
+                why = self._fill_own(stored, manifest, kinds)
+                if self._rank == 0 and len(self._near) < group.world:
+                    why = self._hand_out(stored, manifest, kinds) or why
+                self.read_bytes = stored.read_bytes
+        elif self._rank not in self._near:
+            for flats in kinds.values():
+                self._whole.receive(flats)
+        return next(filter(None, group.gather_text(why)), "")
+
+    def _targets(self) -> dict[str, Sequence[Tensor]]:
+        """What is filled from a checkpoint, by the kinds of `checkpoint.sources`."""
+        state, outer = self._state, self._executor.outer
+        moments = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
+        if outer is None:
+            return {MODEL: state.master, **moments}
+        return {MODEL: outer.anchor, MOMENTUM: outer.momentum, "master": state.master, **moments}
+
+    def _fill_own(self, stored: Stored, manifest: Manifest, targets: Flats) -> str:
+        mine = self._whole.manifests[self._rank]
+        names = checkpoint.sources(self._executor.topology.plan, mine.replica, manifest)
+        try:
+            for kind, flats in targets.items():
+                for flat, pieces in zip(flats, mine.pieces, strict=True):
+                    for piece in pieces:
+                        owned = flat.reshape(-1)[piece.at : piece.at + piece.stop - piece.start]
+                        _fill(stored, names[kind], piece, owned)
+        except Corrupt as error:
+            return str(error)
+        return ""
+
+    def _hand_out(self, stored: Stored, manifest: Manifest, targets: Flats) -> str:
+        """On rank 0: read what workers need that do not see the folder, and send it to them."""
+        plan, why = self._executor.topology.plan, list[str]()
+        far = [rank for rank in range(len(self._whole.manifests)) if rank not in self._near]
+
+        def content(rank: int, b: int, kind: str) -> Tensor:
+            theirs = self._whole.manifests[rank]
+            values, names = torch.zeros(theirs.sizes[b]), checkpoint.sources(plan, theirs.replica, manifest)[kind]
+            with _noting(why):  # Sent all the same: they wait for it.
+                for piece in theirs.pieces[b]:
+                    _fill(stored, names, piece, values[piece.at : piece.at + piece.stop - piece.start])
+            return values
+
+        for kind in targets:
+            self._whole.send_out(far, lambda rank, b, kind=kind: content(rank, b, kind))  # type: ignore[misc]
+        return why[0] if why else ""
 
     def adopt(self, weights: Mapping[str, Tensor] | None) -> None:
         """Every worker takes its part of a model, which rank 0 gives."""
@@ -171,24 +408,55 @@ class Checkpointer:
         if self._executor.outer is not None:
             self._executor.outer.start()
 
-    def _moments(self, name: str, path: Path | None, replica: int | None) -> None:
-        self._whole.hand_out(self._state.exp_avg, _kind(path, name, "exp_avg"), replica)
-        self._whole.hand_out(self._state.exp_avg_sq, _kind(path, name, "exp_avg_sq"), replica)
+    def weights(self) -> dict[str, Tensor]:
+        """The model of the run, on rank 0: what replicas last met at."""
+        outer = self._executor.outer
+        return self._whole.collect(self._state.master if outer is None else outer.anchor)
+
+    def close(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+
+
+@contextmanager
+def _noting(why: list[str]) -> Iterator[None]:
+    """Note why a checkpoint could not be read, and go on."""
+    try:
+        yield
+    except Corrupt as error:
+        why.append(str(error))
+
+
+def _fill(stored: Stored, kinds: Sequence[str], piece: Piece, owned: Tensor) -> None:
+    """Fill what a worker owns of a parameter with the mean of these kinds; zeros where there are none."""
+    if not kinds:
+        owned.zero_()
+    for number, kind in enumerate(kinds):
+        values = owned if number == 0 and owned.device.type == "cpu" else torch.empty(owned.shape)
+        for box in boxes(piece.slice, piece.shape, piece.start, piece.stop):
+            stored.fill(f"{kind}/{piece.name}", box.at, box.of(values))
+        if values is not owned:
+            owned.copy_(values) if number == 0 else owned.add_(values.to(owned.device))
+    if len(kinds) > 1:
+        owned.div_(len(kinds))
+
+
+def _failure(future: Future[_Ended]) -> str:
+    """Why a worker's part could not be written, once it has ended; empty where it was."""
+    error = future.exception()
+    if error is None:
+        return ""
+    return str(error) if isinstance(error, Unsaved) else reason(error) if isinstance(error, Exception) else str(error)
+
+
+def _cleared(path: Path, error: BaseException) -> str:
+    """Remove what was written of a checkpoint: it takes the space that is missing. Why it could not be written."""
+    with suppress(OSError):
+        checkpoint.mend(path.parent)
+    return reason(error) if isinstance(error, Exception) else str(error)
 
 
 def _agree(group: Group, why: str) -> None:
     """Raises Unsaved on every worker where rank 0 gives a reason."""
-    if any(group.sum(float(bool(why)))):
-        raise Unsaved(group.share(why.encode(errors="backslashreplace")).decode())
-
-
-def _prefixed(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {f"{kind}.{name}": tensor for name, tensor in tensors.items()}
-
-
-def _kind(path: Path | None, name: str, kind: str) -> dict[str, Tensor] | None:
-    """The tensors of one kind in a checkpoint's file, on rank 0."""
-    if path is None:
-        return None
-    tensors = checkpoint.read(path, name)
-    return {key.removeprefix(f"{kind}."): tensor for key, tensor in tensors.items() if key.startswith(f"{kind}.")}
+    if said := group.share_text(why):
+        raise Unsaved(said)

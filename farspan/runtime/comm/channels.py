@@ -19,8 +19,8 @@ class Channel(IntEnum):
     TOTALS, DECISIONS = 12, 18
     #: Gradients of a table that both ends of a pipeline hold.
     HEAD, EMBEDDING = 13, 14
-    #: Pieces of the full state, to and from rank 0.
-    FULL_STATE = 17
+    #: Pieces of the full state, to and from rank 0, and from it to workers that do not see its checkpoints.
+    FULL_STATE, HANDED_OUT = 17, 19
     #: Changes of a replica: one channel for each that sends, from here on.
     OUTER = 32
 

@@ -163,6 +163,29 @@ class Group:
             dist.broadcast(packed, src=0)
         return bytes(packed.numpy())
 
+    def share_text(self, text: str) -> str:
+        """Rank 0's text, on every worker."""
+        if not any(self.sum(float(bool(text and self.rank == 0)))):
+            return ""
+        return self.share(text.encode(errors="backslashreplace")).decode()
+
+    def gather_text(self, text: str) -> list[str]:
+        """The text of every worker, by rank."""
+        if not any(self.sum(float(bool(text)))):
+            return [""] * self.world
+        said = gather_bytes(text.encode(errors="backslashreplace"), self.rank, self.world)
+        return [part.decode() for part in said]
+
+    @property
+    def secret(self) -> bytes:
+        """By which the workers of the run know each other."""
+        return b"" if self._notices is None else self._notices.secret
+
+    @property
+    def rank_0(self) -> str:
+        """The address at which the workers met."""
+        return os.environ["MASTER_ADDR"]
+
     def close(self) -> None:
         """Part from the others, once all have come here: who ends first must not look lost."""
         if self._heartbeat is not None:

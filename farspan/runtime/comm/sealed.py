@@ -36,6 +36,25 @@ def asked_for(connection: socket.socket, secret: bytes) -> tuple[str, bytes]:
     return question.decode(errors="replace").strip(), sign(secret, b"answer", ours, theirs, question)
 
 
+#: What a server that takes files says when it is ready: before, what comes would be lost in the greeting.
+READY = b"!"
+
+
+def greet(connection: socket.socket, stream: BinaryIO, secret: bytes, question: str) -> bytes:
+    """The client's end of a greeting to a server that will `invite` it to send: the key of what both then say. Raises
+    Forged."""
+    theirs, ours, line = _exactly(stream, NONCE), os.urandom(NONCE), f"{question}\n".encode()
+    connection.sendall(ours + sign(secret, b"ask", theirs, ours, line) + line)
+    if _exactly(stream, 1) != READY:
+        raise Forged("the server does not take it")
+    return sign(secret, b"answer", theirs, ours, line)
+
+
+def invite(connection: socket.socket) -> None:
+    """The server's word that it takes what the client sends."""
+    connection.sendall(READY)
+
+
 @contextmanager
 def answer(connection: socket.socket, secret: bytes, question: str) -> Iterator[Reader]:
     """The client's end: ask, and read what comes."""
@@ -80,6 +99,10 @@ class Reader:
         content = bytes(self._held[:size])
         del self._held[:size]
         return content
+
+    def again(self) -> None:
+        """Go on to what was sent after an end."""
+        self._ended = False
 
     def _receive(self) -> None:
         length = int.from_bytes(_exactly(self._stream, LENGTH), "big")

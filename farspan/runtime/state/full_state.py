@@ -5,7 +5,7 @@ Each worker announces its buckets once; afterwards both sides know what every me
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -49,13 +49,13 @@ class FullState:
         shapes: Mapping[str, Sequence[int]], messenger: Messenger,
     ) -> None:  # fmt: skip
         """`slices` of the parameters that are not whole here, `shapes` of all parameters of the model."""
-        self._rank, self._state, self._messenger, self._shapes = topology.rank, state, messenger, shapes
+        self._rank, self._state, self._messenger, self.shapes = topology.rank, state, messenger, shapes
         mine = _manifest(topology, state, slices)
         self.manifests = [mine]
         if (world := len(topology.plan.devices)) > 1:
             said = gather_bytes(msgspec.msgpack.encode(mine), topology.rank, world)
             self.manifests = [msgspec.msgpack.decode(content, type=BucketManifest) for content in said]
-        self._count = 0
+        self._count = self._handed = 0
 
     def collect(self, flats: Sequence[Tensor], replica: int = 0) -> dict[str, Tensor]:
         """The parameters of one replica, whole and on rank 0, from what each worker keeps by bucket: masters, moments,
@@ -84,7 +84,7 @@ class FullState:
                 self._place(tensors, parts, piece, content[piece.at : piece.at + piece.stop - piece.start])
         for (name, cut), local in parts.items():
             if cut is not None:
-                into(tensors.setdefault(name, torch.empty(tuple(self._shapes[name]))), cut, local)
+                into(tensors.setdefault(name, torch.empty(tuple(self.shapes[name]))), cut, local)
         return tensors
 
     def _place(
@@ -114,21 +114,36 @@ class FullState:
         ]
         if self._rank != 0:
             if self._rank in wanted:
-                posted = [self._messenger.post(len(flat), torch.float32, 0, number) for flat in flats]
-                for flat, receive in zip(flats, posted, strict=True):
-                    flat.copy_(receive.wait())
+                self._receive(flats, number)
             return
         assert whole is not None
-        for b in range(max(len(self.manifests[rank].pieces) for rank in wanted)):
-            for rank in (receiver for receiver in wanted if b < len(self.manifests[receiver].pieces)):
-                content = self._content(rank, b, whole)
-                if rank == 0:
-                    flats[b].copy_(content)
-                else:
-                    self._messenger.send(content, rank, number)
+        if 0 in wanted:
+            for b, flat in enumerate(flats):
+                flat.copy_(self._content(0, b, whole))
+        self._send([rank for rank in wanted if rank != 0], lambda rank, b: self._content(rank, b, whole), number)
+
+    def send_out(self, ranks: Sequence[int], content: Callable[[int, int], Tensor]) -> None:
+        """On rank 0: fill the buckets of these workers, each of which calls `receive`, with `content(rank, bucket)`."""
+        number, self._handed = tag(Channel.HANDED_OUT, self._handed), self._handed + 1
+        self._send(ranks, content, number)
+
+    def receive(self, flats: Sequence[Tensor]) -> None:
+        """Fill this worker's buckets with what rank 0 sends."""
+        number, self._handed = tag(Channel.HANDED_OUT, self._handed), self._handed + 1
+        self._receive(flats, number)
+
+    def _send(self, ranks: Sequence[int], content: Callable[[int, int], Tensor], number: int) -> None:
+        for b in range(max((len(self.manifests[rank].pieces) for rank in ranks), default=0)):
+            for rank in (receiver for receiver in ranks if b < len(self.manifests[receiver].pieces)):
+                self._messenger.send(content(rank, b), rank, number)
             # Few are held at once. Whoever receives has posted all of them before it waits for any.
             self._messenger.settle()
         self._messenger.close()
+
+    def _receive(self, flats: Sequence[Tensor], number: int) -> None:
+        posted = [self._messenger.post(len(flat), torch.float32, 0, number) for flat in flats]
+        for flat, receive in zip(flats, posted, strict=True):
+            flat.copy_(receive.wait())
 
     def _content(self, rank: int, b: int, whole: Mapping[str, Tensor]) -> Tensor:
         """What a worker owns of one of its buckets."""

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 import torch
 from msgspec.structs import replace
@@ -18,8 +17,9 @@ from farspan.domain.problems import Refusal
 from farspan.domain.results import Event, Saved, Step, Traced, Validated, Warned
 from farspan.domain.run import RunFolder
 from farspan.runtime.checkpoint import checkpoint
-from farspan.runtime.checkpoint.checkpoint import TrainingProgress, Unsaved
-from farspan.runtime.checkpoint.checkpointer import Checkpointer
+from farspan.runtime.checkpoint.checkpoint import Unsaved
+from farspan.runtime.checkpoint.checkpointer import Checkpointer, Written
+from farspan.runtime.checkpoint.manifest import TrainingProgress
 from farspan.runtime.comm.collective import Group
 from farspan.runtime.device import peak_memory
 from farspan.runtime.model.decoder import Decoder
@@ -31,6 +31,7 @@ from farspan.runtime.training.data import Order, Windows
 from farspan.runtime.training.loss_outlier import PATIENCE, LossOutliers
 from farspan.runtime.training.shared_clock import SharedClock
 from farspan.runtime.training.validation import LossSums, Validation
+from farspan.semantics.identity import training_key
 from farspan.semantics.lr_schedule import learning_rate
 
 #: Loss scaling for fp16 as in arXiv 1710.03740, section 4.2: start high, halve on overflow, double after a quiet while.
@@ -71,14 +72,17 @@ class Trainer:
     """Runs the steps of a plan from where its newest whole checkpoint left off."""
 
     def __init__(
-        self, worker: Worker, monotonic: Callable[[], float] = time.monotonic, began: float | None = None
-    ) -> None:
-        """A time budget counts from `began`, a time of the same clock; None is now."""
+        self, worker: Worker, monotonic: Callable[[], float] = time.monotonic, began: float | None = None, *,
+        background: bool = True,
+    ) -> None:  # fmt: skip
+        """A time budget counts from `began`, a time of the same clock; None is now. Without `background` a checkpoint
+        is written before training goes on."""
         self.worker, self.monotonic = worker, monotonic
         self.order = Order(worker.train.count, worker.plan.train.seed)
-        self.checkpointer = Checkpointer(worker.executor, worker.run.checkpoints, worker.plan.train.keep)
+        self.checkpointer = Checkpointer(worker.executor, worker.run.checkpoints, worker.plan.train.keep, monotonic)
         self.strays = LossOutliers(worker.executor.topology.replica, worker.plan.train.seq_len)
-        self.progress = TrainingProgress(step=0, plan=worker.plan.hash, elapsed_s=0.0)
+        self.background, self.training = background, training_key(worker.plan)
+        self.progress = TrainingProgress(step=0, plan=worker.plan.hash, training=self.training, elapsed_s=0.0)
         self.validation = Validation(worker.plan, worker.group, worker.executor, worker.val, self._to_device)
         self.pacing = SharedClock(worker.plan, self._work(), lambda: self.elapsed_s)
         #: Updates made so far, by this start and those before it, and updates in all.
@@ -123,6 +127,7 @@ class Trainer:
                 self.worker.emit(
                     Traced(at=self.worker.clock(), step=self.step, rank=self.worker.group.rank, spans=spans.take())
                 )
+            self._tell(self.checkpointer.poll())
             together, first = self._together(), self.step == self._first_step + 1
             unknown = self.pacing.stepped(self.step) if together or first else False
             if not together:
@@ -154,6 +159,7 @@ class Trainer:
             self._validate(last=True)
         if outer is not None:
             outer.close()
+        self.checkpointer.close()
 
     def _together(self) -> bool:
         """Whether all replicas are at one place: always where there is one, else after they have met."""
@@ -262,7 +268,7 @@ class Trainer:
             return False
         # The other replicas go on: only one that is alone can save now.
         if len(self.worker.plan.replicas) == 1:
-            self.save()
+            self.save(wait=True)
         samples = self.worker.executor.topology.replica_samples(step)
         raise Refusal(
             "non-finite",
@@ -306,7 +312,7 @@ class Trainer:
         if known and sums == sample:
             return
         if not math.isfinite(sums.mean):
-            saved = self.save()
+            saved = self.save(wait=True)
             raise Refusal(
                 "non-finite", what=f"the validation loss is not finite after step {self.step}",
                 where="the validation split", remedy=LOWER,
@@ -318,8 +324,10 @@ class Trainer:
         best = not known and self._is_best(sample.mean)
         self.worker.emit(self._validated(sums, sample if last else None, best, self.monotonic() - began))
         if best:
+            self._settle()
             try:
-                self.checkpointer.write_best(self.worker.run.best, self._current(), self.worker.group)
+                self.checkpointer.begin(self._current(), self.worker.group, best=self.worker.run.best)
+                self.checkpointer.settle(self.worker.group)
             except Unsaved as error:
                 # Those that are there are still the best: the next loss below theirs is written.
                 self.progress = replace(self.progress, best_loss=before)
@@ -378,26 +386,41 @@ class Trainer:
             told=self.pacing.told,
         )  # fmt: skip
 
-    def save(self, *, due: bool = False, last: bool = False) -> bool:
-        """Write a checkpoint of the state as it is, unless that was the last one written. Returns whether it is there.
-        Raises Refusal (disk-full) where the run cannot go on without."""
-        began = self._saved_at = self.monotonic()
-        if self.step == self._saved_step:
-            return True
+    def save(self, *, due: bool = False, last: bool = False, wait: bool = False) -> bool:
+        """Begin to write a checkpoint of the state as it is, unless that was the last one; wait for it where training
+        does not go on. Returns whether it is there, or on its way. Raises Refusal (disk-full) where the run cannot go
+        on without."""
+        self._saved_at = self.monotonic()
+        if self.step != self._saved_step:
+            self._settle()
+            try:
+                self.checkpointer.begin(self._current(), self.worker.group, due=due)
+            except Unsaved as error:
+                self._warn(self.checkpointer.excuse(str(error), self.step, self.steps, due=due, last=last))
+                return False
+            self._saved_step = self.step
+        return True if self.background and not (last or wait) else self._settle(last=last)
+
+    def _settle(self, *, last: bool = False) -> bool:
+        """Wait for the checkpoint that is being written, if any; whether it is in its place."""
+        step, due = self.checkpointer.pending
         try:
-            written = self.checkpointer.write(self._current(), self.worker.group)
+            self._tell(self.checkpointer.settle(self.worker.group))
         except Unsaved as error:
-            self._warn(self.checkpointer.excuse(str(error), self.step, self.steps, due=due, last=last))
+            self._saved_step = -1
+            self._warn(self.checkpointer.excuse(str(error), step, self.steps, due=due, last=last))
             return False
-        self._saved_step = self.step
-        self.pacing.saved(self.monotonic() - began)
-        if written is not None:
-            path, size = written
-            seconds = self.monotonic() - began
-            self.worker.emit(
-                Saved(at=self.worker.clock(), step=self.step, path=str(path), size_bytes=size, seconds=seconds)
-            )
         return True
+
+    def _tell(self, written: Written | None) -> None:
+        """Rank 0 says that a checkpoint is in its place, and notes what that took."""
+        if written is None:
+            return
+        self.pacing.saved(written.seconds)
+        self.worker.emit(Saved(
+            at=self.worker.clock(), step=written.step, path=str(written.path), size_bytes=written.size,
+            seconds=written.seconds,
+        ))  # fmt: skip
 
     def _warn(self, message: str) -> None:
         """Rank 0 says what all know."""
@@ -405,16 +428,8 @@ class Trainer:
             self.worker.emit(Warned(at=self.worker.clock(), message=message))
 
     def restore(self) -> None:
-        """Go on from the newest whole checkpoint, if any. Rank 0 reads it and hands every worker its part."""
-        newest = None
-        if self.worker.group.rank == 0:
-            newest = self.checkpointer.find(self._adopt, self._warn)
-        packed = self.worker.group.share(msgspec.json.encode((self._current(), newest is not None)))
-        progress, exists = msgspec.json.decode(packed, type=tuple[TrainingProgress, bool])
-        if self.worker.group.rank != 0:
-            self._adopt(progress)
-        if exists:
-            self.checkpointer.restore(newest)
+        """Go on from the newest whole checkpoint, if any: every worker reads its part."""
+        if self.checkpointer.restore(self._adopt, self._warn, self.worker.group):
             if (outer := self.worker.executor.outer) is not None:
                 # One whose steps all overflowed, or that owns nothing, sees no change: the others may.
                 outer.resume(any(self.worker.group.sum(outer.apart)))
@@ -422,16 +437,16 @@ class Trainer:
             self._saved_step = -1
 
     def _adopt(self, progress: TrainingProgress) -> None:
-        if progress.plan != self.worker.plan.hash:
+        plan, run = self.worker.plan, self.worker.run
+        ours = progress.plan == plan.hash if progress.training is None else progress.training == self.training
+        if not ours:
             raise Refusal(
-                "plan-mismatch",
-                what="the checkpoint belongs to another plan",
-                where=self.worker.run.checkpoints,
-                fact=f"made by plan {progress.plan}, this is plan {self.worker.plan.hash}",
+                "plan-mismatch", what="the checkpoint belongs to another training", where=run.checkpoints,
+                fact=f"plan {progress.plan}, which made it, has another model, text or training than plan {plan.hash}",
                 remedy="restore this run's plan.json, or start a new run: farspan train run.yaml --run NEW_FOLDER",
-            )
-        self.progress, self.loss_scale = progress, progress.loss_scale
-        self.quiet, self.skipped = progress.quiet, progress.skipped
-        self.step = self._saved_step = self.checkpointer.newest = progress.step
-        self.steps = progress.steps or self.worker.plan.train.steps
+            )  # fmt: skip
+        self.progress = replace(progress, plan=plan.hash, training=self.training)
+        self.loss_scale, self.quiet, self.skipped = progress.loss_scale, progress.quiet, progress.skipped
+        self.step = self._saved_step = progress.step
+        self.steps = progress.steps or plan.train.steps
         self.pacing.go_on_from(self.step, progress.share, progress.paces, told=progress.told)

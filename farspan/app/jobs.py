@@ -1,0 +1,268 @@
+"""The job of a run: the process that trains it, how far it is, what it has said, and how it is asked to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from farspan.domain.codec import load, parse_json, save
+from farspan.domain.problems import Problem, Refusal, command
+from farspan.domain.results import Event, decoded, read_events
+from farspan.domain.run import RunFolder
+from farspan.domain.units import format_seconds
+from farspan.launch.lock import is_locked
+from farspan.report.history import COMPLETE
+from farspan.report.so_far import SoFar
+
+#: A job that was asked to save and end gets this long.
+STOP_S = 600.0
+#: The second of two signals comes so much later: two at once are one.
+AGAIN_S = 1.0
+#: How often a job and its files are looked at.
+POLL_S = 0.2
+
+#: How a run stands. "lost": its job is gone without a word; "new": no worker has started yet.
+State = Literal["running", "finished", "stopped", "failed", "lost", "new"]
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`job.json`: the process that trains a run. `started` is in seconds since the epoch."""
+
+    pid: int
+    host: str
+    started: float
+    #: When its process began, by a clock that nobody sets: another process may get the same pid later.
+    began: float | None
+
+    @property
+    def here(self) -> bool:
+        """Whether it runs on this host."""
+        return self.host == socket.gethostname()
+
+    @property
+    def lives(self) -> bool:
+        """Whether its process is there. Of another host's only the record can tell, which goes when the job ends."""
+        return not self.here or (self.began is not None and self.began == _began(self.pid))
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run stands. What is not known is None; times are in seconds, `saved_s` and `heard_s` before now."""
+
+    run: str
+    state: State
+    #: `Finished.reason` of its last end.
+    reason: str | None
+    #: The living job, or the one that was lost.
+    job: Job | None
+    #: What a failed job ended with.
+    problem: Problem | None
+    #: Whether workers of a lost job are still there: they save and end.
+    saving: bool
+    step: int
+    steps: int
+    loss: float | None
+    val_loss: float | None
+    tokens_per_s: float | None
+    #: Of the newest checkpoint.
+    saved_step: int | None
+    saved_s: float | None
+    #: Of the last event.
+    heard_s: float | None
+    left_s: float | None
+
+
+@contextmanager
+def registered(run: RunFolder) -> Iterator[None]:
+    """While this process trains a run, its folder names it; afterwards what the job was refused, if it was.
+
+    A run that is being trained already stays another's: who launches it is refused.
+    """
+    if is_locked(run.lock):
+        yield
+        return
+    pid = os.getpid()
+    job, problem = Job(pid=pid, host=socket.gethostname(), started=time.time(), began=_began(pid)), problem_file(run)
+    run.logs.mkdir(exist_ok=True)
+    _bring_log(run)
+    problem.unlink(missing_ok=True)
+    save(job, run.job)
+    try:
+        yield
+    except Refusal as refusal:
+        with suppress(OSError):  # The disk may be full, which is what it says.
+            save(refusal.problem, problem)
+        raise
+    finally:
+        if _recorded(run) == job:
+            run.job.unlink()
+
+
+def problem_file(run: RunFolder) -> Path:
+    """What the run's last job was refused: beside what its workers say."""
+    return run.logs / "job.problem.json"
+
+
+def log_file(run: RunFolder) -> Path:
+    """What a detached job says."""
+    return run.logs / "job.log" if run.plan.exists() else planning_log(run)
+
+
+def planning_log(run: RunFolder) -> Path:
+    """The same until the run has a folder: beside it, for a run is made only where nothing lies."""
+    path = run.path.absolute()
+    return path.parent / f".{path.name}.job.log"
+
+
+def _bring_log(run: RunFolder) -> None:
+    """Move this process's own log into the run's folder, where it has begun beside it."""
+    beside = planning_log(run)
+    with suppress(OSError):  # There is none.
+        if os.path.samestat(os.fstat(2), beside.stat()):
+            beside.rename(log_file(run))
+
+
+def job_of(run: RunFolder) -> Job | None:
+    """The living job of a run."""
+    job = _recorded(run)
+    return job if job is not None and job.lives else None
+
+
+def goes_on(run: RunFolder) -> bool:
+    """Whether the run's job lives, or workers that a killed one has left: these save and end."""
+    return job_of(run) is not None or is_locked(run.lock)
+
+
+def _recorded(run: RunFolder) -> Job | None:
+    try:
+        return parse_json(run.job.read_bytes(), Job, run.job)
+    except FileNotFoundError:
+        return None
+
+
+def _began(pid: int) -> float | None:
+    """When a process began; None where it has ended, also where nobody has waited for it."""
+    if Path("/proc/self/stat").exists():
+        # proc(5): state and start, in ticks since the machine's own, are the third field and the 22nd.
+        with suppress(OSError):
+            state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            return None if state in "ZX" else float(fields[18])
+        return None
+    import psutil
+
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
+    return None
+
+
+def status(run: RunFolder, clock: Callable[[], float] = time.time) -> Status:
+    """How a run stands: whether its job runs or how it has ended, and how far it has come."""
+    # The record first: what ends afterwards has written all that it had to say.
+    job, so_far, now = _recorded(run), SoFar(run.load_plan().train.steps), clock()
+    for event in read_events(run.events) if run.events.exists() else ():
+        so_far.take(event)
+    problem = load(problem_file(run), Problem) if problem_file(run).exists() else None
+    state = _state(job, so_far, problem, locked=is_locked(run.lock))
+    recent, saved = so_far.recent, so_far.saved
+    # Steps before this job has started say nothing of its speed.
+    paced = bool(recent) and (state != "running" or job is None or so_far.at >= job.started)
+    ended = so_far.finished
+    return Status(
+        run=str(run.path), state=state, reason=ended.reason if ended else None,
+        job=job if state in ("running", "lost") else None,
+        problem=(problem or (ended.problem if ended else None)) if state == "failed" else None,
+        saving=state == "lost" and is_locked(run.lock),
+        step=so_far.step, steps=so_far.steps, loss=recent[-1].loss if recent else None,
+        val_loss=so_far.validated.loss if so_far.validated else None,
+        tokens_per_s=so_far.tokens_per_s if paced else None,
+        saved_step=saved.step if saved else None, saved_s=max(0.0, now - saved.at) if saved else None,
+        heard_s=max(0.0, now - so_far.at) if so_far.at else None,
+        left_s=so_far.left_s() if paced and state == "running" else None,
+    )  # fmt: skip
+
+
+def _state(job: Job | None, so_far: SoFar, problem: Problem | None, *, locked: bool) -> State:
+    if job is not None:
+        return "running" if job.lives else "lost"
+    if problem is not None:
+        return "stopped" if problem.code == "interrupted" else "failed"
+    if so_far.finished is None:
+        return "lost" if locked or so_far.started is not None else "new"
+    reason = so_far.finished.reason
+    return "finished" if reason in COMPLETE else "failed" if reason == "failed" else "stopped"
+
+
+def stop(run: RunFolder, say: Callable[[str], None], *, now: bool = False, timeout_s: float = STOP_S) -> Status:
+    """Ask the run's job to save and end, or with `now` to end at once, and wait until it has: how it stands then.
+
+    Workers that a killed job has left are waited for. Raises Refusal where nothing runs here (not-running), and where
+    the job is still there after `timeout_s` (run-busy).
+    """
+    if not goes_on(run):
+        state = status(run).state
+        raise Refusal(
+            "not-running", what="nothing runs that could be stopped", where=run.path,
+            fact="no worker has started yet" if state == "new" else f"its job has ended ({state})",
+            remedy=command("status", run.path),
+        )  # fmt: skip
+    began, second = time.monotonic(), now
+    _ask(run)
+    say("ending its workers at once" if now else "saving")
+    while goes_on(run):
+        waited = time.monotonic() - began
+        if waited > timeout_s:
+            raise Refusal(
+                "run-busy", what="the job has not ended yet", where=run.path,
+                fact=f"it was asked {format_seconds(waited)} ago and is still there",
+                remedy=command("status" if now else "stop", run.path, *(() if now else ("--now",))),
+            )  # fmt: skip
+        if second and waited > AGAIN_S:
+            _ask(run)
+            second = False
+        time.sleep(POLL_S)
+    return status(run)
+
+
+def _ask(run: RunFolder) -> None:
+    """Signal the run's job, if it lives: it passes that on to its workers, wherever they are."""
+    job = job_of(run)
+    if job is not None and not job.here:
+        raise Refusal(
+            "not-running", what="the run's job is not on this host", where=run.path,
+            fact=f"it runs on {job.host} as process {job.pid}",
+            remedy=f"ssh {job.host} {command('stop', run.path.absolute())}",
+        )  # fmt: skip
+    if job is not None:
+        with suppress(ProcessLookupError):  # It has ended just now.
+            os.kill(job.pid, signal.SIGTERM)
+
+
+def events(run: RunFolder, *, follow: bool = False) -> Iterator[Event]:
+    """The events of a run, oldest first; with `follow` also those to come, until its job has ended."""
+    yield from decoded(lines(run.events, lambda: follow and goes_on(run)), run.events)
+
+
+def lines(path: Path, more: Callable[[], bool] = lambda: False, position: int = 0) -> Iterator[bytes]:
+    """The whole lines of a file after `position`, and those that are added as long as `more` says that some may be."""
+    last = False
+    while not last:
+        # Asked first: what was added before it said no is read.
+        last = not more()
+        if path.exists():
+            with open(path, "rb") as file:
+                file.seek(position)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    position += len(line)
+                    yield line
+        if not last:
+            time.sleep(POLL_S)

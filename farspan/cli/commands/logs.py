@@ -1,0 +1,64 @@
+"""What a run's job has said so far, in the words of `farspan train`; with -f also what it says until it ends."""
+
+from __future__ import annotations
+
+import argparse
+
+from farspan.cli.arguments import find_run, takes_run
+from farspan.cli.console import Console
+from farspan.domain.problems import Refusal, command
+from farspan.domain.run import RunFolder
+
+HELP = "show what a run has said so far"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    takes_run(parser)
+    parser.add_argument("-f", "--follow", action="store_true", help="go on until the job ends")
+    parser.add_argument("--rank", type=int, metavar="N", help="the log of this worker instead, as it wrote it")
+
+
+def run(given: argparse.Namespace, console: Console) -> None:
+    folder = find_run(given, console)
+    from farspan.app.jobs import status
+
+    if given.rank is not None:
+        _worker(folder, given.rank, console, follow=given.follow)
+    else:
+        _events(folder, console, follow=given.follow)
+    standing = status(folder)
+    if standing.heard_s is None:
+        console.say("no worker has started yet")
+    if given.rank is None and standing.problem is not None:
+        console.say(str(standing.problem))
+    console.answer(standing)
+
+
+def _events(folder: RunFolder, console: Console, *, follow: bool) -> None:
+    """The plain lines of training, at the pace of the run's own time."""
+    import rich.console
+
+    from farspan.app.jobs import events
+    from farspan.cli.progress import TrainingDisplay
+
+    now = 0.0
+    plain = rich.console.Console(stderr=console.json, force_terminal=False, color_system=None)
+    with TrainingDisplay(folder.load_plan(), plain, lambda: now) as display:
+        for event in events(folder, follow=follow):
+            now = event.at
+            display.show(event)
+
+
+def _worker(folder: RunFolder, rank: int, console: Console, *, follow: bool) -> None:
+    from farspan.app.jobs import goes_on, lines
+
+    log = folder.logs / f"rank-{rank}.log"
+    if not log.exists():
+        there = sorted(path.name for path in folder.logs.glob("rank-*.log"))
+        raise Refusal(
+            "path-missing", what="this worker has no log here", where=log,
+            fact=f"there are {', '.join(there)}" if there else "no worker has started yet",
+            remedy=command("logs", folder.path),
+        )  # fmt: skip
+    for line in lines(log, lambda: follow and goes_on(folder)):
+        console.say(line.decode(errors="replace").removesuffix("\n"))

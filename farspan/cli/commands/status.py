@@ -1,0 +1,37 @@
+"""Whether runs go on or how they ended, and how far they are: a line each, or all of one that is named."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from farspan.cli.arguments import find_runs
+from farspan.cli.console import Console
+from farspan.domain.problems import Refusal
+
+HELP = "show whether runs go on, and how far they are"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", metavar="RUN", nargs="*", help="run directories (default: all under runs/)")
+
+
+def run(given: argparse.Namespace, console: Console) -> None:
+    runs = find_runs(given)
+    from farspan.app.jobs import status
+    from farspan.cli.status_text import detailed, listed
+
+    if len(given.runs) == 1:
+        statuses = [status(runs[0])]
+        text = list(detailed(statuses[0], time.time()))
+    else:
+        statuses, problems = [], []
+        for folder in runs:
+            try:
+                statuses.append(status(folder))
+            except Refusal as refusal:  # One that is damaged hides no other.
+                problems.append(f"{folder.path}: {refusal.problem.what} ({refusal.problem.where})")
+        text = [*listed(statuses, json=console.json), *problems]
+    for line in text:
+        console.say(line)
+    console.answer({"runs": statuses})

@@ -1,0 +1,32 @@
+"""Ask a run's job to save and end, and wait until it has."""
+
+from __future__ import annotations
+
+import argparse
+
+from farspan.cli.arguments import find_run, takes_run
+from farspan.cli.console import Console
+from farspan.domain.problems import command
+
+HELP = "let a run save and end"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    takes_run(parser)
+    parser.add_argument("--now", action="store_true", help="end at once: what is not saved by now is lost")
+    parser.add_argument("--timeout", default="10m", help="wait for the end for so long (default: 10m)")
+
+
+def run(given: argparse.Namespace, console: Console) -> None:
+    folder = find_run(given, console)
+    from farspan.app.jobs import stop
+    from farspan.cli.status_text import outcome
+    from farspan.domain.units import parse_seconds
+    from farspan.planning.quantities import positive
+
+    timeout_s = positive(parse_seconds, given.timeout, "--timeout", "10m")
+    standing = stop(folder, console.say, now=given.now, timeout_s=timeout_s)
+    console.say(outcome(standing))
+    if standing.state != "finished":
+        console.say(f"go on with it: {command('resume', folder.path)}")
+    console.answer(standing)

@@ -1,0 +1,61 @@
+"""How far a run is: what its events so far say of steps, loss, speed, checkpoints and the time to go."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+from farspan.domain.results import Event, Finished, Saved, Started, Step, Validated
+
+#: Speeds and times to go are medians over so many last steps.
+RECENT_STEPS = 50
+
+
+class SoFar:
+    """Takes events one at a time, oldest first. A start after a checkpoint goes on from there, at a speed of its own.
+
+    One thread takes events. Others may look meanwhile: they copy the recent steps before they go through them.
+    """
+
+    def __init__(self, steps: int) -> None:
+        """`steps` are those of the plan; a time budget may change them."""
+        self.recent: deque[Step] = deque(maxlen=RECENT_STEPS)
+        self.started: Started | None = None
+        self.validated: Validated | None = None
+        self.saved: Saved | None = None
+        self.finished: Finished | None = None
+        #: The last step that was made, and the steps of the whole run as its time budget has it now.
+        self.step, self.steps = 0, steps
+        #: When the last event was, in seconds since the epoch.
+        self.at = 0.0
+        #: Steps of this start, and the seconds that its validations and saves took.
+        self._made, self._pauses_s = 0, 0.0
+
+    def take(self, event: Event) -> None:
+        self.at = event.at
+        self.finished = event if isinstance(event, Finished) else None
+        match event:
+            case Started():
+                self.started, self.step = event, event.step
+                self._made, self._pauses_s = 0, 0.0
+                self.recent.clear()
+            case Step():
+                # Counted first: who looks divides by it as soon as there is a step.
+                self._made += 1
+                self.step, self.steps = event.step, event.steps or self.steps
+                self.recent.append(event)
+            case Validated():
+                self.validated, self._pauses_s = event, self._pauses_s + event.seconds
+            case Saved():
+                self.saved, self._pauses_s = event, self._pauses_s + event.seconds
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Over the recent steps, of which there must be one."""
+        return median(step.tokens / step.step_s for step in tuple(self.recent))
+
+    def left_s(self) -> float:
+        """Seconds until the last step: each takes the median of recent ones and its share of validations and saves."""
+        recent = tuple(self.recent)
+        each_s = median(step.step_s for step in recent) + self._pauses_s / self._made
+        return (self.steps - recent[-1].step) * each_s

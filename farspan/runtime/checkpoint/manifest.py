@@ -1,0 +1,130 @@
+"""manifest.json of a checkpoint: its progress, and which slice of which global tensor lies in which file.
+
+Tensors are named `model/NAME` (fp32 masters), `exp_avg/NAME` and `exp_avg_sq/NAME` (AdamW's moments). Of replicas that
+meet now and then `model` is the one that they met at, `momentum/NAME` is the outer optimizer's, and each replica has
+its own `replica-0/master/NAME`, `replica-0/exp_avg/NAME` and `replica-0/exp_avg_sq/NAME`.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+
+from farspan.domain.codec import content_hash
+from farspan.runtime.time_budget import RunPaces
+
+MANIFEST = "manifest.json"
+#: Bytes of a file that one checksum covers: a reader of a part of a tensor reads no more than it needs and verifies it.
+BLOCK = 2**18
+#: Slices of one tensor at most.
+MOST_SLICES = 2**12
+#: What a number of a manifest can be: more is damage.
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+Positive = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
+Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=8)]
+
+
+class Corrupt(Exception):
+    """A checkpoint that must not be used; the message says why."""
+
+
+class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How far a run is; together with the tensors and the plan, all that the next step depends on."""
+
+    step: Count
+    #: The plan that made it, and what any plan must share that goes on from it (`semantics.identity.training_key`);
+    #: None where an earlier version wrote it.
+    plan: str
+    training: str | None = None
+    #: Wall-clock seconds trained so far, over all starts.
+    elapsed_s: Finite
+    best_loss: Finite | None = None
+    #: Validations in a row without a better loss.
+    stale: Count = 0
+    loss_scale: Positive = 1.0
+    #: Steps in a row without an overflow, which decide when the loss scale doubles.
+    quiet: Count = 0
+    #: Steps whose update an overflow has cost: the optimizer has counted so many fewer.
+    skipped: Count = 0
+    #: Steps of the whole run, where its time budget made them fewer than the plan's.
+    steps: Count | None = None
+    #: Of a run with a time budget: the share that its learning rate has followed so far, and what it knows of its
+    #: speed.
+    share: Finite = 0.0
+    paces: RunPaces | None = None
+    #: Whether a person was told that its steps are not the plan's.
+    told: bool = False
+
+
+class StoredSlice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A box of a global tensor in a file: where it begins, its shape, and the checksum of each BLOCK of its bytes."""
+
+    file: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9-]{1,40}\.safetensors$")]
+    at: Shape
+    shape: Shape
+    #: The first 16 digits of each block's SHA-256. Empty in an earlier version's, whose files are verified whole.
+    sha256: tuple[str, ...] = ()
+    #: Its name in the file; None is that of `key_of`.
+    key: str | None = None
+
+
+class GlobalTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tensor of fp32 as the slices that it is stored in."""
+
+    shape: Shape
+    slices: Annotated[tuple[StoredSlice, ...], msgspec.Meta(min_length=1, max_length=MOST_SLICES)]
+
+    def flaw(self) -> str:
+        """Why the slices do not make up the tensor; empty where they do."""
+        if any(len(part.at) != len(self.shape) or len(part.shape) != len(self.shape) for part in self.slices):
+            return "slices of another number of dims"
+        low = np.array([part.at for part in self.slices], np.int64).reshape(len(self.slices), -1)
+        high = low + np.array([part.shape for part in self.slices], np.int64).reshape(low.shape)
+        if (high > np.array(self.shape, np.int64)).any():
+            return "a slice that reaches beyond it"
+        if sum(math.prod(part.shape) for part in self.slices) != math.prod(self.shape):
+            return "slices that are not all of it"
+        shared = np.ones((len(low), len(low)), bool)
+        for dim in range(low.shape[1]):
+            shared &= (low[:, None, dim] < high[None, :, dim]) & (low[None, :, dim] < high[:, None, dim])
+        return "slices that overlap" if shared.sum() > len(low) else ""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    progress: TrainingProgress
+    tensors: dict[str, GlobalTensor]
+    #: `checksum_of` the rest.
+    checksum: str
+    version: Literal[2] = 2
+
+    @property
+    def replicas(self) -> int:
+        """Replicas with a state of their own; 0 of a synchronous run."""
+        numbers = {name.split("/")[0] for name in self.tensors if name.startswith("replica-")}
+        return len(numbers)
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises Corrupt unless these tensors are here, whole and of these shapes."""
+        for name, shape in shapes.items():
+            stored = self.tensors.get(name)
+            if stored is None or stored.shape != shape:
+                has = "nothing" if stored is None else f"shape {list(stored.shape)}"
+                raise Corrupt(f"it has {has} for {name} where the plan has shape {list(shape)}")
+            if flaw := stored.flaw():
+                raise Corrupt(f"{name} has {flaw}")
+
+
+def key_of(name: str, at: tuple[int, ...]) -> str:
+    """What a slice of a tensor is called in its file."""
+    return f"{name}@{','.join(map(str, at))}"
+
+
+def checksum_of(progress: object, tensors: object) -> str:
+    """The checksum of a manifest, from its parts or from what JSON has of them."""
+    return content_hash(msgspec.to_builtins(progress), msgspec.to_builtins(tensors))

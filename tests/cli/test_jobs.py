@@ -1,0 +1,279 @@
+"""Jobs that outlive their terminal: started, looked at, stopped, killed, and taken up again, as real processes."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+import farspan as api
+from farspan.app import jobs
+from farspan.domain.codec import load, save
+from farspan.domain.run import RunFolder
+from tests.cli.conftest import TINY, Farspan
+
+#: What is waited for has come about within this, on a busy machine.
+SOON_S = 60.0
+#: More steps than anybody waits for.
+LONG = TINY.replace("steps: 4", "steps: 10_000_000").replace("validate_every: 2", "validate_every: 1_000_000")
+
+
+def eventually(true: Callable[[], Any], seconds: float = SOON_S) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it does not come about"
+        time.sleep(0.05)
+
+
+def workers(run: RunFolder) -> list[int]:
+    """The processes that have a run's folder as a word of their command, the job's own left out."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = entry.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"farspan.runtime.worker" in words and str(run.path).encode() in words:
+            found.append(int(entry.parent.name))
+    return found
+
+
+@pytest.fixture(scope="module")
+def office(desk: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A working folder whose run.yaml asks for a run without end. No job there is left behind."""
+    folder = tmp_path_factory.mktemp("office")
+    (folder / "run.yaml").write_text(LONG.replace("data: docs", f"data: {desk / 'docs'}"))
+    yield folder
+    for record in folder.glob("runs/*/job.json"):
+        end(RunFolder(record.parent))
+
+
+def end(run: RunFolder) -> None:
+    """End the run's job at once."""
+    while (job := jobs.job_of(run)) is not None:
+        os.kill(job.pid, signal.SIGTERM)
+        time.sleep(1.0)
+    eventually(lambda: not jobs.goes_on(run))
+
+
+@pytest.fixture(scope="module")
+def call(farspan: Farspan, office: Path) -> Farspan:
+    """Runs farspan in the office, at 80 columns."""
+    return lambda *words, **more: farspan(*words, cwd=office, COLUMNS="80", **more)
+
+
+@pytest.fixture(scope="module")
+def stopped(call: Farspan, office: Path) -> RunFolder:
+    """A run that was started detached, and stopped."""
+    run = RunFolder(office / "runs" / "long")
+    done = call("train", "--detach", "--run", str(run.path))
+    assert done.returncode == 0, done.stderr
+    assert f"farspan logs -f {run.path}" in done.stdout and "predicted" in done.stdout
+    done = call("stop", str(run.path))
+    assert done.returncode == 0, done.stderr
+    return run
+
+
+@pytest.fixture
+def going(stopped: RunFolder, call: Farspan) -> Iterator[RunFolder]:
+    """The same, as it goes on; ended afterwards."""
+    done = call("resume", str(stopped.path), "--detach")
+    assert done.returncode == 0, done.stderr
+    yield stopped
+    end(stopped)
+
+
+def state(call: Farspan, run: RunFolder) -> dict[str, Any]:
+    done = call("status", str(run.path), "--json")
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads(done.stdout)["runs"]
+    return dict(found)
+
+
+def test_a_job_goes_on_alone_saves_when_it_is_stopped_and_is_taken_up_again(call: Farspan, going: RunFolder):
+    begun = state(call, going)
+    assert (begun["state"], begun["job"]["host"]) == ("running", socket.gethostname())
+    pid = begun["job"]["pid"]
+    assert os.getsid(pid) == pid != os.getsid(0), "a session of its own"
+    assert (Path("/proc") / str(pid) / "fd/0").readlink() == Path("/dev/null")
+    eventually(lambda: state(call, going)["step"] > begun["step"])
+    text = call("status", str(going.path)).stdout
+    assert f"process {pid} on" in text and "tokens/s" in text and "time left" in text
+    done = call("stop", str(going.path), "--json")
+    ended = json.loads(done.stdout)
+    assert (done.returncode, ended["state"], ended["reason"]) == (0, "stopped", "interrupted")
+    assert ended["saved_step"] == ended["step"] > begun["saved_step"]
+    assert not workers(going) and not going.job.exists()
+    assert call("resume", str(going.path), "--detach", "--json").returncode == 0
+    again = state(call, going)
+    assert again["state"] == "running" and again["step"] > ended["step"]
+    assert f"resumed after step {ended['step']:,}" in (going.logs / "job.log").read_text()
+
+
+def test_logs_follow_a_job_to_its_end_and_have_the_words_of_train(
+    going: RunFolder, environment: dict[str, str], call: Farspan
+):
+    words = [sys.executable, "-m", "farspan", "logs", "-f", str(going.path)]
+    with (
+        subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True) as events,
+        subprocess.Popen([*words, "--rank", "0"], env=environment, stdout=subprocess.PIPE) as worker,
+    ):
+        assert events.stdout is not None and events.stdout.readline().startswith("step 1/10,000,000 · loss")
+        assert api.Run(going.path).stop().state == "stopped"
+        assert events.stdout.read().splitlines()[-1].startswith("step ")
+        assert events.wait(SOON_S) == worker.wait(SOON_S) == 0
+    said = call("logs", str(going.path)).stdout.splitlines()
+    assert " · interrupted after " in said[-1] and " · saved " in said[-2]
+    assert (going.logs / "job.log").read_text().count(said[-1]) == 1
+    assert call("logs", str(going.path), "--rank", "7").returncode == 10
+
+
+def test_a_killed_job_is_lost_and_its_workers_save(call: Farspan, going: RunFolder):
+    job = jobs.job_of(going)
+    assert job is not None
+    os.kill(job.pid, signal.SIGKILL)
+    eventually(lambda: not jobs.goes_on(going))
+    found = state(call, going)
+    assert (found["state"], found["job"]["pid"]) == ("lost", job.pid)
+    assert found["saved_step"] == found["step"] and not workers(going)
+    assert f"process {job.pid} on {job.host} is gone" in call("status", str(going.path)).stdout
+    assert call("stop", str(going.path)).returncode == 44
+
+
+def test_the_problem_of_a_job_is_kept(call: Farspan, going: RunFolder):
+    (worker,) = workers(going)
+    os.kill(worker, signal.SIGKILL)
+    eventually(lambda: not jobs.goes_on(going))
+    found = state(call, going)
+    assert (found["state"], found["problem"]["code"], found["problem"]["signal"]) == (
+        "failed",
+        "worker-lost",
+        "SIGKILL",
+    )
+    for command in ("status", "logs"):
+        assert "error[worker-lost]: rank 0" in call(command, str(going.path)).stdout
+
+
+def test_now_is_now_and_another_job_is_refused_meanwhile(call: Farspan, going: RunFolder):
+    job = jobs.job_of(going)
+    refused = call("resume", str(going.path), "--detach")
+    assert refused.returncode == 33 and refused.stderr.count("error[run-busy]") == 1 and jobs.job_of(going) == job
+    (worker,) = workers(going)
+    os.kill(worker, signal.SIGSTOP)  # It will not save.
+    done = call("stop", str(going.path), "--now", "--timeout", "30s", "--json")
+    assert done.returncode == 0, done.stderr
+    ended = json.loads(done.stdout)
+    assert (ended["state"], ended["problem"]) == ("stopped", None) and ended["saved_step"] < ended["step"]
+    assert not workers(going)
+
+
+def test_who_does_not_end_in_time_is_named_busy(call: Farspan, going: RunFolder):
+    job = jobs.job_of(going)
+    assert job is not None
+    os.kill(job.pid, signal.SIGSTOP)
+    try:
+        refused = call("stop", str(going.path), "--timeout", "1s")
+        assert refused.returncode == 33 and f"farspan stop {going.path} --now" in refused.stderr
+    finally:
+        os.kill(job.pid, signal.SIGCONT)
+    eventually(lambda: not jobs.goes_on(going))
+    assert state(call, going)["state"] == "stopped"
+
+
+def test_a_terminal_that_goes_while_it_waits_takes_nothing_along(
+    office: Path, environment: dict[str, str], call: Farspan
+):
+    run, (ours, theirs) = RunFolder(office / "runs" / "left"), pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "farspan", "train", "--detach", "--run", str(run.path)], cwd=office, env=environment,
+        stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    ) as waiting:  # fmt: skip
+        os.close(theirs)
+        assert os.read(ours, 100)
+        os.close(ours)
+        assert waiting.wait(SOON_S) == -signal.SIGHUP and not run.plan.exists(), "it was still being planned"
+    eventually(lambda: run.events.exists() and state(call, run)["step"])
+    log = jobs.log_file(run)
+    assert log.parent == run.logs and "predicted" in log.read_text() and not jobs.planning_log(run).exists()
+    assert api.Run(run.path).stop(timeout_s=SOON_S).state == "stopped"
+
+
+def test_ctrl_c_while_it_waits_stops_what_was_started(office: Path, environment: dict[str, str]):
+    words = [sys.executable, "-m", "farspan", "train", "--detach", "--run", "runs/unwanted"]
+    with subprocess.Popen(
+        words, cwd=office, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as waiting:
+        assert waiting.stdout is not None and waiting.stdout.readline()
+        waiting.send_signal(signal.SIGINT)
+        assert waiting.wait(SOON_S) == 130
+        assert waiting.stderr is not None and waiting.stderr.read().count("error[interrupted]") == 1
+    assert not jobs.goes_on(RunFolder(office / "runs/unwanted")) and not list(office.glob("runs/.*.job.log"))
+
+
+def test_a_refusal_is_told_as_always(call: Farspan, office: Path):
+    words = ("train", "--set", "data=nothing", "--run", "runs/refused")
+    plain, detached = call(*words), call(*words, "--detach")
+    assert (detached.returncode, detached.stderr) == (plain.returncode, plain.stderr) and plain.returncode == 10
+    problem = json.loads(call(*words, "--detach", "--json").stdout)["problem"]
+    assert problem["code"] == "path-missing"
+    assert not (office / "runs/refused").exists() and not list(office.glob("runs/.*.job.log"))
+
+
+def test_a_job_that_has_ended_already_answers_as_always(call: Farspan, office: Path):
+    done = call("train", "--detach", "--run", "runs/short", "--set", "train.steps=2", "--json")
+    assert done.returncode == 0, done.stderr
+    run = RunFolder(office / "runs/short")
+    eventually(lambda: not jobs.goes_on(run))
+    assert json.loads(done.stdout)["run"] == "runs/short"
+    assert "predicted" in (run.logs / "job.log").read_text(), "what was said before there was a folder"
+    assert (state(call, run)["state"], state(call, run)["reason"]) == ("finished", "done")
+    again = call("resume", "--detach", "runs/short", "--json")
+    assert set(json.loads(again.stdout)) == {"run", "measurement"} and "nothing is left to train" in again.stderr
+    assert call("logs", "-f", "runs/short").stdout.splitlines()[-1].startswith("step 2 · finished every step")
+    damaged = office / "runs" / "damaged" / "plan.json"
+    damaged.parent.mkdir()
+    damaged.write_text("{")
+    listed = call("status").stdout.splitlines()
+    assert listed[-1].startswith("runs/damaged: this cannot be read") and len(call("status", "runs/short").stdout) > 0
+    damaged.unlink()
+    assert [line.split()[:2] for line in listed if "short" in line] == [["runs/short", "finished"]]
+    assert all(len(line) <= 80 for line in listed[:-1])
+
+
+def test_a_pid_that_another_process_has_by_now_is_not_the_job(call: Farspan, stopped: RunFolder):
+    pid = os.getpid()
+    mine = jobs.Job(pid=pid, host=socket.gethostname(), started=time.time(), began=jobs._began(pid))
+    try:
+        save(mine, stopped.job)
+        assert jobs.job_of(stopped) == mine
+        assert mine.began is not None
+        save(replace(mine, began=mine.began - 1), stopped.job)
+        assert jobs.job_of(stopped) is None and state(call, stopped)["state"] == "lost"
+        assert call("stop", str(stopped.path)).returncode == 44
+        save(replace(mine, host="elsewhere"), stopped.job)
+        refused = call("stop", str(stopped.path))
+        assert refused.returncode == 44 and f"ssh elsewhere farspan stop {stopped.path}" in refused.stderr
+        assert "running on elsewhere" in call("status").stdout
+    finally:
+        stopped.job.unlink()
+
+
+def test_a_job_registers_itself_while_it_works(tmp_path: Path):
+    run = RunFolder(tmp_path)
+    with jobs.registered(run):
+        assert jobs.job_of(run) == load(run.job, jobs.Job)
+    assert jobs.job_of(run) is None

@@ -1,0 +1,40 @@
+"""Whole tensors of a checkpoint, read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from farspan.domain.run import RunFolder
+from farspan.runtime.checkpoint import checkpoint
+from farspan.runtime.checkpoint.manifest import TrainingProgress
+from farspan.runtime.checkpoint.stored import OwnedSlice, Stored
+
+
+def tensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, by name."""
+    manifest = checkpoint.read(path)
+    with Stored(path, manifest.tensors) as stored:
+        return {name: stored.whole(name) for name in manifest.tensors}
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    """The model of a checkpoint, by parameter name."""
+    return {name.removeprefix("model/"): value for name, value in tensors(path).items() if name.startswith("model/")}
+
+
+def newest(run: RunFolder) -> Path:
+    return next(checkpoint.newest_first(run.checkpoints))
+
+
+def slices(values: Mapping[str, torch.Tensor]) -> list[OwnedSlice]:
+    return [OwnedSlice(name, tuple(v.shape), (0,) * v.dim(), v.contiguous()) for name, v in values.items()]
+
+
+def write(folder: Path, values: Mapping[str, torch.Tensor], progress: TrainingProgress, keep: int = 3) -> Path:
+    """A checkpoint of whole tensors, as one worker would write it."""
+    path = folder / checkpoint.step_name(progress.step)
+    checkpoint.write(path, slices(values), progress, keep)
+    return path
