@@ -52,9 +52,13 @@ class Run:
         """What it took beside what was predicted; `str()` of it is the text, and its `page` opens in a browser."""
         return reporting.write_report(self.path)
 
-    def resume(self, progress: Progress = silent, *, trust: bool = False) -> Report:
-        """Go on from the newest whole checkpoint; a finished run is only reported."""
-        return training.resume(self.folder, progress, trust=trust)
+    def resume(
+        self, progress: Progress = silent, *, trust: bool = False, cluster: str | None = None,
+        technique: str | None = None,
+    ) -> Report:  # fmt: skip
+        """Go on from the newest whole checkpoint; a finished run is only reported. On another cluster (`here` is this
+        machine), or by another technique, what is left is planned anew."""
+        return training.resume(self.folder, progress, trust=trust, cluster=cluster, technique=technique)
 
     def status(self) -> jobs.Status:
         """Whether the run goes on or how it ended, how far it is, and what of it is saved."""

@@ -81,9 +81,14 @@ def _refuse_full_devices(planned: Planned) -> None:
             )  # fmt: skip
 
 
-def resume(run: RunFolder, progress: Progress = silent, *, trust: bool = False) -> Report:
+def resume(
+    run: RunFolder, progress: Progress = silent, *, trust: bool = False, cluster: str | None = None,
+    technique: str | None = None,
+) -> Report:  # fmt: skip
     """Go on with a run that was stopped, or report one that is finished. With `trust` its cluster's commands are run
-    also where it was not made here; without, such a run is refused."""
+    also where it was not made here; without, such a run is refused. For another cluster or technique what is left is
+    planned anew."""
+    from farspan.app.replanning import newest_step, replan
     from farspan.launch import trust as trusting
     from farspan.report.history import is_complete
 
@@ -94,6 +99,8 @@ def resume(run: RunFolder, progress: Progress = silent, *, trust: bool = False) 
     if trust:
         trusting.seal(run)
     trusting.require(run)
+    if cluster is not None or technique is not None:
+        replan(run, progress, cluster=cluster, technique=technique, step=newest_step(run))
     return train(run, progress)
 
 

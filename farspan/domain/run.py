@@ -82,6 +82,8 @@ class RunFolder:
         self.corpus = path / "corpus.json"
         self.tokenizer = path / "tokenizer.json"
         self.events = path / "events.jsonl"
+        #: Plans that the run followed before, by their hash.
+        self.plans = path / "plans"
         self.checkpoints = path / "checkpoints"
         self.best = path / "checkpoints" / "best"
         self.logs = path / "logs"

@@ -12,7 +12,11 @@ from farspan.domain.units import counted
 from farspan.estimate.network import NoLink
 from farspan.techniques._task import Task
 
-__all__ = ["Task", "Technique", "names", "plan", "technique"]
+__all__ = ["INEXACT", "Task", "Technique", "names", "plan", "technique"]
+
+
+#: Techniques whose steps are not those of one synchronous computation: their losses are others.
+INEXACT = ("diloco",)
 
 
 class Technique(Protocol):

@@ -29,8 +29,7 @@ from tests.launch.test_launchers import LONG
 DRIVE = """
 import signal, sys, msgspec
 from pathlib import Path
-from farspan.domain.cluster import Cluster
-from farspan.domain.codec import load
+from farspan.domain.cluster_json import load_cluster_json
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
 from farspan.launch.launchers import launch

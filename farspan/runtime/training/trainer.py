@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
+from farspan.domain.codec import load
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.plan import Plan, row_quantum
 from farspan.domain.problems import Refusal
@@ -436,10 +437,18 @@ class Trainer:
         else:
             self._saved_step = -1
 
+    def _training_of(self, progress: TrainingProgress) -> str | None:
+        """The training that a checkpoint is of. An earlier version's names its plan only, which may be a former one."""
+        former = self.worker.run.plans / f"{progress.plan}.json"
+        if progress.training is not None:
+            return progress.training
+        if progress.plan == self.worker.plan.hash:
+            return self.training
+        return training_key(load(former, Plan)) if progress.plan.isalnum() and former.exists() else None
+
     def _adopt(self, progress: TrainingProgress) -> None:
         plan, run = self.worker.plan, self.worker.run
-        ours = progress.plan == plan.hash if progress.training is None else progress.training == self.training
-        if not ours:
+        if self._training_of(progress) != self.training:
             raise Refusal(
                 "plan-mismatch", what="the checkpoint belongs to another training", where=run.checkpoints,
                 fact=f"plan {progress.plan}, which made it, has another model, text or training than plan {plan.hash}",
