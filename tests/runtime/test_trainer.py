@@ -36,7 +36,7 @@ class Start:
     until: int = 10**9
     now: float = 0.0
     events: list[Event] = field(default_factory=list)
-    background: bool = True
+    background: bool = False
 
     def train(self) -> tuple[str, Trainer]:
         worker = build(self.run.load_plan(), self.run, Group(0, 1, torch.device("cpu")), self.emit)
@@ -77,7 +77,7 @@ def weights(run: RunFolder) -> dict[str, torch.Tensor]:
 
 
 def test_a_machine_slower_than_its_trial_still_ends_its_decay_within_the_budget(make):
-    start = Start(make("run", deadline_s=66.0), pace=lambda step: 2.0, background=False)  # 1.1 s a step were planned.
+    start = Start(make("run", deadline_s=66.0), pace=lambda step: 2.0)  # 1.1 s a step were planned.
     reason, made = start.train()
     assert reason == "deadline"
     assert 0.9 * 66 <= start.now <= 66
@@ -90,7 +90,7 @@ def test_a_machine_slower_than_its_trial_still_ends_its_decay_within_the_budget(
 
 
 def test_a_machine_as_fast_as_its_trial_keeps_the_plan(make):
-    with_budget, without = Start(make("with", deadline_s=66.0), background=False), Start(make("without"))
+    with_budget, without = Start(make("with", deadline_s=66.0)), Start(make("without"))
     assert with_budget.train()[0] == without.train()[0] == "done"
     assert [step.lr for step in with_budget.steps] == [step.lr for step in without.steps]
 
@@ -99,13 +99,13 @@ def test_a_replanned_run_resumes_bitwise_also_where_it_was_killed(make):
     def pace(step: int) -> float:
         return 2.0
 
-    whole = Start(make("whole", deadline_s=66.0), pace, background=False)
+    whole = Start(make("whole", deadline_s=66.0), pace)
     whole.train()
-    first = Start(make("run", deadline_s=66.0), pace, until=12, background=False)
+    first = Start(make("run", deadline_s=66.0), pace, until=12)
     assert first.train()[0] == "interrupted"
     replanned = next(i for i, event in enumerate(first.events) if isinstance(event, Warned))
     assert isinstance(first.events[replanned + 1], Saved)  # A kill after this point loses no decision.
-    second = Start(first.run, pace, background=False)
+    second = Start(first.run, pace)
     assert second.train()[0] == "deadline"
     assert [(s.step, s.loss, s.lr) for s in first.steps + second.steps] == [(s.step, s.loss, s.lr) for s in whole.steps]
     ours, theirs = weights(first.run), weights(whole.run)

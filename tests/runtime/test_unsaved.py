@@ -34,7 +34,7 @@ class Broken(Start):
     Each step takes a second, and a checkpoint is due every five."""
 
     def __init__(self, run: RunFolder, broken: Callable[[int], bool]) -> None:
-        super().__init__(run, background=False)
+        super().__init__(run)
         self.broken, self.aside = broken, run.path / "aside"
 
     def emit(self, event: Event) -> None:

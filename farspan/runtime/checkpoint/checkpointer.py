@@ -7,28 +7,28 @@ goes on, and rank 0 commits it when every part is there.
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor
 
 from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
-from farspan.domain.units import counted, format_seconds
+from farspan.domain.units import format_seconds
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.checkpoint.checkpoint import MODEL, MOMENTUM, OWN, Unsaved
-from farspan.runtime.checkpoint.far_parts import PartReceiver, send_part
-from farspan.runtime.checkpoint.manifest import Corrupt, Manifest, TrainingProgress
+from farspan.runtime.checkpoint.far_parts import send_part
+from farspan.runtime.checkpoint.manifest import TrainingProgress
+from farspan.runtime.checkpoint.restorer import Restorer
+from farspan.runtime.checkpoint.shared_folder import SharedFolder
 from farspan.runtime.checkpoint.slices import boxes
-from farspan.runtime.checkpoint.stored import OwnedSlice, Stored, reason
+from farspan.runtime.checkpoint.stored import OwnedSlice, reason
 from farspan.runtime.comm.collective import Group
 from farspan.runtime.parallel.executor import Executor
 from farspan.runtime.state.full_state import Piece
@@ -75,7 +75,7 @@ class Checkpointer:
     def __init__(
         self, executor: Executor, folder: Path, keep: int, monotonic: Callable[[], float] = time.monotonic
     ) -> None:
-        self._executor, self._folder, self._keep, self._monotonic = executor, folder, keep, monotonic
+        self._executor, self._folder, self._keep, self._monotonic = executor, SharedFolder(folder), keep, monotonic
         self._whole, self._state = executor.whole, executor.state
         self._rank = executor.topology.rank
         #: The step of the newest checkpoint, -1 without one.
@@ -86,32 +86,6 @@ class Checkpointer:
         self._unsaved = 0
         self._pending: _Pending | None = None
         self._writer = ThreadPoolExecutor(1, "checkpoint")
-        #: The workers that see rank 0's folder, and where the others send their parts.
-        self._met, self._near = False, frozenset([0])
-        self._receiver: PartReceiver | None = None
-        self._sends_to: tuple[str, int] | None = None
-
-    # -- who sees the folder -------------------------------------------------------------------------------------------
-
-    def _meet(self, group: Group) -> None:
-        """Find out, once, which workers see rank 0's folder of checkpoints: they read and write there themselves."""
-        if group.world == 1 or self._met:
-            return
-        self._met, mark = True, b""
-        if group.rank == 0:
-            mark = f".here-{secrets.token_hex(8)}".encode()
-            with suppress(OSError):  # Then nobody sees it, and the first save says why.
-                self._folder.mkdir(parents=True, exist_ok=True)
-                (self._folder / mark.decode()).touch()
-        path = self._folder / group.share(mark).decode()
-        sees = group.rank == 0 or path.exists()
-        self._near = frozenset(rank for rank, seen in enumerate(group.gather(float(sees))) if seen)
-        if group.rank == 0:
-            path.unlink(missing_ok=True)
-        if len(self._near) < group.world:
-            self._receiver = PartReceiver(group.secret) if group.rank == 0 else None
-            port = group.sum(float(self._receiver.port) if self._receiver else 0.0)[0]
-            self._sends_to = group.rank_0, int(port)
 
     # -- what is written -----------------------------------------------------------------------------------------------
 
@@ -139,7 +113,7 @@ class Checkpointer:
         load = dict.fromkeys(range(len(self._whole.manifests)), 0)
         writers: dict[int, list[tuple[int, Piece]]] = {}
         for holders in owners.values():
-            near = [holder for holder in holders if holder[0] in self._near] or holders
+            near = [holder for holder in holders if holder[0] in self._folder.near] or holders
             rank, b, piece = min(near, key=lambda holder: (load[holder[0]], holder[0]))
             load[rank] += piece.stop - piece.start
             writers.setdefault(rank, []).append((b, piece))
@@ -164,9 +138,9 @@ class Checkpointer:
     def begin(self, progress: TrainingProgress, group: Group, *, best: Path | None = None, due: bool = False) -> None:
         """Take a copy of the state and begin to write it; of `best` the model alone, there. Raises Unsaved on every
         worker where it cannot be begun."""
-        self._meet(group)
+        self._folder.meet(group)
         began, plan = self._monotonic(), self._executor.topology.plan
-        path = best or self._folder / checkpoint.step_name(progress.step)
+        path = best or self._folder.path / checkpoint.step_name(progress.step)
         kinds, size = checkpoint.kinds_of(plan), checkpoint.bytes_needed(plan)
         if best is not None:
             kinds, size = (MODEL,), size // (3 if plan.sync is None else 2 + 3 * len(plan.replicas))
@@ -180,8 +154,8 @@ class Checkpointer:
         writers = self._writers()
         slices, ended = self._snapshot(writers.get(self._rank, ()), kinds), threading.Event()
         ranks = [rank for rank in sorted(writers) if best is None or self._whole.manifests[rank].replica == 0]
-        if self._receiver is not None:
-            self._receiver.path = path
+        if self._folder.receiver is not None:
+            self._folder.receiver.path = path
         future = self._writer.submit(self._write, path, slices, ranks, progress, group, ended)
         self._pending = _Pending(progress, path, began, future, ended, due)
 
@@ -192,12 +166,12 @@ class Checkpointer:
         """Write this worker's part; rank 0 then waits for the others' and commits. The lock of files is held while they
         are written, not while workers are waited for."""
         if self._rank in ranks:
-            if self._rank in self._near:
+            if self._rank in self._folder.near:
                 with group.writing:
                     checkpoint.write_part(path, self._rank, slices)
             else:
-                assert self._sends_to is not None
-                send_part(self._sends_to, group.secret, self._rank, slices)
+                assert self._folder.sends_to is not None
+                send_part(self._folder.sends_to, group.secret, self._rank, slices)
         slices.clear()
         if self._rank != 0:
             return _Ended(0, 0.0)
@@ -258,7 +232,7 @@ class Checkpointer:
         self._unsaved += due
         every, run = (
             format_seconds(self._executor.topology.plan.train.checkpoint_every_s),
-            RunFolder(self._folder.parent),
+            RunFolder(self._folder.path.parent),
         )
         if not last and self._unsaved < UNSAVED:
             return (
@@ -266,7 +240,7 @@ class Checkpointer:
                 f"after {UNSAVED} on end the run stops"
             )
         raise Refusal(
-            "disk-full", where=self._folder, remedy=f"free some space there, then: {run.resume()}",
+            "disk-full", where=self._folder.path, remedy=f"free some space there, then: {run.resume()}",
             what="the last checkpoint could not be written" if last
             else f"no checkpoint could be written for {UNSAVED} intervals of {every}",
             fact=f"{why}; {step} of {steps} steps are trained, {self.kept}",
@@ -275,131 +249,12 @@ class Checkpointer:
     # -- restoring -----------------------------------------------------------------------------------------------------
 
     def restore(self, accept: Callable[[TrainingProgress], None], warn: Callable[[str], None], group: Group) -> bool:
-        """Every worker takes its part of the newest whole checkpoint, if any; corrupt ones are named, and the one
-        before them is used. `accept` takes its progress, and raises Refusal for another training's."""
-        self._meet(group)
-        paths: list[Path] = []
-        if self._rank == 0:
-            with suppress(OSError):  # A save that finds the same says so.
-                checkpoint.mend(self._folder)
-            paths = list(checkpoint.newest_first(self._folder))
-        corrupt, newest = list[str](), 0
-        for number in range(int(group.sum(float(len(paths)))[0])):
-            path, manifest, why = None, None, ""
-            if self._rank == 0:
-                path = paths[number]
-                manifest, why = self._readable(path, accept)
-            why = group.share_text(why)
-            if not why:
-                name, progress = self._shared(path, manifest, group)
-                why = self._take(self._folder / name, manifest, group)
-                if not why:
-                    self._adopted(progress, accept, warn, corrupt, newest)
-                    return True
-            if path is not None:
-                # Names of files are bytes, and not all of them UTF-8.
-                corrupt.append(f"{path}: {why}".encode(errors="backslashreplace").decode())
-                newest = max(newest, checkpoint.step_of(path))
-        if group.share_text("; ".join(corrupt)):
-            raise Refusal(
-                "checkpoint-corrupt", what="no checkpoint of this run can be used", where=self._folder,
-                fact="; ".join(corrupt) or "rank 0 names them",
-                remedy="start again: farspan train run.yaml --run NEW_FOLDER",
-            )  # fmt: skip
-        return False
-
-    def _adopted(
-        self, progress: TrainingProgress, accept: Callable[[TrainingProgress], None], warn: Callable[[str], None],
-        corrupt: list[str], newest: int,
-    ) -> None:  # fmt: skip
-        accept(progress)
-        self.newest = progress.step
-        if corrupt:
-            lost = f": {counted(newest - progress.step, 'step')} lost" if newest > progress.step else ""
-            warn(f"corrupt checkpoint {'; '.join(corrupt)}. Going on from step {progress.step}{lost}.")
-        self._executor.publish()
-
-    def _readable(
-        self, path: Path, accept: Callable[[TrainingProgress], None]
-    ) -> tuple[Manifest | None, str]:  # fmt: skip
-        """On rank 0: what a checkpoint says of itself, or why it is not one that this plan can go on from. Raises
-        Refusal for another training's."""
-        plan = self._executor.topology.plan
-        try:
-            manifest = checkpoint.read(path)
-            accept(manifest.progress)
-            if manifest.progress.step > plan.train.steps:
-                raise Corrupt(f"it is of step {manifest.progress.step}, and the plan has {plan.train.steps}")
-            for replica in range(len(plan.replicas)):
-                kinds = {name for names in checkpoint.sources(plan, replica, manifest).values() for name in names}
-                manifest.check(checkpoint.shapes_of(plan, sorted(kinds)))
-        except Corrupt as error:
-            return None, str(error)
-        return manifest, ""
-
-    def _shared(self, path: Path | None, manifest: Manifest | None, group: Group) -> tuple[str, TrainingProgress]:
-        """The name of rank 0's checkpoint and its progress, on every worker."""
-        mine = b"" if path is None or manifest is None else msgspec.json.encode((path.name, manifest.progress))
-        return msgspec.json.decode(group.share(mine), type=tuple[str, TrainingProgress])
-
-    def _take(self, path: Path, manifest: Manifest | None, group: Group) -> str:
-        """Fill this worker's state from a checkpoint, and those of workers that do not see it; why that failed."""
-        why, stored = "", None
-        if self._rank in self._near:
-            try:
-                manifest = manifest or checkpoint.read(path)
-                stored = Stored(path, manifest.tensors)
-            except Corrupt as error:
-                why = str(error)
-        kinds = self._targets()
-        if stored is not None and manifest is not None:
-            with stored:
-                why = self._fill_own(stored, manifest, kinds)
-                if self._rank == 0 and len(self._near) < group.world:
-                    why = self._hand_out(stored, manifest, kinds) or why
-                self.read_bytes = stored.read_bytes
-        elif self._rank not in self._near:
-            for flats in kinds.values():
-                self._whole.receive(flats)
-        return next(filter(None, group.gather_text(why)), "")
-
-    def _targets(self) -> dict[str, Sequence[Tensor]]:
-        """What is filled from a checkpoint, by the kinds of `checkpoint.sources`."""
-        state, outer = self._state, self._executor.outer
-        moments = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
-        if outer is None:
-            return {MODEL: state.master, **moments}
-        return {MODEL: outer.anchor, MOMENTUM: outer.momentum, "master": state.master, **moments}
-
-    def _fill_own(self, stored: Stored, manifest: Manifest, targets: Flats) -> str:
-        mine = self._whole.manifests[self._rank]
-        names = checkpoint.sources(self._executor.topology.plan, mine.replica, manifest)
-        try:
-            for kind, flats in targets.items():
-                for flat, pieces in zip(flats, mine.pieces, strict=True):
-                    for piece in pieces:
-                        owned = flat.reshape(-1)[piece.at : piece.at + piece.stop - piece.start]
-                        _fill(stored, names[kind], piece, owned)
-        except Corrupt as error:
-            return str(error)
-        return ""
-
-    def _hand_out(self, stored: Stored, manifest: Manifest, targets: Flats) -> str:
-        """On rank 0: read what workers need that do not see the folder, and send it to them."""
-        plan, why = self._executor.topology.plan, list[str]()
-        far = [rank for rank in range(len(self._whole.manifests)) if rank not in self._near]
-
-        def content(rank: int, b: int, kind: str) -> Tensor:
-            theirs = self._whole.manifests[rank]
-            values, names = torch.zeros(theirs.sizes[b]), checkpoint.sources(plan, theirs.replica, manifest)[kind]
-            with _noting(why):  # Sent all the same: they wait for it.
-                for piece in theirs.pieces[b]:
-                    _fill(stored, names, piece, values[piece.at : piece.at + piece.stop - piece.start])
-            return values
-
-        for kind in targets:
-            self._whole.send_out(far, lambda rank, b, kind=kind: content(rank, b, kind))  # type: ignore[misc]
-        return why[0] if why else ""
+        """Every worker takes its part of the newest whole checkpoint, if any (`Restorer`)."""
+        self._folder.meet(group)
+        restorer = Restorer(self._executor, self._folder, group)
+        if (progress := restorer.restore(accept, warn)) is not None:
+            self.newest, self.read_bytes = progress.step, restorer.read_bytes
+        return progress is not None
 
     def adopt(self, weights: Mapping[str, Tensor] | None) -> None:
         """Every worker takes its part of a model, which rank 0 gives."""
@@ -414,31 +269,7 @@ class Checkpointer:
         return self._whole.collect(self._state.master if outer is None else outer.anchor)
 
     def close(self) -> None:
-        if self._receiver is not None:
-            self._receiver.close()
-
-
-@contextmanager
-def _noting(why: list[str]) -> Iterator[None]:
-    """Note why a checkpoint could not be read, and go on."""
-    try:
-        yield
-    except Corrupt as error:
-        why.append(str(error))
-
-
-def _fill(stored: Stored, kinds: Sequence[str], piece: Piece, owned: Tensor) -> None:
-    """Fill what a worker owns of a parameter with the mean of these kinds; zeros where there are none."""
-    if not kinds:
-        owned.zero_()
-    for number, kind in enumerate(kinds):
-        values = owned if number == 0 and owned.device.type == "cpu" else torch.empty(owned.shape)
-        for box in boxes(piece.slice, piece.shape, piece.start, piece.stop):
-            stored.fill(f"{kind}/{piece.name}", box.at, box.of(values))
-        if values is not owned:
-            owned.copy_(values) if number == 0 else owned.add_(values.to(owned.device))
-    if len(kinds) > 1:
-        owned.div_(len(kinds))
+        self._folder.close()
 
 
 def _failure(future: Future[_Ended]) -> str:
