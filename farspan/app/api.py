@@ -56,8 +56,8 @@ class Run:
         self, progress: Progress = silent, *, trust: bool = False, cluster: str | None = None,
         technique: str | None = None,
     ) -> Report:  # fmt: skip
-        """Go on from the newest whole checkpoint; a finished run is only reported. On another cluster (`here` is this
-        machine), or by another technique, what is left is planned anew."""
+        """Go on from the newest whole checkpoint; a finished run is only reported. For another cluster (`here` is
+        this machine) or technique it plans again what is left."""
         return training.resume(self.folder, progress, trust=trust, cluster=cluster, technique=technique)
 
     def status(self) -> jobs.Status:

@@ -9,16 +9,19 @@ import msgspec
 from farspan.app import choosing
 from farspan.app.checks import check_gpus, require_torch
 from farspan.app.clusters import given_cluster
+from farspan.app.configs import as_yaml
 from farspan.app.resolving import Resolved, prepare
 from farspan.app.updates import Chosen, Note, Progress, Ranked, silent
 from farspan.domain.cluster import Cluster
-from farspan.domain.codec import content_hash, parse_json, read_bytes, save
+from farspan.domain.cluster_json import save_cluster_json
+from farspan.domain.codec import content_hash, parse_json, read_bytes, save, write_atomically
 from farspan.domain.config import ParallelConfig, RunConfig
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Plan, unsound
 from farspan.domain.problems import Refusal, command
 from farspan.domain.results import Estimate
+from farspan.domain.run import RunFolder, RunRecord
 from farspan.planning.outcome import nothing_runs
 from farspan.planning.select import Selection
 from farspan.semantics.identity import identity, lasting
@@ -63,6 +66,20 @@ def best_plan(
 def write_plan(plan: Plan, cluster: Cluster, path: Path) -> None:
     """Write a plan to a file."""
     save(lasting(plan, cluster), path)
+
+
+def write_planned(run: RunFolder, planned: Planned, config: RunConfig, record: RunRecord) -> None:
+    """Write what a run's folder says of its plan, where it runs, and how it was asked for. plan.json comes last: it
+    makes the folder a run."""
+    from farspan.launch.trust import seal
+
+    cluster = planned.resolved.cluster
+    write_atomically(run.config, as_yaml(config))
+    save(planned.estimate, run.estimate)
+    save_cluster_json(cluster, run.cluster)
+    save(record, run.record)
+    seal(run)
+    write_plan(planned.plan, cluster, run.plan)
 
 
 def read_plan(path: Path) -> Plan:

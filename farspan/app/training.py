@@ -12,20 +12,19 @@ from pathlib import Path
 
 from farspan.app import clusters
 from farspan.app.checks import refuse_existing, require_torch
-from farspan.app.configs import as_yaml, refuse_edited
+from farspan.app.configs import refuse_edited
 from farspan.app.jobs import registered
-from farspan.app.plans import Planned, best_plan
+from farspan.app.plans import Planned, best_plan, write_planned
 from farspan.app.reporting import Report, write_report
 from farspan.app.resolving import resolve
 from farspan.app.updates import Ended, Note, Progress, Training, notes, silent
-from farspan.domain.cluster_json import load_cluster_json, save_cluster_json
-from farspan.domain.codec import load, load_yaml, save, to_json, write_atomically
+from farspan.domain.cluster_json import load_cluster_json
+from farspan.domain.codec import load, load_yaml, to_json, write_atomically
 from farspan.domain.config import RunConfig
 from farspan.domain.problems import Refusal, command
 from farspan.domain.results import Finished
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.units import counted, format_bytes
-from farspan.semantics.identity import lasting
 
 
 def start(path: Path, config: RunConfig, progress: Progress = silent, *, table: bool = False) -> RunFolder:
@@ -39,8 +38,6 @@ def start(path: Path, config: RunConfig, progress: Progress = silent, *, table: 
 
 def make(path: Path, config: RunConfig, planned: Planned, progress: Progress = silent) -> RunFolder:
     """Tell what a plan will take, and make its run directory at `path`."""
-    from farspan.launch.trust import seal
-
     resolved = planned.resolved
     progress(planned)
     _refuse_full_devices(planned)
@@ -54,14 +51,9 @@ def make(path: Path, config: RunConfig, planned: Planned, progress: Progress = s
         initial=str(Path(config.model.path).expanduser().resolve()) if config.model.path else None,
         launcher=clusters.launcher(config.parallel), asked=config,
     )  # fmt: skip
-    write_atomically(run.config, as_yaml(config))
     write_atomically(run.corpus, to_json(resolved.corpus))
     write_atomically(run.tokenizer, (resolved.corpus_folder / "tokenizer.json").read_bytes())
-    save(planned.estimate, run.estimate)
-    save_cluster_json(resolved.cluster, run.cluster)
-    save(record, run.record)
-    seal(run)
-    save(lasting(planned.plan, resolved.cluster), run.plan)
+    write_planned(run, planned, config, record)
     return run
 
 
@@ -86,9 +78,9 @@ def resume(
     technique: str | None = None,
 ) -> Report:  # fmt: skip
     """Go on with a run that was stopped, or report one that is finished. With `trust` its cluster's commands are run
-    also where it was not made here; without, such a run is refused. For another cluster or technique what is left is
-    planned anew."""
-    from farspan.app.replanning import newest_step, replan
+    also where it was not made here; without, such a run is refused. For another cluster or technique it plans what is
+    left again."""
+    from farspan.app.replanning import replan
     from farspan.launch import trust as trusting
     from farspan.report.history import is_complete
 
@@ -100,7 +92,7 @@ def resume(
         trusting.seal(run)
     trusting.require(run)
     if cluster is not None or technique is not None:
-        replan(run, progress, cluster=cluster, technique=technique, step=newest_step(run))
+        replan(run, progress, cluster=cluster, technique=technique)
     return train(run, progress)
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -38,7 +39,7 @@ KILL_S = 60.0
 SERVICE_S = 30.0
 
 
-class Workers:
+class Workers(ABC):
     """The workers of one plan. A launcher fills in `start`. Iterating yields their events until all have ended.
 
     Leaving the `with` block lets what still runs save, then ends it. Raises the Refusal of the first worker that
@@ -85,9 +86,9 @@ class Workers:
         #: Those that were ended from here, because others had failed or the user said so.
         self._culled: list[Process] = []
 
+    @abstractmethod
     def start(self) -> Iterator[Process]:
         """Start every process, one after another."""
-        raise NotImplementedError
 
     def __enter__(self) -> Workers:
         try:

@@ -28,7 +28,7 @@ class SoFar:
         self.step, self.steps = 0, steps
         #: When the last event was, in seconds since the epoch.
         self.at = 0.0
-        #: Steps of this start, and the seconds that its validations and saves took.
+        #: Steps of this start, and the seconds that its validations took; saves go on beside steps.
         self._made, self._pauses_s = 0, 0.0
 
     def take(self, event: Event) -> None:
@@ -47,7 +47,7 @@ class SoFar:
             case Validated():
                 self.validated, self._pauses_s = event, self._pauses_s + event.seconds
             case Saved():
-                self.saved, self._pauses_s = event, self._pauses_s + event.seconds
+                self.saved = event
 
     @property
     def tokens_per_s(self) -> float:
@@ -55,7 +55,7 @@ class SoFar:
         return median(step.tokens / step.step_s for step in tuple(self.recent))
 
     def left_s(self) -> float:
-        """Seconds until the last step: each takes the median of recent ones and its share of validations and saves."""
+        """Seconds until the last step: each takes the median of recent ones and its share of validations."""
         recent = tuple(self.recent)
         each_s = median(step.step_s for step in recent) + self._pauses_s / self._made
         return (self.steps - recent[-1].step) * each_s

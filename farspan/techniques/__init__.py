@@ -12,11 +12,7 @@ from farspan.domain.units import counted
 from farspan.estimate.network import NoLink
 from farspan.techniques._task import Task
 
-__all__ = ["INEXACT", "Task", "Technique", "names", "plan", "technique"]
-
-
-#: Techniques whose steps are not those of one synchronous computation: their losses are others.
-INEXACT = ("diloco",)
+__all__ = ["Task", "Technique", "exact", "names", "plan", "technique"]
 
 
 class Technique(Protocol):
@@ -43,6 +39,11 @@ def technique(name: str) -> Technique:
             key="parallel.technique",
         )  # fmt: skip
     return cast(Technique, importlib.import_module(f"{__name__}.{name}"))
+
+
+def exact(name: str) -> bool:
+    """Whether a technique's steps are those of one synchronous computation; its file says `EXACT = False` if not."""
+    return getattr(technique(name), "EXACT", True)
 
 
 def plan(name: str, task: Task) -> Plan | Problem:

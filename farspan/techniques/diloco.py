@@ -19,6 +19,8 @@ from farspan.techniques._out_of_memory import best
 from farspan.techniques._search.one_stage import rows_by_speed, too_few_rows
 from farspan.techniques._task import Task, cannot
 
+#: Its losses are not those of synchronous steps.
+EXACT = False
 #: Steps between meetings that are tried: those that Charles et al. (arXiv 2503.09799, section 5) compare beyond 1.
 EVERY = (10, 30, 100, 300)
 #: Seconds between meetings at most, where the fewest steps allow: only there workers hear that they shall stop or that

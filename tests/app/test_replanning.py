@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 import farspan
+from farspan.domain.codec import load_yaml
+from farspan.domain.config import RunConfig
 from farspan.domain.results import Step, read_events
 from farspan.domain.run import RunFolder
 from tests.app.test_api import papers  # noqa: F401 - a fixture
@@ -72,6 +74,8 @@ def test_what_one_technique_began_another_ends_with_the_same_losses(tmp_path: Pa
     run, first = RunFolder(Path("moved")), farspan.Run("whole").folder.load_plan()
     assert [file.stem for file in run.plans.iterdir()] == [first.hash]
     assert run.load_plan().technique == "pipeshard" and run.load_plan().train == first.train
+    parallel = load_yaml(run.config, RunConfig).parallel
+    assert (parallel.cluster, parallel.technique, parallel.allow) == ("other.yaml", "pipeshard", ())
     measured = json.loads(call("report", "moved", "--json").stdout)["measurement"]
     assert measured["steps"] == 400
     assert call("resume", "moved", "--technique", "data").stdout.startswith("this run is finished")
@@ -91,6 +95,9 @@ def test_the_newest_weights_of_a_running_job_can_be_used(tmp_path: Path) -> None
         for _ in range(5):
             assert run.generate("w", tokens=3)
         assert (run.export("model") / "model.safetensors").exists()
+        before = run.folder.plan.read_bytes()
+        busy = call("resume", "job", "--technique", "data")
+        assert busy.returncode == 33 and run.folder.plan.read_bytes() == before, busy.stderr
         assert job.poll() is None
     finally:
         os.kill(job.pid, signal.SIGINT)

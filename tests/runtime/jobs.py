@@ -88,7 +88,7 @@ def restore_and_save(group: Group, plan: Plan, path: Path) -> tuple[int, int]:
     """From the newest checkpoint, which is written anew: bytes of tensors that were read, and that this worker owns."""
     with trainer(group, plan, path) as (made, _):
         made.restore()
-        made._saved_step = -1
+        made.saves.step = -1
         made.save(last=True)
         owned = sum(
             4 * (piece.stop - piece.start)

@@ -37,8 +37,6 @@ from farspan.runtime.state.full_state import Piece
 UNSAVED = 3
 #: How often rank 0 looks whether all parts of a checkpoint are there.
 POLL_S = 0.02
-#: What a worker has by bucket, by kind of tensors.
-Flats = Mapping[str, Sequence[Tensor]]
 
 
 class Written(NamedTuple):

@@ -15,11 +15,11 @@ from farspan.domain.codec import load
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.plan import Plan, row_quantum
 from farspan.domain.problems import Refusal
-from farspan.domain.results import Event, Saved, Step, Traced, Validated, Warned
+from farspan.domain.results import Event, Step, Traced, Validated, Warned
 from farspan.domain.run import RunFolder
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.checkpoint.checkpoint import Unsaved
-from farspan.runtime.checkpoint.checkpointer import Checkpointer, Written
+from farspan.runtime.checkpoint.checkpointer import Checkpointer
 from farspan.runtime.checkpoint.manifest import TrainingProgress
 from farspan.runtime.comm.collective import Group
 from farspan.runtime.device import peak_memory
@@ -30,6 +30,7 @@ from farspan.runtime.state.train_state import TrainState
 from farspan.runtime.time_budget import RunWork
 from farspan.runtime.training.data import Order, Windows
 from farspan.runtime.training.loss_outlier import PATIENCE, LossOutliers
+from farspan.runtime.training.saves import Saves
 from farspan.runtime.training.shared_clock import SharedClock
 from farspan.runtime.training.validation import LossSums, Validation
 from farspan.semantics.identity import training_key
@@ -82,10 +83,14 @@ class Trainer:
         self.order = Order(worker.train.count, worker.plan.train.seed)
         self.checkpointer = Checkpointer(worker.executor, worker.run.checkpoints, worker.plan.train.keep, monotonic)
         self.strays = LossOutliers(worker.executor.topology.replica, worker.plan.train.seq_len)
-        self.background, self.training = background, training_key(worker.plan)
+        self.training = training_key(worker.plan)
         self.progress = TrainingProgress(step=0, plan=worker.plan.hash, training=self.training, elapsed_s=0.0)
         self.validation = Validation(worker.plan, worker.group, worker.executor, worker.val, self._to_device)
         self.pacing = SharedClock(worker.plan, self._work(), lambda: self.elapsed_s)
+        self.saves = Saves(
+            self.checkpointer, worker.group, self.pacing, lambda event: worker.emit(event), self._warn, worker.clock,
+            background=background,
+        )  # fmt: skip
         #: Updates made so far, by this start and those before it, and updates in all.
         self.step, self.steps = 0, worker.plan.train.steps
         self.loss_scale = FIRST_LOSS_SCALE if worker.plan.train.precision == "fp16" else 1.0
@@ -94,7 +99,7 @@ class Trainer:
         self._saved_at = monotonic()
         self._started = self._saved_at if began is None else began
         self._first_step = 0
-        self._saved_step = self._validated_step = -1
+        self._validated_step = -1
         self._sample = LossSums()
 
     @property
@@ -128,7 +133,7 @@ class Trainer:
                 self.worker.emit(
                     Traced(at=self.worker.clock(), step=self.step, rank=self.worker.group.rank, spans=spans.take())
                 )
-            self._tell(self.checkpointer.poll())
+            self.saves.tell()
             together, first = self._together(), self.step == self._first_step + 1
             unknown = self.pacing.stepped(self.step) if together or first else False
             if not together:
@@ -154,7 +159,7 @@ class Trainer:
         if outer is not None and outer.under_way and reason != "interrupted":
             outer.finish()
             self.worker.executor.param_gather.publish()
-            self._saved_step = self._validated_step = -1  # This is not the model that had been saved or validated.
+            self.saves.step = self._validated_step = -1  # This is not the model that had been saved or validated.
         self.save(last=True)
         if reason != "interrupted":
             self._validate(last=True)
@@ -325,10 +330,8 @@ class Trainer:
         best = not known and self._is_best(sample.mean)
         self.worker.emit(self._validated(sums, sample if last else None, best, self.monotonic() - began))
         if best:
-            self._settle()
             try:
-                self.checkpointer.begin(self._current(), self.worker.group, best=self.worker.run.best)
-                self.checkpointer.settle(self.worker.group)
+                self.saves.best(self._current(), self.steps, self.worker.run.best)
             except Unsaved as error:
                 # Those that are there are still the best: the next loss below theirs is written.
                 self.progress = replace(self.progress, best_loss=before)
@@ -388,40 +391,9 @@ class Trainer:
         )  # fmt: skip
 
     def save(self, *, due: bool = False, last: bool = False, wait: bool = False) -> bool:
-        """Begin to write a checkpoint of the state as it is, unless that was the last one; wait for it where training
-        does not go on. Returns whether it is there, or on its way. Raises Refusal (disk-full) where the run cannot go
-        on without."""
+        """Save the state as it is (`Saves.save`)."""
         self._saved_at = self.monotonic()
-        if self.step != self._saved_step:
-            self._settle()
-            try:
-                self.checkpointer.begin(self._current(), self.worker.group, due=due)
-            except Unsaved as error:
-                self._warn(self.checkpointer.excuse(str(error), self.step, self.steps, due=due, last=last))
-                return False
-            self._saved_step = self.step
-        return True if self.background and not (last or wait) else self._settle(last=last)
-
-    def _settle(self, *, last: bool = False) -> bool:
-        """Wait for the checkpoint that is being written, if any; whether it is in its place."""
-        step, due = self.checkpointer.pending
-        try:
-            self._tell(self.checkpointer.settle(self.worker.group))
-        except Unsaved as error:
-            self._saved_step = -1
-            self._warn(self.checkpointer.excuse(str(error), step, self.steps, due=due, last=last))
-            return False
-        return True
-
-    def _tell(self, written: Written | None) -> None:
-        """Rank 0 says that a checkpoint is in its place, and notes what that took."""
-        if written is None:
-            return
-        self.pacing.saved(written.seconds)
-        self.worker.emit(Saved(
-            at=self.worker.clock(), step=written.step, path=str(written.path), size_bytes=written.size,
-            seconds=written.seconds,
-        ))  # fmt: skip
+        return self.saves.save(self._current(), self.steps, due=due, last=last, wait=wait)
 
     def _warn(self, message: str) -> None:
         """Rank 0 says what all know."""
@@ -430,12 +402,10 @@ class Trainer:
 
     def restore(self) -> None:
         """Go on from the newest whole checkpoint, if any: every worker reads its part."""
-        if self.checkpointer.restore(self._adopt, self._warn, self.worker.group):
-            if (outer := self.worker.executor.outer) is not None:
-                # One whose steps all overflowed, or that owns nothing, sees no change: the others may.
-                outer.resume(any(self.worker.group.sum(outer.apart)))
-        else:
-            self._saved_step = -1
+        there = self.checkpointer.restore(self._adopt, self._warn, self.worker.group)
+        if there and (outer := self.worker.executor.outer) is not None:
+            # One whose steps all overflowed, or that owns nothing, sees no change: the others may.
+            outer.resume(any(self.worker.group.sum(outer.apart)))
 
     def _training_of(self, progress: TrainingProgress) -> str | None:
         """The training that a checkpoint is of. An earlier version's names its plan only, which may be a former one."""
@@ -456,6 +426,6 @@ class Trainer:
             )  # fmt: skip
         self.progress = replace(progress, plan=plan.hash, training=self.training)
         self.loss_scale, self.quiet, self.skipped = progress.loss_scale, progress.quiet, progress.skipped
-        self.step = self._saved_step = progress.step
+        self.step = self.saves.step = progress.step
         self.steps = progress.steps or plan.train.steps
         self.pacing.go_on_from(self.step, progress.share, progress.paces, told=progress.told)
