@@ -56,6 +56,8 @@ def _in_time(attempt: Callable[[], None], seconds: float) -> str | None:
         try:
             attempt()
             faults.clear()
+        except TimeoutError:  # The attempt has the same limit: either may be the first to reach it.
+            return
         except (OSError, http.client.HTTPException) as error:
             faults[:] = [getattr(error, "strerror", None) or str(error)]
 
@@ -76,6 +78,8 @@ def _ask(endpoint: str) -> None:
         if error.code in _AWAY:
             raise OSError(f"HTTP {error.code}, {error.reason}") from None
     except urllib.error.URLError as error:
+        if isinstance(error.reason, TimeoutError):
+            raise error.reason from None
         # Whose certificates count is for the hub's libraries to say.
         if not isinstance(error.reason, ssl.SSLError):
             raise OSError(getattr(error.reason, "strerror", None) or str(error.reason)) from None
