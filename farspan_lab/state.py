@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from farspan.domain.cluster import READY, STARTING
+from farspan.domain.cluster import READY, SPARE, STARTING, TAKEN
 from farspan.domain.codec import load, parse_json, save
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.units import counted
@@ -116,8 +116,14 @@ def enter(status: Status, site: str, device: int | None = None) -> list[str]:
     held, free = ([f"echo {word[kind]} > {shlex.quote(str(word[0]))}" for word in quotas] for kind in (1, 2))
     ready = shlex.quote("\n".join(f"{file}={value}" for file, value, _ in quotas))
     starting = " && ".join([*free, f"export {READY}={ready}"])
-    joins = [f'if [ -n "${STARTING}" ]; then {starting}; else {" && ".join([*held, "true"])}; fi']
-    joins += [f"echo $$ > {shlex.quote(group)}/cgroup.procs" for group in groups]
+    joined = [f"echo $$ > {shlex.quote(group)}/cgroup.procs" for group in groups]
+    taken = shlex.quote("\n".join([*(f"{file}={value}" for file, _, value in quotas),
+                                   *(f"{group}/cgroup.procs=0" for group in groups)]))  # fmt: skip
+    # A spare is confined when it becomes the device's worker: it must neither take from the worker that is there nor
+    # set it free.
+    spare = f"export {TAKEN}={taken} {READY}={ready}"
+    confined = f'if [ -n "${STARTING}" ]; then {starting}; else {" && ".join([*held, "true"])}; fi'
+    joins = [f'if [ -n "${SPARE}" ]; then {spare}; else {" && ".join([confined, *joined])}; fi']
     # Entering a mount namespace leads to its top folder; the way back is found by name.
     script = " && ".join([*joins, f"exec env {' '.join(_CHOSEN)} {shlex.join(words)} "
                           """sh -c 'cd "$0" && exec "$@"' "$PWD" "$@" """])  # fmt: skip

@@ -39,13 +39,14 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def best_plan(
-    resolved: Resolved, parallel: ParallelConfig, progress: Progress = silent, *, table: bool = False
-) -> Planned:
+    resolved: Resolved, parallel: ParallelConfig, progress: Progress = silent, *, table: bool = False,
+    trials: bool = True,
+) -> Planned:  # fmt: skip
     """The best plan of the techniques that run.yaml allows, on all devices or on some; of one that it names, on all.
 
-    With `table` tells how they compare. Raises Refusal where none fits.
+    With `table` tells how they compare; without `trials` goes by what is predicted. Raises Refusal where none fits.
     """
-    named, several = parallel.technique != "auto", len(resolved.cluster.devices) > 1
+    named, several = parallel.technique != "auto", trials and len(resolved.cluster.devices) > 1
     question = choosing.question_of(resolved, parallel)
     selection = choosing.choose(resolved, parallel, progress, paying=True) if several and not named else None
     ranking = question.rank(resolved.cluster) if selection is None else selection.ranking

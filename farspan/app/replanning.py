@@ -6,6 +6,8 @@ losses. What the old plan was lies in `plans/` of the run's folder.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
 from farspan.app import clusters
@@ -36,20 +38,48 @@ def replan(
     from farspan.launch.lock import locked
 
     with locked(run.lock, "this run is being trained already", run.path):
-        old, record, config = run.load_plan(), load(run.record, RunRecord), load_yaml(run.config, RunConfig)
+        config = load_yaml(run.config, RunConfig)
         parallel = _parallel(config.parallel, cluster, technique)
         asked = msgspec.structs.replace(config, parallel=parallel)
-        resolved = Resolved(
-            model=old.model, train=old.train, cluster=_cluster(asked, run, cluster),
-            corpus=load(run.corpus, CorpusManifest), corpus_folder=record.corpus_folder, warnings=(), origin={},
-        )  # fmt: skip
-        planned = best_plan(resolved, _exact(parallel, old), progress)
-        progress(Note(_change(run, old, planned, status(run).saved_step or 0)))
-        run.plans.mkdir(exist_ok=True)
-        save(old, run.plans / f"{old.hash}.json")
-        launcher = clusters.launcher(parallel)
-        write_planned(run, planned, asked, msgspec.structs.replace(record, launcher=launcher, asked=asked))
+        planned = best_plan(_left(run, _cluster(asked, run, cluster)), _exact(parallel, run.load_plan()), progress)
+        adopt(run, planned, progress, asked)
     return planned
+
+
+def planned_without(run: RunFolder, gone: Collection[str]) -> Planned:
+    """A plan for what is left of a run without some hosts of its cluster, by what is predicted alone: nothing is tried
+    while machines wait. Raises Refusal where nothing fits."""
+    whole, config = load_cluster_json(run.cluster), load_yaml(run.config, RunConfig)
+    sites = tuple(
+        msgspec.structs.replace(site, hosts=hosts)
+        for site in whole.sites if (hosts := tuple(host for host in site.hosts if host.name not in gone))
+    )  # fmt: skip
+    names = {site.name for site in sites} | {host.name for site in sites for host in site.hosts}
+    links = tuple(link for link in whole.links if {link.a, link.b} <= names)
+    parallel = msgspec.structs.replace(config.parallel, technique="auto", workers="auto")
+    left = _left(run, msgspec.structs.replace(whole, sites=sites, links=links))
+    return best_plan(left, _exact(parallel, run.load_plan()), trials=False)
+
+
+def adopt(run: RunFolder, planned: Planned, progress: Progress = silent, asked: RunConfig | None = None) -> None:
+    """Say what a plan for the rest of a run changes, and make it the run's; `asked` is its new run.yaml, if any."""
+    old, record = run.load_plan(), load(run.record, RunRecord)
+    config = asked or load_yaml(run.config, RunConfig)
+    progress(Note(_change(run, old, planned, status(run).saved_step or 0)))
+    run.plans.mkdir(exist_ok=True)
+    save(old, run.plans / f"{old.hash}.json")
+    if asked is not None:
+        record = msgspec.structs.replace(record, launcher=clusters.launcher(asked.parallel), asked=asked)
+    write_planned(run, planned, config, record)
+
+
+def _left(run: RunFolder, cluster: Cluster) -> Resolved:
+    """What a run still has to be planned for."""
+    plan, record = run.load_plan(), load(run.record, RunRecord)
+    return Resolved(
+        model=plan.model, train=plan.train, cluster=cluster, corpus=load(run.corpus, CorpusManifest),
+        corpus_folder=record.corpus_folder, warnings=(), origin={},
+    )  # fmt: skip
 
 
 def _parallel(given: ParallelConfig, cluster: str | None, technique: str | None) -> ParallelConfig:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -17,12 +13,10 @@ from farspan.app.jobs import registered
 from farspan.app.plans import Planned, best_plan, write_planned
 from farspan.app.reporting import Report, write_report
 from farspan.app.resolving import resolve
-from farspan.app.updates import Ended, Note, Progress, Training, notes, silent
-from farspan.domain.cluster_json import load_cluster_json
-from farspan.domain.codec import load, load_yaml, to_json, write_atomically
+from farspan.app.updates import Ended, Note, Progress, silent
+from farspan.domain.codec import load, to_json, write_atomically
 from farspan.domain.config import RunConfig
 from farspan.domain.problems import Refusal, command
-from farspan.domain.results import Finished
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.units import counted, format_bytes
 
@@ -102,28 +96,18 @@ def train(run: RunFolder, progress: Progress = silent) -> Report:
     On the main thread Ctrl-C and SIGTERM save first and then raise Refusal (interrupted). No worker is left behind,
     however it ends.
     """
-    from farspan.launch.launchers import launch
+    from farspan.app.supervisor import Supervisor
     from farspan.report.tensorboard import TensorBoard
 
     require_torch()
-    plan, record, config = run.load_plan(), load(run.record, RunRecord), load_yaml(run.config, RunConfig)
-    cluster_name = config.parallel.cluster or ""
-    cluster = clusters.find(cluster_name) if clusters.is_external(cluster_name) else load_cluster_json(run.cluster)
+    plan, record = run.load_plan(), load(run.record, RunRecord)
     board, ended, reported = TensorBoard(run.tensorboard), None, None
-    if record.launcher != "local" or len(cluster.hosts) > 1:
+    if record.launcher != "local" or len({device.host for device in plan.devices}) > 1:
         hosts = ", ".join(dict.fromkeys(device.host for device in plan.devices))
         progress(Note(f"starting {counted(len(plan.devices), 'worker')} on {hosts} through {record.launcher}"))
     try:
-        with (
-            registered(run),
-            launch(record.launcher, plan, run, cluster) as workers,
-            _passing_signals(workers.interrupt, progress),
-        ):
-            progress(Training(plan))
-            for event in workers:
-                progress(event)
-                board.show(event)
-                ended = event if isinstance(event, Finished) else ended
+        with registered(run):
+            ended = Supervisor(run, progress, board.show).train()
     finally:
         progress(Ended())
         if run.events.exists():
@@ -134,23 +118,3 @@ def train(run: RunFolder, progress: Progress = silent) -> Report:
             where=run.path, fact="nothing of it is lost", remedy=command("resume", run.path),
         )  # fmt: skip
     return reported or write_report(run.path)
-
-
-@contextmanager
-def _passing_signals(interrupt: Callable[[], None], progress: Progress) -> Iterator[None]:
-    """While workers run, Ctrl-C and SIGTERM ask them to save; a second one ends them at once. Only the main thread can
-    take signals: elsewhere they stay with whom they belong to."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def handle(number: int, frame: object) -> None:
-        notes(progress)("saving; once more to stop at once")
-        interrupt()
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

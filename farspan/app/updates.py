@@ -1,7 +1,7 @@
 """What a function of the API tells while it works: one callback takes every update, by its type.
 
-Updates are `Note`, `Ranked`, `Tried`, `Chosen` and `Training` of this file, `Planned` of `plans`, the events of a
-run (`domain.results`), the `Work` on an index, and `Ended`, after which no live display is wanted.
+Updates are `Note`, `Ranked`, `Tried`, `Chosen`, `Training` and `Faulted` of this file, `Planned` of `plans`, the
+events of a run (`domain.results`), the `Work` on an index, and `Ended`, after which no live display is wanted.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from farspan.domain.plan import Plan
+from farspan.domain.problems import Problem
 from farspan.domain.trial import Trial
 from farspan.planning.rank import Candidate, Ranking
 from farspan.planning.select import Selection
@@ -47,6 +48,14 @@ class Training(msgspec.Struct, frozen=True):
     """Workers start; the events of their run follow."""
 
     plan: Plan
+
+
+class Faulted(msgspec.Struct, frozen=True):
+    """Workers of a run were lost, and it starts again by itself: why, the last step that was heard of, and how."""
+
+    problem: Problem
+    step: int
+    text: str
 
 
 class Ended(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from types import TracebackType
 import rich.console
 
 from farspan.app.plans import Planned
-from farspan.app.updates import Chosen, Ended, Note, Ranked, Training, Tried
+from farspan.app.updates import Chosen, Ended, Faulted, Note, Ranked, Training, Tried
 from farspan.cli.console import Console
 from farspan.cli.index_progress import IndexProgress
 from farspan.cli.plan_table import paragraph, say_ranking
@@ -33,7 +33,7 @@ class Show:
     def __call__(self, update: object) -> None:
         say = self._console.say
         match update:
-            case Note():
+            case Note() | Faulted():
                 say(update.text)
             case Ranked():
                 say_ranking(update.ranking, self._console)

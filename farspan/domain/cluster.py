@@ -26,6 +26,9 @@ SITE_BANDWIDTH = 10e9 / 8
 #: Variables of a worker's environment, for `WorkerSlot.enter`: STARTING is set where the worker may start unconfined;
 #: READY then names a file a line and what to write there, `FILE=TEXT`, once it has started.
 STARTING, READY = "FARSPAN_STARTING", "FARSPAN_READY"
+#: As STARTING, where the process is a spare that may never be that device's worker; TAKEN then names, as READY does,
+#: what to write when it becomes one.
+SPARE, TAKEN = "FARSPAN_SPARE", "FARSPAN_TAKEN"
 #: The number of a worker's GPU among those that it sees, where a launcher hides the others; else the plan's holds.
 GIVEN = "FARSPAN_GIVEN_GPU"
 

@@ -129,6 +129,9 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     checkpoint: CheckpointConfig = CheckpointConfig()
     budget: BudgetConfig = BudgetConfig()
     index: IndexConfig = IndexConfig()
+    #: After a lost worker, host or link: start again, with a new plan where a host stays away (`recover`); start again
+    #: once all are there (`wait`); or end the run (`stop`).
+    on_fault: Literal["recover", "wait", "stop"] = "recover"
 
     @property
     def data_config(self) -> DataConfig:

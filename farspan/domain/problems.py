@@ -48,6 +48,7 @@ EXIT_CODES = {
     "run-untrusted": 42,
     "device-unusable": 43,
     "not-running": 44,
+    "superseded": 45,
     "interrupted": 130,
 }
 
@@ -75,6 +76,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cause: Cause | None = None
     #: The key of run.yaml whose value is refused.
     key: str | None = None
+    #: The step, from 0 on, whose gradient was not finite.
+    step: int | None = None
     #: The signal that ended a worker ("SIGKILL"), its rank and host, and the last line of its log.
     signal: str | None = None
     rank: int | None = None

@@ -163,6 +163,21 @@ class Started(_Event, frozen=True, kw_only=True, tag="started"):
     estimate: Estimate | None
     #: Of all devices together, at the run's precision; None where it is not known.
     peak_flops: float | None
+    #: Seconds that the run had used up by then, as its time budget counts them; None of an earlier version's.
+    used_s: float | None = None
+
+
+class Recovered(_Event, frozen=True, kw_only=True, tag="recovered"):
+    """After a fault workers go on, without a person: from `step`, which makes `lost` steps to do again. The fault was
+    seen `down_s` seconds ago."""
+
+    step: int
+    epoch: int
+    fault: Problem
+    lost: int
+    down_s: float
+    #: Whether the run goes on under another plan.
+    replanned: bool = False
 
 
 class Step(_Event, frozen=True, kw_only=True, tag="step"):
@@ -265,7 +280,7 @@ class Finished(_Event, frozen=True, kw_only=True, tag="finished"):
     problem: Problem | None = None
 
 
-Event = Started | Step | Validated | Saved | Sampled | Warned | Traced | Finished
+Event = Started | Recovered | Step | Validated | Saved | Sampled | Warned | Traced | Finished
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):

@@ -88,6 +88,8 @@ class RunFolder:
         self.best = path / "checkpoints" / "best"
         self.logs = path / "logs"
         self.lock = path / "lock"
+        #: Which start of the run may write (`domain.epoch`).
+        self.epochs = path / "epochs.json"
         self.job = path / "job.json"
         self.seal = path / "seal"
         self.tensorboard = path / "tensorboard"

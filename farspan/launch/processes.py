@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Protocol
@@ -93,12 +93,13 @@ class HostProcess:
     With `said` its standard input begins with that, and ends when the process is asked to stop or its launcher is gone.
     With `hold` it is run by `stop_on_stdin`, as what a client starts always is: it would not notice that itself.
     The `secret` of the run goes to workers the same way: everybody on a machine can read a command line. The end of
-    their standard input tells them that this launcher is gone, too.
+    their standard input tells them that this launcher is gone, too. `variables` are for what enters the host.
     """
 
     def __init__(
         self, host: Host, ranks: tuple[int, ...], words: Sequence[str], *, log: IO[bytes], keep_open: int,
         device: int | None = None, said: bytes | None = None, hold: bool = False, secret: str | None = None,
+        variables: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         self._host, self._ranks = host, ranks
         self._stops_with_input = said is not None
@@ -113,7 +114,8 @@ class HostProcess:
         self._process = subprocess.Popen(
             command(host, words, device=device), bufsize=0, stdout=log, stderr=log,
             stdin=subprocess.DEVNULL if said is None else subprocess.PIPE,
-            env={**os.environ, STARTING: "1"} if ranks else None, start_new_session=True, pass_fds=[keep_open],
+            env={**os.environ, **({STARTING: "1"} if ranks else {}), **(variables or {})}, start_new_session=True,
+            pass_fds=[keep_open],
         )  # fmt: skip
         if said and self._process.stdin is not None:
             with suppress(BrokenPipeError):  # It has ended already: how says more.
@@ -145,6 +147,10 @@ class HostProcess:
             self._process.stdin.close()
         else:
             self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """End at once what was started here, which has no ranks."""
+        self._process.kill()
 
     def _say(self, word: bytes) -> None:
         assert self._process.stdin is not None

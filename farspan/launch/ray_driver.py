@@ -134,7 +134,7 @@ def run(job: Job, secret: str) -> list[WorkerEnd | None]:
     for rank, (host, actor, place) in enumerate(zip(job.ranks, actors, places, strict=True)):
         environment = worker_environment(job.threads[rank]) | {
             "RANK": str(rank), "WORLD_SIZE": str(len(actors)), "MASTER_ADDR": places[0].address,
-            "MASTER_PORT": str(places[0].port), SECRET: ON_STDIN, HOME: job.home,
+            "MASTER_PORT": str(places[0].port), SECRET: ON_STDIN, **job.environment,
         }  # fmt: skip
         if place.interface:
             environment |= {"GLOO_SOCKET_IFNAME": place.interface, "NCCL_SOCKET_IFNAME": place.interface}
@@ -217,7 +217,7 @@ def _poll(job: Job, rank: int, actor: Any) -> WorkerEnd | None:
         cause = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return WorkerEnd(problem=Problem(
         code="worker-lost", what=f"rank {rank} on {host} was lost", where=f"host {host}", fact=cause,
-        remedy=command("resume", job.home),
+        remedy=command("resume", job.environment[HOME]),
     ))  # fmt: skip
 
 

@@ -69,6 +69,8 @@ class RemoteRun:
             moved = msgspec.structs.replace(record, corpus=str(corpus), initial=self._send_initial(record.initial))
             files = [path for path in sent if path.exists()]
             self._put([(path, path.name) for path in files], self._there.path, {"run.json": to_json(moved)})
+        if self._here.epochs.exists():
+            self._put([(self._here.epochs, self._here.epochs.name)], self._there.path)
         # What was recorded there and never came back comes now.
         self._pulled = self._here.events.stat().st_size if self._here.events.exists() else 0
         self.pull()

@@ -9,28 +9,33 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, NamedTuple
+
+import msgspec
 
 from farspan.domain.cluster import Cluster, Host
 from farspan.domain.codec import cut_unfinished_line, parse_json
-from farspan.domain.plan import Plan
+from farspan.domain.epoch import EPOCH, Epoch
+from farspan.domain.plan import Plan, PlannedDevice
 from farspan.domain.problems import EXIT_CODES, Problem, Refusal
 from farspan.domain.problems import command as farspan
 from farspan.domain.results import Event, Finished, Started, Step, decoded, load_estimate
-from farspan.domain.run import RunFolder
+from farspan.domain.run import HOME, RunFolder
 from farspan.domain.units import format_bytes
-from farspan.launch.hosts import ask, quoted
-from farspan.launch.lock import locked
+from farspan.launch.hosts import ask, by_client, quoted
+from farspan.launch.lease import Lease
 from farspan.launch.processes import Process, run_folder
 from farspan.launch.remote_run import RemoteRun
+from farspan.launch.spares import SpareProcess, Spares
 
 #: How often the event file and the processes are looked at.
 POLL_S = 0.1
-#: After one worker has failed the others get this long to end by themselves: they may be writing a message, of a link
-#: that is cut one side may hear two heartbeats before the other, and rank 0 stays as long again to say who is lost.
-GRACE_S = 12.0
+#: After one worker has failed the others get this long to end by themselves: they may be writing a message, and of a
+#: link that is cut one side may notice later. Rank 0 stays 2 s to say who is lost (`runtime.comm.heartbeat`).
+GRACE_S = 5.0
 #: After an interrupt workers get this long to finish their step and save.
 SAVE_S = 600.0
 #: Who was killed is gone within this: a worker of a slow device has memory to give back.
@@ -39,11 +44,19 @@ KILL_S = 60.0
 SERVICE_S = 30.0
 
 
+class Held(NamedTuple):
+    """What a start of a run needs of who supervises it."""
+
+    lease: Lease
+    epoch: Epoch
+    spares: Spares
+
+
 class Workers(ABC):
     """The workers of one plan. A launcher fills in `start`. Iterating yields their events until all have ended.
 
-    Leaving the `with` block lets what still runs save, then ends it. Raises the Refusal of the first worker that
-    failed, and refuses a run whose workers still run.
+    They are of the epoch that is `held`, without it of one of their own. Leaving the `with` block lets what still runs
+    save, then ends it. Raises the Refusal of the first worker that failed, and refuses a run whose workers still run.
     """
 
     #: Whether the launcher can start rank 0 on a host that does not see the run directory.
@@ -51,7 +64,9 @@ class Workers(ABC):
     #: Whether checkpoints of such a host are brought back.
     fetches = True
 
-    def __init__(self, plan: Plan, run: RunFolder, cluster: Cluster, argument: str = "") -> None:
+    def __init__(
+        self, plan: Plan, run: RunFolder, cluster: Cluster, argument: str = "", held: Held | None = None
+    ) -> None:
         self.plan, self.run, self.cluster, self.argument = plan, run, cluster, argument
         planned = {device.host for device in plan.devices}
         #: Those that the plan uses, rank 0's first.
@@ -71,7 +86,9 @@ class Workers(ABC):
                 remedy="--launcher local, which sends it there",
             )  # fmt: skip
         run.logs.mkdir(parents=True, exist_ok=True)
-        self._lock = locked(run.lock, "this run is being trained already", run.path)
+        #: A lease that ends with these workers; where they are held it goes on.
+        self._own = Lease(run) if held is None else None
+        self._held = held or Held(self._own, self._own.begin(), Spares())  # type: ignore[arg-type, union-attr]
         for stale in run.logs.glob("rank-*.problem.json"):
             stale.unlink()
         if run.events.exists():
@@ -85,6 +102,12 @@ class Workers(ABC):
         self.processes: list[Process] = []
         #: Those that were ended from here, because others had failed or the user said so.
         self._culled: list[Process] = []
+        #: Those whose words were looked at for who is lost.
+        self._heard: list[Process] = []
+        #: When the first of them was seen to have failed, by the monotonic clock.
+        self.failed_at: float | None = None
+        #: Processes that this machine's kernel had ended for memory before these were started.
+        self._killed_before = _kernel_kills()
 
     @abstractmethod
     def start(self) -> Iterator[Process]:
@@ -116,7 +139,16 @@ class Workers(ABC):
     @property
     def keep_open(self) -> int:
         """The descriptor of the run's lock, for processes to inherit."""
-        return self._lock.fileno()
+        return self._held.lease.keep_open
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What all workers are told: where farspan was asked to train, and the epoch that they are of."""
+        return {HOME: str(self.run.path.absolute()), EPOCH: msgspec.json.encode(self._held.epoch).decode()}
+
+    def spare(self, device: PlannedDevice) -> SpareProcess | None:
+        """A warm process that waits for this device, if one does."""
+        return self._held.spares.take(device.host, device.index, device.threads)
 
     def log(self, name: str) -> IO[bytes]:
         """A log on this machine, to be closed with the others."""
@@ -146,7 +178,7 @@ class Workers(ABC):
         self._end()
 
     def __iter__(self) -> Iterator[Event]:
-        position, failed_at = self._events_from, None
+        position = self._events_from
         while True:
             codes = [process.poll() for process in self.processes if process.ranks]
             if self._away is not None:
@@ -158,9 +190,11 @@ class Workers(ABC):
             if None not in codes:
                 break
             # Of those that were asked to end some may say that they failed; the others are saving.
-            if failed_at is None and self._interrupted_at is None and any(codes):
-                failed_at = time.monotonic()
-            waited = time.monotonic() - failed_at if failed_at is not None else 0.0
+            if self.failed_at is None and self._interrupted_at is None and any(codes):
+                self.failed_at = time.monotonic()
+            if self.failed_at is not None:
+                self._end_lost()
+            waited = time.monotonic() - self.failed_at if self.failed_at is not None else 0.0
             saving = time.monotonic() - self._interrupted_at if self._interrupted_at is not None else 0.0
             if waited > GRACE_S or saving > SAVE_S:
                 self._end()
@@ -169,6 +203,19 @@ class Workers(ABC):
         if self._away is not None and self.fetches:
             self._away.fetch()
         self._refuse_if_failed()
+
+    def _end_lost(self) -> None:
+        """End at once whom the others have lost: it stands still, or a link to it is cut, and it will not end by
+        itself."""
+        for process in self.processes:
+            if process in self._heard or not process.ranks or not process.poll():
+                continue
+            self._heard.append(process)
+            for closeness, problem in self._problems(process):
+                for other in self.processes if closeness == 2 else ():
+                    if other.ranks == (problem.rank,) and other.poll() is None:
+                        self._culled.append(other)
+                        other.signal(signal.SIGKILL)
 
     def _gather(self) -> None:
         """Fetch what workers on hosts of their own disk have recorded, for the report."""
@@ -229,6 +276,8 @@ class Workers(ABC):
         if code == -signal.SIGKILL:
             cause += f", as the kernel does when memory runs out{self._memory(process, rank)}"
         name = next((name for name, number in EXIT_CODES.items() if number == code), "worker-lost")
+        if code == -signal.SIGKILL and not by_client(process.host) and _kernel_kills() > self._killed_before:
+            name = "out-of-memory"
         last_words = _last_line(self.words(log))
         return Problem(
             code=name, what=f"rank {rank} on {process.host.name} was lost", where=str(log),
@@ -280,8 +329,10 @@ class Workers(ABC):
                 process.wait(timeout=SERVICE_S)
             except subprocess.TimeoutExpired:  # As where a link is cut: the request does not arrive.
                 process.signal(signal.SIGKILL)
-        for file in (*self._logs, self._lock):
+        for file in self._logs:
             file.close()
+        if self._own is not None:
+            self._own.close()
 
 
 def _new_lines(path: Path, position: int) -> tuple[int, list[bytes]]:
@@ -293,6 +344,15 @@ def _new_lines(path: Path, position: int) -> tuple[int, list[bytes]]:
         content = file.read()
     whole = content[: content.rfind(b"\n") + 1]
     return position + len(whole), whole.splitlines()
+
+
+def _kernel_kills() -> int:
+    """How many processes the kernel of this machine has ended since it began, because memory ran out (Linux)."""
+    with suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
 
 
 def _last_line(text: str) -> str:

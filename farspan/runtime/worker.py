@@ -27,11 +27,13 @@ from farspan._version import __version__
 from farspan.corpus import tokenizer as tokenizers
 from farspan.corpus.tokens import TokenFile, fingerprint
 from farspan.domain import catalog
+from farspan.domain import epoch as epochs
 from farspan.domain.codec import load, save
 from farspan.domain.corpus import CorpusManifest
+from farspan.domain.epoch import Epoch
 from farspan.domain.plan import Plan, unsound
 from farspan.domain.problems import Problem, Refusal
-from farspan.domain.results import Event, Finished, Sampled, Started, load_estimate
+from farspan.domain.results import Event, Finished, Recovered, Sampled, Started, load_estimate
 from farspan.domain.run import ON_STDIN, SECRET, RunFolder, RunRecord
 from farspan.domain.units import counted, format_bytes
 from farspan.runtime.checkpoint import checkpoint
@@ -112,7 +114,9 @@ def compile_blocks(model: Decoder, device: torch.device) -> None:
         block.forward = torch.compile(block.forward)
 
 
-def train(plan: Plan, run: RunFolder, rank: int, world: int, notices: Notices | None, abandoned: Gone) -> None:
+def train(
+    plan: Plan, run: RunFolder, rank: int, world: int, notices: Notices | None, abandoned: Gone, epoch: Epoch
+) -> None:  # fmt: skip
     """Train from the newest checkpoint to the end. How it ends is the last event."""
     began = time.monotonic()
     try:
@@ -124,7 +128,7 @@ def train(plan: Plan, run: RunFolder, rank: int, world: int, notices: Notices | 
     events = run.events if rank == 0 else run.logs / f"rank-{rank}.events.jsonl"
     trainer: Trainer | None = None
     with ExitStack() as stack:
-        log = stack.enter_context(EventLog(events))
+        log = stack.enter_context(EventLog(events, lambda: epochs.require(run.epochs, epoch.number)))
 
         def finish(reason: str, problem: Problem | None = None) -> None:
             if trainer is not None:  # What has not started has no end.
@@ -133,16 +137,16 @@ def train(plan: Plan, run: RunFolder, rank: int, world: int, notices: Notices | 
 
         def lost(peer: int, how: How) -> None:
             problem = gone(peer, how, plan, run)
-            with suppress(OSError):
+            with suppress(OSError, Refusal):
                 finish("failed", problem)
-            leave_word(problem, run, rank)
+            leave_word(problem, run, rank, epoch)
             # Nothing gentler: the main thread may be in a call that waits for the lost worker.
             os._exit(problem.exit_code)
 
         group = stack.enter_context(Group(rank, world, device, notices, lost))
         group.introduce()
         try:
-            trainer = start(plan, run, group, log.write, abandoned, began)
+            trainer = start(plan, run, group, log.write, abandoned, began, epoch)
             reason = trainer.run()
             if reason != "interrupted":
                 weights = trainer.checkpointer.weights()
@@ -161,19 +165,25 @@ def train(plan: Plan, run: RunFolder, rank: int, world: int, notices: Notices | 
 
 
 def start(
-    plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None], abandoned: Gone, began: float
-) -> Trainer:
+    plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None], abandoned: Gone, began: float,
+    epoch: Epoch,
+) -> Trainer:  # fmt: skip
     """A trainer with the state of the newest checkpoint. That it has started is the first event. A time budget counts
     from `began`, of the monotonic clock."""
     if group.rank == 0:  # The others write none.
         held = sum(file.stat().st_size for file in run.checkpoints.rglob("*") if file.is_file())
         checkpoint.check_disk(run.path, (plan.train.keep + 2) * checkpoint.bytes_needed(plan) - held)
     worker = build(plan, run, group, emit)
-    worker.stop = stop_requests(abandoned)
+    worker.stop, worker.epoch = stop_requests(abandoned), epoch
     trainer = Trainer(worker, began=began)
     trainer.restore()
     group.introduce()
     emit(started(trainer, group.world))
+    if (fault := epoch.fault) is not None:
+        emit(Recovered(
+            at=time.time(), step=trainer.step, epoch=epoch.number, fault=fault.problem, replanned=fault.replanned,
+            lost=max(0, fault.step - trainer.step), down_s=max(0.0, time.time() - fault.at),
+        ))  # fmt: skip
     hold()
     return trainer
 
@@ -200,7 +210,7 @@ def started(trainer: Trainer, world: int) -> Started:
     plan, run = trainer.worker.plan, trainer.worker.run
     machine = environment(trainer.worker.group.device)
     return Started(
-        at=time.time(), step=trainer.step, plan=plan.hash, world=world, environment=machine,
+        at=time.time(), step=trainer.step, plan=plan.hash, world=world, environment=machine, used_s=trainer.elapsed_s,
         estimate=load_estimate(run.estimate) if run.estimate.exists() else None,
         peak_flops=catalog.peak_flops(machine.device, plan.train.precision, world),
     )  # fmt: skip
@@ -316,8 +326,11 @@ def check_version(notices: Notices, rank: int) -> None:
         )  # fmt: skip
 
 
-def leave_word(problem: Problem, run: RunFolder, rank: int) -> None:
-    """Say to the launcher what ends this worker; where the disk is full the exit code alone has to."""
+def leave_word(problem: Problem, run: RunFolder, rank: int, epoch: Epoch | None = None) -> None:
+    """Say to the launcher what ends this worker; where the disk is full the exit code alone has to. One that was
+    replaced has nothing to say."""
+    if epoch is not None and epochs.read_ledger(run.epochs).epoch > epoch.number:
+        return
     with suppress(OSError):
         run.logs.mkdir(parents=True, exist_ok=True)  # A host with a disk of its own may not have it yet.
         save(problem, run.logs / f"rank-{rank}.problem.json")
@@ -328,6 +341,7 @@ def main() -> int:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     run, plan = RunFolder(Path(sys.argv[2]).expanduser()), None
     rank, world, abandoned = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), launcher_gone()
+    epoch = epochs.given(os.environ) or Epoch(number=epochs.read_ledger(run.epochs).epoch)
     try:
         notices = meet(rank, world, run_secret() if world > 1 else b"")
         if notices is not None:
@@ -336,11 +350,11 @@ def main() -> int:
         read = load(Path(sys.argv[1]).expanduser(), Plan)
         check_plan(read, run, rank, world)
         plan = read
-        train(plan, run, rank, world, notices, abandoned)
+        train(plan, run, rank, world, notices, abandoned, epoch)
         return 0
     except Exception as error:
         problem = as_problem(error, plan, run, rank)
-        leave_word(problem, run, rank)
+        leave_word(problem, run, rank, epoch)
         with suppress(OSError):  # The log lies on the disk that may be full.
             traceback.print_exc()
             sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Launchers, one file each: `Launch(plan, run, cluster, argument)` is a `Workers` that starts workers in its own way.
+"""Launchers, one file each: `Launch(plan, run, cluster, argument, held)` is a `Workers`, which starts them its way.
 
 The file name is the launcher's name; a leading underscore is not a launcher. Listing them imports none.
 """
@@ -12,7 +12,7 @@ from farspan.domain.cluster import Cluster
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, nearest
 from farspan.domain.run import RunFolder
-from farspan.launch.workers import Workers
+from farspan.launch.workers import Held, Workers
 
 
 def names() -> list[str]:
@@ -32,8 +32,9 @@ def split(name: str) -> tuple[str, str]:
     return kind, argument
 
 
-def launch(name: str, plan: Plan, run: RunFolder, cluster: Cluster) -> Workers:
-    """The workers of `plan` on hosts of `cluster`, started by entering them. Raises Refusal (launcher-unusable)."""
+def launch(name: str, plan: Plan, run: RunFolder, cluster: Cluster, held: Held | None = None) -> Workers:
+    """The workers of `plan` on hosts of `cluster`, started by entering them; of an epoch that a supervisor `held`, if
+    given. Raises Refusal (launcher-unusable)."""
     kind, argument = split(name)
-    workers: Workers = importlib.import_module(f"{__name__}.{kind}").Launch(plan, run, cluster, argument)
+    workers: Workers = importlib.import_module(f"{__name__}.{kind}").Launch(plan, run, cluster, argument, held)
     return workers

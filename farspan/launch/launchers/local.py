@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
-from farspan.domain.run import HOME
+from farspan.domain.run import ON_STDIN, SECRET
 from farspan.launch.hosts import interpreter
 from farspan.launch.processes import HostProcess, Process, place, run_folder, with_environment, worker_environment
 from farspan.launch.rendezvous import arrange
@@ -21,10 +22,14 @@ class Launch(Workers):
             host = by_name[device.host]
             folder = run_folder(host, self.plan, self.run)
             values = {
-                **worker_environment(device.threads), **place(host, meeting),
+                **worker_environment(device.threads), **place(host, meeting), **self.environment,
                 "RANK": str(rank), "WORLD_SIZE": str(len(self.plan.devices)),
-                HOME: str(self.run.path.absolute()),
             }  # fmt: skip
+            if (spare := self.spare(device)) is not None:
+                log = self.log(f"rank-{rank}")
+                spare.begin(rank, folder, {**values, SECRET: ON_STDIN}, Path(log.name).absolute(), meeting.secret)
+                yield spare
+                continue
             worker = [interpreter(host), "-m", "farspan.runtime.worker", str(folder.plan), str(folder.path)]
             yield HostProcess(
                 host, (rank,), with_environment(values, worker), log=self.log(f"rank-{rank}"), keep_open=self.keep_open,

@@ -54,8 +54,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     threads: tuple[int, ...]
     #: The number and the kind of each rank's GPU in its host; None where it needs none.
     gpus: tuple[tuple[int, str] | None, ...]
-    #: The run's folder where farspan was asked to train.
-    home: str
+    #: What all workers are told.
+    environment: dict[str, str]
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,7 +180,7 @@ class Launch(Workers):
             ranks=tuple(device.host for device in plan.devices),
             folders={host.name: str(run_folder(host, plan, self.run).path) for host in self.hosts},
             caches={host.name: str(Path(host.folder) / "cache") for host in self.hosts if host.folder},
-            threads=tuple(device.threads for device in plan.devices), home=str(self.run.path.absolute()),
+            threads=tuple(device.threads for device in plan.devices), environment=self.environment,
             gpus=tuple((at.index, at.kind or "") if at.backend == "cuda" else None for at in plan.devices),
         )  # fmt: skip
         words = [interpreter(head), "-m", "farspan.launch.ray_driver", msgspec.json.encode(job).decode()]

@@ -9,12 +9,12 @@ ours, as the workers have another.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from farspan.domain.cluster import Host
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem
-from farspan.domain.run import HOME, STORE_PORT, RunFolder
+from farspan.domain.run import STORE_PORT, RunFolder
 from farspan.launch.hosts import interpreter
 from farspan.launch.processes import HostProcess, Process, place, run_folder, with_environment, worker_environment
 from farspan.launch.rendezvous import Rendezvous, arrange
@@ -27,7 +27,8 @@ FAILURE = re.compile(r"^  rank\s*: (\d+) .*\n  exitcode\s*: (-?\d+)", re.MULTILI
 class Launch(Workers):
     def start(self) -> Iterator[Process]:
         meeting = arrange(self.hosts)
-        for host, words in zip(self.hosts, commands(self.plan, self.run, self.hosts, meeting), strict=True):
+        per_host = commands(self.plan, self.run, self.hosts, meeting, self.environment)
+        for host, words in zip(self.hosts, per_host, strict=True):
             ranks = tuple(rank for rank, device in enumerate(self.plan.devices) if device.host == host.name)
             # By itself torchrun goes on where its launcher is gone, and its workers look at torchrun alone.
             yield HostProcess(host, ranks, words, log=self.log(f"rank-{ranks[0]}"), keep_open=self.keep_open,
@@ -45,8 +46,10 @@ class Launch(Workers):
         return {int(rank): self.wordless(process, int(rank), int(code)) for rank, code in ends} or super().lost(process)
 
 
-def commands(plan: Plan, run: RunFolder, hosts: tuple[Host, ...], meeting: Rendezvous) -> list[list[str]]:
-    """The command that each host runs, in node order."""
+def commands(
+    plan: Plan, run: RunFolder, hosts: tuple[Host, ...], meeting: Rendezvous, environment: Mapping[str, str]
+) -> list[list[str]]:
+    """The command that each host runs, in node order; `environment` is what all workers are told."""
     per_host = []
     for node, host in enumerate(hosts):
         devices = [device for device in plan.devices if device.host == host.name]
@@ -56,7 +59,7 @@ def commands(plan: Plan, run: RunFolder, hosts: tuple[Host, ...], meeting: Rende
             worker_environment(max(device.threads for device in devices)) | place(host, meeting)
             | {
                 "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{SAVE_S:.0f}", STORE_PORT: str(meeting.port),
-                HOME: str(run.path.absolute()),
+                **environment,
             },
             [
                 interpreter(host), "-m", "torch.distributed.run", f"--nnodes={len(hosts)}", f"--node-rank={node}",

@@ -18,9 +18,11 @@ import msgspec
 import torch
 
 from farspan.domain.codec import content_hash, parse_json, save, write_atomically
+from farspan.domain.epoch import read_ledger, require
 from farspan.domain.model import parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
+from farspan.domain.run import RunFolder
 from farspan.domain.units import format_bytes
 from farspan.runtime.checkpoint import old_format
 from farspan.runtime.checkpoint.manifest import (
@@ -83,8 +85,10 @@ def unfinished(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
 
 
-def begin(path: Path, size: int) -> None:
-    """Make the folder that a checkpoint of so many bytes is written in. Raises OSError or Refusal (disk-full)."""
+def begin(path: Path, size: int, epoch: int = 0) -> None:
+    """Make the folder that a checkpoint of so many bytes is written in. Raises OSError, or Refusal (disk-full, or
+    superseded where another start of the run has begun since this epoch)."""
+    require(_ledger(path), epoch)
     path.parent.mkdir(parents=True, exist_ok=True)
     mend(path.parent)
     check_disk(path.parent, size)
@@ -112,7 +116,7 @@ def missing_parts(path: Path, ranks: Iterable[int]) -> list[int]:
 
 def commit(path: Path, ranks: Iterable[int], progress: TrainingProgress) -> int:
     """Put the parts of these workers together and the checkpoint in its place; its bytes. Raises OSError, and Corrupt
-    for a part that is not there."""
+    for a part that is not there; Refusal (superseded) where another start of the run has begun."""
     folder, slices, shapes = unfinished(path), dict[str, list[StoredSlice]](), dict[str, tuple[int, ...]]()
     for rank in ranks:
         listed = (folder / part_name(rank)).with_suffix(".json")
@@ -120,6 +124,7 @@ def commit(path: Path, ranks: Iterable[int], progress: TrainingProgress) -> int:
             slices.setdefault(name, []).extend(tensor.slices)
             shapes[name] = tensor.shape
         listed.unlink()
+    require(_ledger(path), progress.epoch)
     tensors = {name: GlobalTensor(shape=shapes[name], slices=tuple(parts)) for name, parts in slices.items()}
     save(Manifest(progress=progress, tensors=tensors, checksum=checksum_of(progress, tensors)), folder / MANIFEST)
     sync(folder)
@@ -129,7 +134,7 @@ def commit(path: Path, ranks: Iterable[int], progress: TrainingProgress) -> int:
 def write(path: Path, slices: Sequence[OwnedSlice], progress: TrainingProgress, keep: int) -> int:
     """Write a whole checkpoint from one process, then delete all but the newest `keep`; its bytes. Raises Unsaved."""
     try:
-        begin(path, sum(part.values.nbytes for part in slices) + HEADERS)
+        begin(path, sum(part.values.nbytes for part in slices) + HEADERS, progress.epoch)
         write_part(path, 0, slices)
         size = commit(path, [0], progress)
     except (OSError, Refusal) as error:
@@ -223,7 +228,14 @@ def read(path: Path, *, weights: bool = False) -> Manifest:
         manifest = read_manifest(path)
     if path.name.startswith("step-") and step_of(path) != manifest.progress.step:
         raise Corrupt(f"its manifest is of step {manifest.progress.step}, its name is not")
+    if path.name.startswith("step-") and not read_ledger(_ledger(path)).counts(manifest.progress.epoch, step_of(path)):
+        raise Corrupt(f"start {manifest.progress.epoch} of the run wrote it after another had begun")
     return manifest
+
+
+def _ledger(path: Path) -> Path:
+    """Which starts of the run count that a checkpoint is of."""
+    return RunFolder(path.parent.parent).epochs
 
 
 def _has_its_files(path: Path) -> bool:

@@ -145,7 +145,7 @@ class Checkpointer:
         why = ""
         if self._rank == 0:
             try:
-                checkpoint.begin(path, size)
+                checkpoint.begin(path, size, progress.epoch)
             except (OSError, Refusal) as error:
                 why = _cleared(path, error)
         _agree(group, why)
@@ -279,7 +279,10 @@ def _failure(future: Future[_Ended]) -> str:
 
 
 def _cleared(path: Path, error: BaseException) -> str:
-    """Remove what was written of a checkpoint: it takes the space that is missing. Why it could not be written."""
+    """Remove what was written of a checkpoint: it takes the space that is missing. Why it could not be written. Raises
+    Refusal (superseded) where this worker was replaced."""
+    if isinstance(error, Refusal) and error.problem.code == "superseded":
+        raise error  # What lies there is another start's.
     with suppress(OSError):
         checkpoint.mend(path.parent)
     return reason(error) if isinstance(error, Exception) else str(error)

@@ -60,6 +60,10 @@ class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     paces: RunPaces | None = None
     #: Whether a person was told that its steps are not the plan's.
     told: bool = False
+    #: The start of the run that wrote it (`domain.epoch`); 0 of an earlier version's.
+    epoch: Count = 0
+    #: Steps, from 0 on, whose batch was left out, as its gradient was not finite.
+    left_out: tuple[Count, ...] = ()
 
 
 class StoredSlice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from farspan.domain.problems import Refusal
 from farspan.domain.run import SECRET, STORE_PORT
 from farspan.runtime.comm import tcp
-from farspan.runtime.comm.heartbeat import LOST, MET, Heartbeat, How, beats
+from farspan.runtime.comm.heartbeat import LOST, MET, Heartbeat, How, beats, silence_s
 from farspan.runtime.comm.notices import Notices
 
 #: Workers may come so far apart: some import torch from a slow disk, or were started by hand.
@@ -27,9 +27,6 @@ BUSY_S = 2 * 3600.0
 #: What carries the messages of a group: gloo, or NCCL what GPUs hold, where each worker of the group has one: what some
 #: send by NCCL the others cannot receive by gloo.
 GLOO, NCCL = "gloo", "cpu:gloo,cuda:nccl"
-#: A connection that the other side's machine has answered nothing on for this long is lost; before heartbeats are, as
-#: it says more.
-CUT_S = 15.0
 
 
 def backend(kinds: Iterable[str]) -> str:
@@ -58,7 +55,7 @@ def meet(rank: int, world: int, secret: bytes) -> Notices | None:
             "worker-lost", what=f"the {world} workers did not meet", where=f"rank {rank}", fact=fact,
             remedy=f"start every rank of the plan, with the same MASTER_ADDR, MASTER_PORT, WORLD_SIZE and {SECRET}",
         ) from None  # fmt: skip
-    tcp.expire(CUT_S)  # The store's own: who is asked over a line that is cut says so.
+    tcp.expire(silence_s(tcp.slowest_rtt_s()))  # The store's own: who is asked over a line that is cut says so.
     return notices
 
 
@@ -122,7 +119,7 @@ class Group:
         """Whenever connections were made: let none be waited for that is cut, and know whose each is."""
         if self._notices is None:
             return
-        tcp.expire(CUT_S)
+        tcp.expire(silence_s(tcp.slowest_rtt_s()))
         self._introduced += 1
         self._notices.say(_ends(self.rank, self._introduced), " ".join(tcp.own()))
         # Others may read their checkpoint for longer than a store waits.

@@ -10,15 +10,24 @@ from typing import Literal, cast
 
 import torch.distributed as dist
 
+from farspan.runtime.comm import tcp
 from farspan.runtime.comm.notices import Notices
 
-#: A worker that says nothing for this long is lost; each says every BEAT_S that it is there.
-SILENCE_S, BEAT_S = 20.0, 2.0
+#: A worker that says nothing for this long, and for RTTS round trips of the slowest line, is lost; each says every
+#: BEAT_S that it is there. What is noticed last is noticed within 5 s and the round trips.
+SILENCE_S, RTTS, BEAT_S = 4.0, 4, 0.5
+#: Seconds of silence are counted so often.
+COUNT_S = 0.25
+#: Of the slowest round trip so far so much counts a beat later: queues of narrow links fill and drain with each step.
+FADE = 0.98
+#: Connections are told of another round trip where it differs by this share.
+RTT_CHANGE = 0.5
+#: A store that is there answers within this, also over a line whose queue is full.
+STORE_S = 20.0
 #: Who has met the others opens its device, and says so for the first time, within this.
 OPEN_S = 120.0
-#: Where the store does not say within this who is lost, rank 0 is, which keeps it. With SILENCE_S before it and the
-#: seconds that rank 0 stays after it, every worker ends within 30 s.
-ANSWER_S = 3.0
+#: Where the store does not say within this who is lost, rank 0 is, which keeps it.
+ANSWER_S = 1.5
 #: Beats of a worker that has met the others, and of which nothing was heard since.
 MET = 1
 #: The rank that was lost and how that was noticed, as the first worker that did has written in the store.
@@ -37,7 +46,9 @@ class Heartbeat:
 
     def __init__(self, notices: Notices, rank: int, world: int) -> None:
         # A store that is gone, with rank 0, would be tried for as long as workers may take to come.
-        self._notices, self._rank = notices.clone(SILENCE_S), rank
+        self._notices, self._rank = notices.clone(STORE_S), rank
+        #: Seconds that a worker may be silent: of the slowest round trip that it or this one has had of late.
+        self._rtt_s, self._their_rtt_s = 0.0, dict[int, float]()
         self._silent_s = dict.fromkeys(range(1, world) if rank == 0 else (0,), 0.0)
         #: Who may be silent for longer, as its device is opened.
         self.opening = set(self._silent_s)
@@ -65,25 +76,37 @@ class Heartbeat:
         with suppress(dist.DistError):  # The store is gone, and rank 0 with it: silence from now on.
             while True:
                 own += 1
-                self._notices.say(beats(self._rank), str(own))
+                self._measure()
+                self._notices.say(beats(self._rank), f"{own} {self._rtt_s:.4f}")
                 for peer in self._silent_s:
                     said = self._notices.heard(beats(peer))
                     if said is None:  # Somebody else has deleted or overwritten it, which says nothing of the worker.
                         self._silent_s[peer] = 0.0
-                    elif (counted := int(said)) > heard[peer]:  # Also an older one could be there again.
-                        heard[peer], self._silent_s[peer] = counted, 0.0
+                        continue
+                    count, _, rtt_s = said.decode().partition(" ")
+                    if int(count) > heard[peer]:  # Also an older one could be there again.
+                        heard[peer], self._silent_s[peer] = int(count), 0.0
+                        self._their_rtt_s[peer] = float(rtt_s or 0.0)
                         self.opening.discard(peer)
                 if (loss := self._notices.heard(LOST)) is not None:
                     self._gone.append(_loss(loss))
                 if self._ended.wait(BEAT_S):
                     return
 
+    def _measure(self) -> None:
+        """Follow the slowest line's round trip, in which the kernel counts full queues, and have connections expire by
+        it."""
+        before, self._rtt_s = self._rtt_s, max(tcp.slowest_rtt_s(), FADE * self._rtt_s)
+        if abs(self._rtt_s - before) > RTT_CHANGE * before:
+            tcp.expire(silence_s(self._rtt_s))
+
     def _count(self, lost: Callable[[int, How], None]) -> None:
         """Seconds are counted, not read from a clock: machines that were suspended together blame nobody."""
-        while not self._gone and not self._ended.wait(1.0):
+        while not self._gone and not self._ended.wait(COUNT_S):
             for peer in self._silent_s:
-                self._silent_s[peer] += 1.0
-                if self._silent_s[peer] > (OPEN_S if peer in self.opening else SILENCE_S):
+                self._silent_s[peer] += COUNT_S
+                limit_s = silence_s(max(self._rtt_s, self._their_rtt_s.get(peer, 0.0)))
+                if self._silent_s[peer] > (OPEN_S if peer in self.opening else limit_s):
                     self._gone.append(self.tell(peer, "silence"))
         if self._gone:
             self.stay()
@@ -107,6 +130,11 @@ class Heartbeat:
         """Where somebody is lost, rank 0 ends when the others have heard of it: their store goes with it."""
         if self._rank == 0:
             time.sleep(BEAT_S + ANSWER_S)
+
+
+def silence_s(rtt_s: float) -> float:
+    """How long a worker may say nothing whose slowest line has this round trip."""
+    return SILENCE_S + RTTS * rtt_s
 
 
 def _loss(said: bytes) -> tuple[int, How]:

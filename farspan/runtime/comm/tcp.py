@@ -45,6 +45,11 @@ def expire(seconds: float) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1e3 * seconds))
 
 
+def slowest_rtt_s() -> float:
+    """The longest round trip of a connection that this process has open now; 0 where none says one."""
+    return max((_rtt_s(connection) for connection in _connections()), default=0.0)
+
+
 def listening(address: str) -> str:
     """The IPv4 address that rank 0 listens on for those who know it by this one. That is not always the same: behind
     address translation no interface has it, and a name may lead its own host to loopback. Then the interface counts

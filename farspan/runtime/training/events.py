@@ -6,6 +6,7 @@ Where the disk is full they are kept until there is space again: whether a run g
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -19,9 +20,12 @@ WAITING = 2**26
 
 
 class EventLog:
-    """Appends to `events.jsonl`. A line that a killed predecessor left unfinished is cut off first."""
+    """Appends to `events.jsonl`. A line that a killed predecessor left unfinished is cut off first. `may` is asked
+    before each event, and raises where this worker was replaced."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, may: Callable[[], None] = lambda: None) -> None:
+        self._may = may
+        may()
         path.parent.mkdir(parents=True, exist_ok=True)
         # Unbuffered: what a full disk has taken of a line is known.
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by __exit__
@@ -30,6 +34,7 @@ class EventLog:
 
     def write(self, event: Event) -> None:
         """Raises OSError where more than WAITING bytes could not be written."""
+        self._may()
         self._unwritten += self._encoder.encode(event) + b"\n"
         try:
             self._flush()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from farspan.domain.codec import load
 from farspan.domain.corpus import CorpusManifest
+from farspan.domain.epoch import Epoch
 from farspan.domain.plan import Plan, row_quantum
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Event, Step, Traced, Validated, Warned
@@ -60,6 +61,8 @@ class Worker:
     clock: Callable[[], float]
     #: Asked between steps: whether to save and end.
     stop: Callable[[], bool] = lambda: False
+    #: The start of the run that this worker belongs to.
+    epoch: Epoch = field(default_factory=lambda: Epoch(number=0))
 
     @property
     def model(self) -> Decoder:
@@ -96,6 +99,7 @@ class Trainer:
         self.loss_scale = FIRST_LOSS_SCALE if worker.plan.train.precision == "fp16" else 1.0
         #: Steps in a row without an overflow, and those whose update an overflow has cost.
         self.quiet = self.skipped = 0
+        self.left_out = worker.epoch.skip
         self._saved_at = monotonic()
         self._started = self._saved_at if began is None else began
         self._first_step = 0
@@ -122,13 +126,16 @@ class Trainer:
         while not reason:
             began, spans = time.perf_counter(), self.worker.executor.spans
             spans.on = self.step - self._first_step in TRACED_FIRST or self.step % TRACED_EVERY == TRACED_EVERY - 1
-            loss, norm, tokens, lr = self._step(self.step)
-            self.step += 1
-            self.worker.emit(Step(
-                at=self.worker.clock(), step=self.step, loss=loss, lr=lr, grad_norm=norm, tokens=tokens,
-                step_s=time.perf_counter() - began, memory_bytes=peak_memory(self.worker.group.device),
-                steps=None if train.deadline_s is None else self.steps,
-            ))  # fmt: skip
+            if self.step in self.left_out:
+                self._leave_out()
+            else:
+                loss, norm, tokens, lr = self._step(self.step)
+                self.step += 1
+                self.worker.emit(Step(
+                    at=self.worker.clock(), step=self.step, loss=loss, lr=lr, grad_norm=norm, tokens=tokens,
+                    step_s=time.perf_counter() - began, memory_bytes=peak_memory(self.worker.group.device),
+                    steps=None if train.deadline_s is None else self.steps,
+                ))  # fmt: skip
             if spans.on:
                 self.worker.emit(
                     Traced(at=self.worker.clock(), step=self.step, rank=self.worker.group.rank, spans=spans.take())
@@ -151,6 +158,12 @@ class Trainer:
                 self.pacing.goes_on()
         self._finish(reason)
         return reason
+
+    def _leave_out(self) -> None:
+        """Go past a batch whose gradient was not finite before the run went back to its checkpoint."""
+        self.step += 1
+        self.skipped += 1
+        self._warn(f"step {self.step}: its batch is left out, as its loss or gradient was not finite before")
 
     def _finish(self, reason: str) -> None:
         """Save the last state: unless the run will go on from there, one model of all replicas, which is then validated
@@ -272,9 +285,6 @@ class Trainer:
             self.quiet = 0
             self.skipped += 1
             return False
-        # The other replicas go on: only one that is alone can save now.
-        if len(self.worker.plan.replicas) == 1:
-            self.save(wait=True)
         samples = self.worker.executor.topology.replica_samples(step)
         raise Refusal(
             "non-finite",
@@ -284,6 +294,7 @@ class Trainer:
             fact=f"loss {loss}, gradient norm {norm}, learning rate so far up to "
             f"{self.worker.plan.train.optimizer.lr:g}; {self.checkpointer.kept}",
             remedy=LOWER,
+            step=step,
         )
 
     def _refuse_stray(self, step: int, outcome: Outcome) -> None:
@@ -387,7 +398,7 @@ class Trainer:
         return replace(
             self.progress, step=self.step, steps=self.steps, elapsed_s=self.elapsed_s, loss_scale=self.loss_scale,
             quiet=self.quiet, skipped=self.skipped, share=self.pacing.share, paces=self.pacing.paces,
-            told=self.pacing.told,
+            told=self.pacing.told, epoch=self.worker.epoch.number, left_out=self.left_out,
         )  # fmt: skip
 
     def save(self, *, due: bool = False, last: bool = False, wait: bool = False) -> bool:
@@ -403,6 +414,9 @@ class Trainer:
     def restore(self) -> None:
         """Go on from the newest whole checkpoint, if any: every worker reads its part."""
         there = self.checkpointer.restore(self._adopt, self._warn, self.worker.group)
+        # What was lost, and the time until somebody went on, counts too.
+        used_s = max(self.progress.elapsed_s, self.worker.epoch.used_s)
+        self.progress = replace(self.progress, elapsed_s=used_s)
         if there and (outer := self.worker.executor.outer) is not None:
             # One whose steps all overflowed, or that owns nothing, sees no change: the others may.
             outer.resume(any(self.worker.group.sum(outer.apart)))
@@ -426,6 +440,7 @@ class Trainer:
             )  # fmt: skip
         self.progress = replace(progress, plan=plan.hash, training=self.training)
         self.loss_scale, self.quiet, self.skipped = progress.loss_scale, progress.quiet, progress.skipped
+        self.left_out = tuple(sorted({*progress.left_out, *self.worker.epoch.skip}))
         self.step = self.saves.step = progress.step
         self.steps = progress.steps or plan.train.steps
         self.pacing.go_on_from(self.step, progress.share, progress.paces, told=progress.told)

@@ -1,0 +1,47 @@
+"""A warm spare: `python -m farspan.runtime.spare` imports all that a worker needs, and waits for a place to take.
+
+The place is a line of standard input, a `SpareTask` as JSON; what follows is a worker's own input. The end of the input
+ends a spare that waits.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+from farspan.domain.cluster import TAKEN
+from farspan.runtime import worker
+
+
+class SpareTask(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker is started with: its command line's two paths, its environment, and its log."""
+
+    plan: str
+    run: str
+    environment: dict[str, str]
+    log: str
+
+
+def main() -> int:
+    line = sys.stdin.readline()
+    if not line:
+        return 0
+    task = msgspec.json.decode(line, type=SpareTask)
+    log = os.open(task.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    os.close(log)
+    os.environ.update(task.environment)
+    # Of an emulated device: its processor time and memory are this process's from now on.
+    for line in os.environ.pop(TAKEN, "").splitlines():
+        file, _, value = line.partition("=")
+        Path(file).write_text(value)
+    sys.argv[1:] = [task.plan, task.run]
+    return worker.main()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
