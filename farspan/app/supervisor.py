@@ -82,7 +82,13 @@ class Supervisor:
         plan, record, finished = self._run.load_plan(), load(self._run.record, RunRecord), None
         self._failed_at = None
         epoch = lease.begin(used_s=self._used_s(), skip=self._faults.left_out, fault=self._fault)
-        workers = launch(record.launcher, plan, self._run, self._cluster(), Held(lease, epoch, spares))
+        workers = launch(
+            record.launcher,
+            plan,
+            self._run,
+            self._cluster(),
+            Held(lease, epoch, spares, again=self._on_fault != "stop"),
+        )
         try:
             with workers:
                 self._workers = workers
@@ -100,11 +106,8 @@ class Supervisor:
             self._workers, self._failed_at = None, workers.failed_at
         return finished
 
-    def _cluster_name(self) -> str:
-        return load_yaml(self._run.config, RunConfig).parallel.cluster or ""
-
     def _cluster(self) -> Cluster:
-        name = self._cluster_name()
+        name = load_yaml(self._run.config, RunConfig).parallel.cluster or ""
         return clusters.find(name) if clusters.is_external(name) else load_cluster_json(self._run.cluster)
 
     def _show(self, plan: Plan) -> None:
@@ -142,9 +145,9 @@ class Supervisor:
         fault = Seen(problem=problem, step=self._step, at=self._seen_at)
         if (end := self._faults.end(fault, trained=self._first is not None)) is not None:
             raise Refusal.of(end)
-        self._progress(Faulted(problem, self._step, told(fault, len(self._faults.seen))))
+        at = time.time() - (now - self._seen_at)
+        self._progress(Faulted(problem, at, self._step, told(fault, len(self._faults.seen))))
         replanned = self._until_all_are_there()
-        at = time.time() - (time.monotonic() - self._seen_at)
         self._fault = Fault(problem=problem, at=at, step=self._step, replanned=replanned)
 
     def _until_all_are_there(self) -> bool:
@@ -154,6 +157,7 @@ class Supervisor:
             if now != gone:
                 gone, (left, price_s) = now, self._left(now)
                 self._progress(Note(_waiting(gone, left, price_s)))
+            # A plan that loses nothing is followed at once.
             if left is not None and time.monotonic() - began >= price_s:
                 adopt(self._run, left, self._progress)
                 return True
@@ -163,10 +167,10 @@ class Supervisor:
 
     def _away(self) -> set[str]:
         """Hosts of the plan that cannot be worked with now."""
-        if clusters.is_external(self._cluster_name()):
-            return set()  # Nodes of a Ray cluster may be entered by nobody: Ray says which are there.
+        if ":" in load(self._run.record, RunRecord).launcher:
+            return set()  # Nodes of a Ray cluster that runs already may be entered by nobody: Ray says which are there.
         planned = {device.host for device in self._run.load_plan().devices}
-        return away([host for host in load_cluster_json(self._run.cluster).hosts if host.name in planned])
+        return away([host for host in self._cluster().hosts if host.name in planned])
 
     def _left(self, gone: Collection[str]) -> tuple[Planned | None, float]:
         """A plan without these hosts, if one may be followed and fits, and the seconds that it would lose."""
@@ -195,6 +199,11 @@ class Supervisor:
                 "interrupted", what="stopped as asked, before workers were started again", where=self._run.path,
                 fact="what the last checkpoint has is kept", remedy=command("resume", self._run.path),
             )  # fmt: skip
+
+    @property
+    def workers(self) -> Workers | None:
+        """Those that run now."""
+        return self._workers
 
     # -- signals -------------------------------------------------------------------------------------------------------
 
@@ -227,5 +236,7 @@ class Supervisor:
 def _waiting(gone: Collection[str], left: Planned | None, price_s: float) -> str:
     names = ", ".join(sorted(gone))
     if left is None:
-        return f"waiting for {names}: no plan can go on without"
+        return f"waiting for {names}"
+    if price_s == 0:
+        return f"going on without {names}: that takes no longer"
     return f"waiting for {names} up to {format_seconds(price_s)}, which a plan without would lose"

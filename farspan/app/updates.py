@@ -51,9 +51,11 @@ class Training(msgspec.Struct, frozen=True):
 
 
 class Faulted(msgspec.Struct, frozen=True):
-    """Workers of a run were lost, and it starts again by itself: why, the last step that was heard of, and how."""
+    """Workers of a run were lost, and it starts again by itself: why, when that was seen (seconds since the epoch),
+    the last step that was heard of, and what a person is told."""
 
     problem: Problem
+    at: float
     step: int
     text: str
 

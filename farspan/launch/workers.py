@@ -36,6 +36,8 @@ POLL_S = 0.1
 #: After one worker has failed the others get this long to end by themselves: they may be writing a message, and of a
 #: link that is cut one side may notice later. Rank 0 stays 2 s to say who is lost (`runtime.comm.heartbeat`).
 GRACE_S = 5.0
+#: As long where a worker was killed, and they are started again.
+PLAIN_S = 0.2
 #: After an interrupt workers get this long to finish their step and save.
 SAVE_S = 600.0
 #: Who was killed is gone within this: a worker of a slow device has memory to give back.
@@ -50,6 +52,8 @@ class Held(NamedTuple):
     lease: Lease
     epoch: Epoch
     spares: Spares
+    #: Whether they start again after a fault: then nobody waits for last words where it is plain what happened.
+    again: bool = False
 
 
 class Workers(ABC):
@@ -196,7 +200,8 @@ class Workers(ABC):
                 self._end_lost()
             waited = time.monotonic() - self.failed_at if self.failed_at is not None else 0.0
             saving = time.monotonic() - self._interrupted_at if self._interrupted_at is not None else 0.0
-            if waited > GRACE_S or saving > SAVE_S:
+            plain = self._held.again and -signal.SIGKILL in codes
+            if waited > (PLAIN_S if plain else GRACE_S) or saving > SAVE_S:
                 self._end()
             time.sleep(POLL_S)
         self._gather()

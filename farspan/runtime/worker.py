@@ -276,7 +276,7 @@ def as_problem(error: BaseException, plan: Plan | None, run: RunFolder, rank: in
         )  # fmt: skip
     host = plan.devices[rank].host if plan else platform.node()
     # gloo raises RuntimeError, whose message alone says so; a store and NCCL have errors of their own.
-    exchange = isinstance(error, torch.distributed.DistError) or "gloo" in message
+    exchange = isinstance(error, (torch.distributed.DistError, ConnectionError, TimeoutError)) or "gloo" in message
     return Problem(
         code="worker-lost", what=f"rank {rank} on {host} failed",
         where=f"{type(error).__name__} in {run.logs}/rank-{rank}.log", fact=message[:300] or "no message",
@@ -292,11 +292,15 @@ def _predicted_bytes(plan: Plan, run: RunFolder, rank: int) -> int | None:
 
 def gone(peer: int, how: How, plan: Plan, run: RunFolder) -> Problem:
     """What it means to the user that another worker is lost."""
-    fact = f"it has said nothing for {SILENCE_S:.0f} s: the machine, the network or the process stands still"
+    facts: dict[How, str] = {
+        "silence": f"it has said nothing for {SILENCE_S:.0f} s: the machine, the network or the process stands still",
+        "connection": "a connection to it broke: it has ended, or the network between is cut",
+        "stall": "its step does not end: an exchange with others hangs, though all of them live",
+    }
     return Problem(
         code="worker-lost", what=f"rank {peer} on {plan.devices[peer].host} was lost",
         where=f"{run.logs}/rank-{peer}.log", remedy=run.resume(), rank=peer, host=plan.devices[peer].host,
-        fact=fact if how == "silence" else "a connection to it broke: it has ended, or the network between is cut",
+        fact=facts[how],
     )  # fmt: skip
 
 

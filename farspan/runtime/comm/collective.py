@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from types import TracebackType
 
@@ -114,6 +114,10 @@ class Group:
 
         if self._heartbeat is not None:
             self._heartbeat.watch(when_written)
+
+    def step(self) -> AbstractContextManager[None]:
+        """While a step is made, in which all workers wait for each other."""
+        return nullcontext() if self._heartbeat is None else self._heartbeat.step()
 
     def introduce(self) -> None:
         """Whenever connections were made: let none be waited for that is cut, and know whose each is."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Literal, cast
 
 import torch.distributed as dist
@@ -28,13 +30,21 @@ STORE_S = 20.0
 OPEN_S = 120.0
 #: Where the store does not say within this who is lost, rank 0 is, which keeps it.
 ANSWER_S = 1.5
+#: Beside a beat and round trips others need so long to hear who is lost.
+HEAR_S = 0.5
 #: Beats of a worker that has met the others, and of which nothing was heard since.
 MET = 1
 #: The rank that was lost and how that was noticed, as the first worker that did has written in the store.
 LOST = "farspan/lost"
 
-#: How a worker is noticed to be lost: it says nothing, or a connection to it broke.
-How = Literal["silence", "connection"]
+#: A step that takes so many times the median of the last ones, and so many seconds, does not end: an exchange hangs
+#: whose library says nothing, as NCCL's does where a peer is gone.
+STALL_TIMES, STALL_S, STALL_STEPS = 30.0, 60.0, 20
+#: Steps that have to be known.
+STALL_KNOWN = 3
+
+#: How a worker is noticed to be lost: it says nothing, a connection to it broke, or its step does not end.
+How = Literal["silence", "connection", "stall"]
 
 
 class Heartbeat:
@@ -53,6 +63,9 @@ class Heartbeat:
         #: Who may be silent for longer, as its device is opened.
         self.opening = set(self._silent_s)
         self._ended, self._gone = threading.Event(), list[tuple[int, How]]()
+        #: Seconds of the step that is being made, None between steps, and of the last ones.
+        self._step_s: float | None = None
+        self._steps_s = deque[float](maxlen=STALL_STEPS)
         self._talker = threading.Thread(target=self._talk, daemon=True)
         self._counter: threading.Thread | None = None
         self._talker.start()
@@ -103,6 +116,8 @@ class Heartbeat:
     def _count(self, lost: Callable[[int, How], None]) -> None:
         """Seconds are counted, not read from a clock: machines that were suspended together blame nobody."""
         while not self._gone and not self._ended.wait(COUNT_S):
+            if self._stalls():
+                self._gone.append(self.tell(self._rank, "stall"))
             for peer in self._silent_s:
                 self._silent_s[peer] += COUNT_S
                 limit_s = silence_s(max(self._rtt_s, self._their_rtt_s.get(peer, 0.0)))
@@ -111,6 +126,22 @@ class Heartbeat:
         if self._gone:
             self.stay()
             lost(*self._gone[0])
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """While a step is made: one that does not end is a fault. Saves, validations and meetings are no part of it."""
+        began, self._step_s = time.monotonic(), 0.0
+        yield
+        self._step_s = None
+        self._steps_s.append(time.monotonic() - began)
+
+    def _stalls(self) -> bool:
+        if self._step_s is None:
+            return False
+        self._step_s += COUNT_S
+        if len(self._steps_s) < STALL_KNOWN:
+            return False
+        return self._step_s > max(STALL_S, STALL_TIMES * statistics.median(tuple(self._steps_s)))
 
     def tell(self, peer: int, how: How) -> tuple[int, How]:
         """Say in the store who is lost and how, unless another was named there before; returns who is: rank 0 where
@@ -129,7 +160,7 @@ class Heartbeat:
     def stay(self) -> None:
         """Where somebody is lost, rank 0 ends when the others have heard of it: their store goes with it."""
         if self._rank == 0:
-            time.sleep(BEAT_S + ANSWER_S)
+            time.sleep(BEAT_S + HEAR_S + RTTS * self._rtt_s)
 
 
 def silence_s(rtt_s: float) -> float:

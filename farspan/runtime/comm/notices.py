@@ -85,12 +85,23 @@ class Notices:
         where the store is gone."""
         end = clock() + seconds
         while True:
-            values = [self.heard(key) for key in keys] if self.store.check([self._name(key) for key in keys]) else []
+            values = self._all(keys)
             if values and None not in values:
                 return [value for value in values if value is not None]
             if clock() > end:
                 raise TimeoutError(f"not all have come within {seconds:.0f} s")
             time.sleep(POLL_S)
+
+    def _all(self, keys: Sequence[str]) -> list[bytes | None]:
+        """The values of all keys in three round trips; nothing where not every one is there."""
+        names = [self._name(key) for key in keys]
+        if not self.store.check(names):
+            return []
+        try:
+            said = self.store.multi_get(names)
+        except dist.DistStoreError:  # Somebody has deleted one since.
+            return []
+        return [self._verified(key, content) for key, content in zip(keys, said, strict=True)]
 
     def missing(self, keys: Iterable[str]) -> list[str]:
         return [key for key in keys if self.heard(key) is None]

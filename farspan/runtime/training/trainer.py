@@ -129,7 +129,8 @@ class Trainer:
             if self.step in self.left_out:
                 self._leave_out()
             else:
-                loss, norm, tokens, lr = self._step(self.step)
+                with self.worker.group.step():
+                    loss, norm, tokens, lr = self._step(self.step)
                 self.step += 1
                 self.worker.emit(Step(
                     at=self.worker.clock(), step=self.step, loss=loss, lr=lr, grad_norm=norm, tokens=tokens,
