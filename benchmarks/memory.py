@@ -58,7 +58,7 @@ def planned(name: str, work: Work) -> tuple[Plan, list[float]]:
     best = next((one for one in found.candidates if len(one.places) == 2), None)
     if best is None:
         raise cells.Failed(f"no plan: {', '.join(str(refused.problem) for refused in found.refused)}")
-    return best.plan, [one.total - one.framework for one in best.estimate.memory]
+    return best.plan, [one.total - one.framework - one.snapshot for one in best.estimate.memory]
 
 
 def measured(name: str, work: Work, empty: int) -> dict[str, Any]:

@@ -105,6 +105,8 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     #: Bytes of a worker before it holds any tensor: of the device, and of the host where that is another memory.
     framework: int
     host_framework: int
+    #: Checkpoints are written from a copy while training goes on.
+    snapshots: bool = False
     #: Bytes a parameter of the host's memory while a run starts: of the whole model on the first host, which makes the
     #: state, and of every stage on the hosts that receive it.
     host_state: int = 0

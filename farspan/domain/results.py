@@ -30,6 +30,9 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     logits: float
     buffers: float
     framework: float
+    #: The copy of what the worker writes of a checkpoint, while training goes on; of other devices than CPUs it lies in
+    #: the host's memory.
+    snapshot: float = 0.0
 
     @property
     def total(self) -> int:

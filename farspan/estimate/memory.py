@@ -86,6 +86,12 @@ def logits_bytes(
     return chunk * (1 + 4 // width) + (2 * 4 * graph.size("vd") * held if engine.logits_chunk is not None else 0.0)
 
 
+def snapshot_bytes(parameters: float, copies: int, outer: float) -> float:
+    """What a worker copies for a checkpoint: fp32 master and two moments of its part of the parameters that it shares
+    with so many others, and `outer` bytes a parameter of replicas that meet."""
+    return parameters / copies * (12 + outer)
+
+
 def state_bytes(
     parameters: float, train: TrainSpec, engine: Engine, zero: int, ways: int
 ) -> tuple[float, float, float]:

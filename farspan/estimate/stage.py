@@ -19,6 +19,7 @@ from farspan.estimate.memory import (
     local_parameters,
     logits_bytes,
     replayed_per_row,
+    snapshot_bytes,
     state_bytes,
 )
 from farspan.estimate.network import Network
@@ -294,6 +295,8 @@ class Costs:
             logits=engine.slack * logits_bytes(self.graph, train, rows, engine, *shares) if head else 0.0,
             buffers=engine.slack * buffers,
             framework=engine.framework if device.learned.framework is None else device.learned.framework,
+            snapshot=snapshot_bytes(parameters, len(stage.mesh.ranks) // ways, max(outer, self._outer))
+            if engine.snapshots and device.backend == "cpu" else 0.0,
         )  # fmt: skip
 
 

@@ -71,7 +71,8 @@ def predicted(
     speeds: dict[Precision, Speed] = {}
     for precision in precisions:
         alone = on_one_device(model, msgspec.structs.replace(train, precision=precision), cluster, engine)
-        speeds[precision] = Speed(step_s=alone.step_s, tokens_per_s=alone.tokens_per_s, memory_bytes=alone.memory_bytes)
+        memory = alone.memory_bytes - round(alone.memory[0].snapshot)
+        speeds[precision] = Speed(step_s=alone.step_s, tokens_per_s=alone.tokens_per_s, memory_bytes=memory)
     return ProbeResult(rows=train.batch, seq_len=train.seq_len, speeds=speeds)
 
 
@@ -80,7 +81,9 @@ def calibrated(cluster: Cluster, model: ModelSpec, train: TrainSpec, engine: Eng
     tried = msgspec.structs.replace(train, batch=probe.rows, seq_len=probe.seq_len)
     speed, alone = probe.speeds[train.precision], on_one_device(model, tried, cluster, engine)
     kind = cluster.devices[0].kind
-    framework = max(0, speed.memory_bytes - alone.memory_bytes + round(alone.memory[0].framework))
+    # A trial saves nothing.
+    elsewhere = alone.memory_bytes - round(alone.memory[0].framework + alone.memory[0].snapshot)
+    framework = max(0, speed.memory_bytes - elsewhere)
 
     def tried_device(host: Host, index: int) -> Device:
         device = host.devices[index]

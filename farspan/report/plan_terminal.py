@@ -16,7 +16,7 @@ GLYPHS = {"forward": "▒", "backward": "█", "send": "~", "sums": "≈", "rece
 WORDS = {"send": "sending", "sums": "communication", "receive": "waiting for a message"}
 #: Of every other microbatch, so that neighbours can be told apart.
 OTHERS = {"forward": "░", "backward": "▓"}
-BAR = dict(zip(PARTS, "WGOALBF", strict=True))
+BAR = dict(zip(PARTS, "WGOALBFS", strict=True))
 #: Lanes and bars beyond so many are left to the page.
 MOST = 24
 
