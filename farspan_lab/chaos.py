@@ -18,11 +18,12 @@ from pathlib import Path
 
 import msgspec
 
+from farspan.app.configs import as_yaml
 from farspan.app.jobs import registered
 from farspan.app.supervisor import Supervisor
 from farspan.app.updates import Faulted, Progress, silent
-from farspan.domain.codec import load_yaml
-from farspan.domain.config import RunConfig
+from farspan.domain.codec import load_yaml, write_atomically
+from farspan.domain.config import OnFault, RunConfig
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import Event, Recovered, Started, Step, read_events
 from farspan.domain.run import RunFolder
@@ -135,12 +136,14 @@ class Chaos:
                 delay_s = self._rng.uniform(0.0, RECOVERY_S)
 
     def _is_time(self, injection: Injection, delay_s: float) -> bool:
-        if injection.phase == "recovery":
-            return bool(self._recovering_at) and time.monotonic() - self._recovering_at >= delay_s
+        if injection.phase == "recovery" and self._recovering_at:
+            return time.monotonic() - self._recovering_at >= delay_s
         if self._recovering_at or self._step < injection.step:
             return False
-        saving = injection.phase == "step" or any(self._run.checkpoints.glob(".step-*.tmp"))
-        return saving
+        # Where the fault before has had no consequence, what would have come in the recovery comes some time later.
+        if injection.phase == "recovery" and self._made and time.time() < self._made[-1][2] + SEEN_S:
+            return False
+        return injection.phase != "save" or any(self._run.checkpoints.glob(".step-*.tmp"))
 
     def _make(self, injection: Injection) -> bool:
         """Make a fault now; False where its worker does not run."""
@@ -235,10 +238,15 @@ def twin(run: RunFolder, path: Path) -> RunFolder:
 
 
 def disturb(
-    calm: RunFolder, path: Path, injections: Sequence[Injection], progress: Progress = silent, *, seed: int = 0
-) -> Disturbed:
-    """Train a run once more, at `path`, with these faults, and compare its losses with the calm one's."""
+    calm: RunFolder, path: Path, injections: Sequence[Injection], progress: Progress = silent, *, seed: int = 0,
+    on_fault: OnFault | None = None,
+) -> Disturbed:  # fmt: skip
+    """Train a run once more, at `path`, with these faults, and compare its losses with the calm one's. `on_fault` is
+    for this time; None leaves it as run.yaml has it."""
     run = twin(calm, path)
+    if on_fault is not None:
+        config = msgspec.structs.replace(load_yaml(run.config, RunConfig), on_fault=on_fault)
+        write_atomically(run.config, as_yaml(config))
     disturbed = Chaos(run, injections, lab_of(calm), seed).train(progress)
     if disturbed.problem is not None:
         return disturbed

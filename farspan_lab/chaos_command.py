@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import get_args
 
 from farspan.app.checks import refuse_existing, require_torch
 from farspan.app.updates import Faulted, Note
 from farspan.cli.arguments import find_run, takes_run
 from farspan.cli.console import Console
+from farspan.domain.config import OnFault
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder
 from farspan.domain.units import format_seconds
@@ -29,6 +31,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FOLDER", type=Path, help="run directory to make (default: RUN-chaos)")
     parser.add_argument("--fault", metavar="FAULT", action="append", default=[], help="a fault; several come in order")
     parser.add_argument("--faults", metavar="N", type=int, default=0, help="so many faults at random (default: 0)")
+    parser.add_argument(
+        "--on-fault", choices=get_args(OnFault), help="what follows a fault (default: as the run has it)"
+    )
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of what is random (default: 0)")
 
 
@@ -52,7 +57,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
         if isinstance(update, Faulted | Note):
             console.say(update.text)
 
-    disturbed = disturb(calm, path, injections, show, seed=given.seed)
+    disturbed = disturb(calm, path, injections, show, seed=given.seed, on_fault=given.on_fault)
     say(disturbed, console)
     console.answer(disturbed)
 

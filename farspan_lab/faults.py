@@ -36,7 +36,7 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True):
     rank: int | None = None
     #: Of a cut: from the first to the second, or both ways.
     sites: tuple[str, str] | None = None
-    #: Of the phase `step`.
+    #: Not before this one.
     step: int = 0
     #: Seconds after which it passes; None where it does not.
     lasts_s: float | None = None

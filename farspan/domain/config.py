@@ -16,6 +16,10 @@ Name = Annotated[str, _NAMES]
 Source = Annotated[str, msgspec.Meta(min_length=1)]
 
 
+#: What follows a fault of a run.
+OnFault = Literal["recover", "wait", "stop"]
+
+
 class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where text comes from: `pydocs`, a folder or file, or `hf:NAME:CONFIG`."""
 
@@ -131,7 +135,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     index: IndexConfig = IndexConfig()
     #: After a lost worker, host or link: start again, with a new plan where a host stays away (`recover`); start again
     #: once all are there (`wait`); or end the run (`stop`).
-    on_fault: Literal["recover", "wait", "stop"] = "recover"
+    on_fault: OnFault = "recover"
 
     @property
     def data_config(self) -> DataConfig:
