@@ -34,6 +34,8 @@ from farspan_lab.faults import RECOVERY_S, Injection
 
 #: How often the moment of the next fault is looked for: a save takes some milliseconds.
 LOOK_S = 0.002
+#: What is seen so much later has another cause.
+SEEN_S = 15.0
 
 
 class Injected(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,19 +191,18 @@ class Chaos:
 
     def _injected(self) -> tuple[Injected, ...]:
         events = list(read_events(self._run.events)) if self._run.events.exists() else []
-        next_at = [at for _, _, at in self._made[1:]] + [float("inf")]
-        return tuple(
-            self._followed(injection, step, at, until, events)
-            for (injection, step, at), until in zip(self._made, next_at, strict=True)
-        )
+        left = list(self._faulted)
+        return tuple(self._followed(*made, left, events) for made in self._made)
 
     def _followed(
-        self, injection: Injection, step: int, at: float, until: float, events: Sequence[Event]
-    ) -> Injected:  # fmt: skip
-        seen = next((fault for fault in self._faulted if at <= fault.at < until), None)
+        self, injection: Injection, step: int, at: float, left: list[Faulted], events: Sequence[Event]
+    ) -> Injected:
+        """What came of a fault: the first of those `left` that were seen soon after is its own."""
+        seen = next((fault for fault in left if at <= fault.at < at + SEEN_S), None)
         made = Injected(fault=str(injection), step=step, at=at)
         if seen is None:
             return made
+        left.remove(seen)
         again = next((event for event in events if isinstance(event, Recovered) and event.at >= seen.at), None)
         back = next((event for event in events if isinstance(event, Step) and again and event.at >= again.at), None)
         return msgspec.structs.replace(
