@@ -77,7 +77,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 def cases() -> Iterator[Case]:
     """60 faults in exact techniques, and beside them replicas, larger models, cuts for good and an end."""
     for lab in LABS:
-        for number, technique in enumerate(("data", "zero", "fsdp", "shard", "pipeshard")):
+        for number, technique in enumerate(("data", "zero2", "fsdp", "shard", "pipeshard")):
             for run in range(2):
                 # Where one site is quicker than two a cut link makes another plan: one run of two has to wait.
                 patience: OnFault = ("wait", "recover")[run]

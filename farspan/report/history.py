@@ -16,6 +16,7 @@ from farspan.domain.results import (
     Estimate,
     Event,
     Finished,
+    Recovered,
     Sampled,
     Saved,
     Started,
@@ -49,7 +50,8 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     """What led to the model that the run ended with.
 
     A start after a checkpoint undoes every step beyond it: those are dropped here, whether or not they were repeated.
-    `run_s` counts all the time that workers ran, dropped steps included, and no time between two starts.
+    `run_s` counts all the time that workers ran, dropped steps included, and that between two starts where the run
+    went on by itself.
     `starts` holds each start with the `run_s` before it, `ends` every end told; `finished` is the last
     start's, None while it has none.
     """
@@ -128,8 +130,10 @@ def trace(events: Iterable[Event]) -> History:
     samples: list[Sampled] = []
     traced: list[Traced] = []
     starts: list[tuple[Started, float]] = []
-    lost_steps, run_s = 0, 0.0
+    lost_steps, run_s, ended_at = 0, 0.0, 0.0
     for started, part in _starts(recorded):
+        # Where it went on by itself the machines were the run's meanwhile.
+        run_s += sum(started.at - ended_at for event in part if isinstance(event, Recovered) and ended_at)
         kept = {number: timed for number, timed in steps.items() if number <= started.step}
         lost_steps += len(steps) - len(kept)
         steps = kept | _steps_of(part, started, run_s, max((timed.tokens for timed in kept.values()), default=0))
@@ -137,7 +141,8 @@ def trace(events: Iterable[Event]) -> History:
         samples = [event for event in samples if event.step <= started.step] + _of(Sampled, part)
         traced = [event for event in traced if event.step <= started.step] + _of(Traced, part)
         starts.append((started, run_s))
-        run_s += max(event.at for event in part) - started.at
+        ended_at = max(event.at for event in part)
+        run_s += ended_at - started.at
     return History(
         steps=tuple(steps.values()),
         validations=tuple(validations),

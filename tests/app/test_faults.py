@@ -1,0 +1,67 @@
+"""Which faults a run starts again for, how often, and which end it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from farspan.app.faults import COST_S, CURABLE, HOUR_S, RESTARTS, SAME, Faults, Seen
+from farspan.domain.problems import EXIT_CODES, Problem
+
+LOST = Problem(code="worker-lost", what="rank 1 on b was lost", where="log", fact="gone", remedy="resume", rank=1)
+
+
+def seen(problem: Problem = LOST, step: int = 7, at: float = 0.0) -> Seen:
+    return Seen(problem=problem, step=step, at=at)
+
+
+@pytest.mark.parametrize("code", sorted(EXIT_CODES))
+def test_what_another_start_cannot_cure_ends_the_run_at_once(code):
+    problem = replace(LOST, code=code)
+    ended = Faults().end(seen(problem), trained=True)
+    assert (ended is None) == (code in CURABLE)
+    assert ended is None or ended == problem
+
+
+def test_an_error_of_a_workers_own_ends_the_run():
+    own = replace(LOST, cause="own")
+    assert Faults().end(seen(own), trained=True) == own
+    assert Faults().end(seen(replace(LOST, cause="exchange")), trained=True) is None
+
+
+def test_what_was_never_there_is_refused_at_once():
+    away = replace(LOST, code="host-unreachable")
+    assert Faults().end(seen(away), trained=False) == away
+    assert Faults().end(seen(away), trained=True) is None
+    assert Faults().end(seen(), trained=False) is None
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.floats(0, 600)), min_size=1, max_size=80))
+def test_a_run_ends_when_a_fault_comes_back_or_too_many_come(history):
+    """Whatever comes: it ends at the third that is the same, or at the first beyond RESTARTS within an hour, and with
+    the fault's own cause."""
+    faults, at, times = Faults(), 0.0, list[tuple[float, tuple[int, int]]]()
+    for step, rank, after in history:
+        at += after
+        times.append((at, (step, rank)))
+        problem = replace(LOST, rank=rank)
+        ended = faults.end(seen(problem, step, at), trained=True)
+        same = sum(kind == (step, rank) for _, kind in times)
+        recent = sum(at - other < HOUR_S for other, _ in times)
+        assert (ended is not None) == (same >= SAME or recent > RESTARTS)
+        if ended is not None:
+            assert ended.fact.startswith(f"{problem.fact}; ") and ended.code == problem.code
+            return
+
+
+def test_restarts_that_cost_too_much_end_the_run():
+    faults = Faults()
+    for number in range(4):
+        assert faults.end(seen(step=number, at=100.0 * number), trained=True) is None
+        faults.cost(100.0 * number, COST_S / 3.5)
+    ended = faults.end(seen(step=9, at=500.0), trained=True)
+    assert ended is not None and "restarts of the last hour have cost" in ended.fact
+    assert faults.end(seen(step=10, at=500.0 + HOUR_S), trained=True) is None

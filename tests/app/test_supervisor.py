@@ -1,0 +1,223 @@
+"""A run starts again by itself after a fault that can be cured, loses nothing but time, and ends where none can be."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from farspan.domain.epoch import read_ledger
+from farspan.domain.problems import Problem
+from farspan.domain.results import Finished, Recovered, Saved, Step, Warned, read_events
+from farspan.launch.launchers import launch
+from farspan.launch.lease import Lease
+from farspan.launch.spares import Spares
+from farspan.launch.workers import Held
+from farspan.report.history import trace
+from farspan.runtime.checkpoint.manifest import TrainingProgress
+from farspan.runtime.comm.topology import Topology
+from farspan.runtime.training.data import Order, Windows
+from farspan.semantics.identity import training_key
+from tests import tiny
+from tests.app.supervised import Watched, made
+from tests.launch.test_launchers import TRAIN
+from tests.runtime import stored_tensors
+from tests.runtime.test_worker import _tensors
+
+#: Some seconds of steps, with checkpoints all along.
+STEPS = replace(TRAIN, steps=300, validate_every=300, checkpoint_every_s=0.3)
+TWO = tiny.plan(STEPS, rows=(4, 4), micro_rows=4)
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of a run that nothing disturbs."""
+    watched = Watched(made(tmp_path_factory.mktemp("calm") / "run", TWO))
+    ending = watched.train()
+    assert isinstance(ending, Finished) and not watched.faulted
+    return watched.losses
+
+
+@pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)])
+def test_the_losses_after_a_fault_are_those_of_a_run_without_bit_by_bit(tmp_path, calm, rank, number):
+    hurt = list[int]()
+
+    def at_step(watched: Watched, step: int) -> None:
+        if step >= 100 and not hurt and any(isinstance(event, Saved) for event in watched.events):
+            hurt.append(watched.signal(rank, number))
+
+    watched = Watched(made(tmp_path / "run", TWO), at_step)
+    ending = watched.train()
+    assert isinstance(ending, Finished) and ending.reason == "done"
+    assert watched.losses == calm
+    (fault,), (again,) = watched.faulted, [event for event in watched.events if isinstance(event, Recovered)]
+    assert fault.problem.code == "worker-lost" and fault.problem.rank == rank and again.fault == fault.problem
+    assert again.step > 0 and again.lost == fault.step - again.step and not again.replanned
+    assert again.epoch == read_ledger(watched.run.epochs).epoch == 2
+    assert not Path(f"/proc/{hurt[0]}").exists(), "whoever stood still was ended"
+    # What the report says of it: the time until it went on is the run's, too.
+    history = trace(read_events(watched.run.events))
+    assert len(history.starts) == 2 and history.lost_steps == again.lost
+    assert history.run_s == pytest.approx(watched.events[-1].at - history.starts[0][0].at, abs=0.5)
+
+
+def test_a_fault_that_comes_back_at_the_same_step_ends_the_run_with_its_cause(tmp_path):
+    def at_step(watched: Watched, step: int) -> None:
+        if step == 40:
+            watched.signal(1, signal.SIGKILL)
+
+    watched = Watched(made(tmp_path / "run", replace(TWO, train=replace(STEPS, checkpoint_every_s=60.0))), at_step)
+    problem = watched.train()
+    assert isinstance(problem, Problem) and problem.code == "worker-lost" and problem.signal == "SIGKILL"
+    assert len(watched.faulted) == 2 and "the same fault came 3 times" in problem.fact
+
+
+def test_with_stop_a_fault_ends_the_run(tmp_path):
+    watched = Watched(made(tmp_path / "run", TWO, "stop"), lambda w, step: step == 40 and w.signal(1, signal.SIGKILL))
+    problem = watched.train()
+    assert isinstance(problem, Problem) and problem.code == "worker-lost" and not watched.faulted
+
+
+def test_an_error_in_code_is_not_tried_again(tmp_path):
+    """Here a corpus that cannot be read as one."""
+    run = made(tmp_path / "run", TWO)
+    (tmp_path / "corpus" / "train.idx").write_bytes(b"x" * 16)
+    watched = Watched(run)
+    assert isinstance(watched.train(), Problem) and not watched.faulted
+
+
+def test_who_asks_to_stop_while_the_run_recovers_is_heard(tmp_path):
+    watched = Watched(
+        made(tmp_path / "run", TWO), lambda w, step: step == 60 and w.signal(1, signal.SIGKILL),
+        at_fault=lambda w: w.supervisor.stop(),
+    )  # fmt: skip
+    problem = watched.train()
+    assert (
+        isinstance(problem, Problem) and problem.code == "interrupted" and "before workers were started" in problem.what
+    )
+
+
+# -- steps that are not finite -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_the_first_batch_whose_loss_is_not_finite_is_left_out_and_a_second_ends_the_run(tmp_path, batches):
+    """Token 299 has an embedding that is no number, and stands in so many windows."""
+    train = replace(TRAIN, steps=20, validate_every=20)
+    plan = tiny.plan(train, rows=(4, 4), spec=replace(tiny.SPEC, tied=False))
+    run = made(tmp_path / "run", plan)
+    val, tokens = (np.fromfile(tmp_path / "corpus" / f"{name}.bin", "<u2") for name in ("val", "train"))
+    val[val == 299] = tokens[tokens == 299] = 298
+    order = Order(Windows(tokens, train.seq_len).count, train.seed)
+    for step in range(5, 5 + 4 * batches, 4):
+        window = int(order.window(Topology(plan, 0).samples(step)[0])[0])
+        tokens[window * train.seq_len + 3] = 299
+    for name, content in (("val", val), ("train", tokens)):
+        content.tofile(tmp_path / "corpus" / f"{name}.bin")
+    tensors = _tensors(plan.model)
+    tensors["model/tok.weight"][299] = float("nan")
+    progress = TrainingProgress(step=0, plan=plan.hash, training=training_key(plan), elapsed_s=0.0)
+    stored_tensors.write(run.checkpoints, tensors, progress)
+    watched = Watched(run)
+    ending = watched.train()
+    assert [(fault.problem.code, fault.problem.step) for fault in watched.faulted] == [("non-finite", 5)]
+    said = [event.message for event in watched.events if isinstance(event, Warned)]
+    assert any("step 6: its batch is left out" in message for message in said)
+    if batches == 1:
+        assert isinstance(ending, Finished) and ending.reason == "done"
+        assert sorted(watched.losses) == [*range(1, 6), *range(7, 21)]
+    else:
+        assert isinstance(ending, Problem) and ending.code == "non-finite" and ending.step == 9
+        assert "step 6 was left out for the same reason" in ending.fact
+
+
+# -- who was replaced --------------------------------------------------------------------------------------------------
+
+
+def test_a_stopped_worker_that_wakes_after_it_was_replaced_writes_nothing(tmp_path):
+    plan = tiny.plan(replace(TRAIN, steps=100_000, validate_every=100_000, checkpoint_every_s=0.2), micro_rows=8)
+    run = made(tmp_path / "run", plan)
+
+    def begun() -> subprocess.Popen[bytes]:
+        with Lease(run) as lease:
+            told = Held(lease, lease.begin(), Spares()).epoch
+        place = {"RANK": "0", "WORLD_SIZE": "1", "FARSPAN_EPOCH": f'{{"number":{told.number}}}'}
+        words = [sys.executable, "-m", "farspan.runtime.worker", str(run.plan), str(run.path)]
+        return subprocess.Popen(words, env={**os.environ, **place, "OMP_NUM_THREADS": "1"})
+
+    def steps() -> int:
+        return sum(isinstance(event, Step) for event in read_events(run.events)) if run.events.exists() else 0
+
+    def trained(more: int) -> None:
+        wanted, deadline = steps() + more, time.monotonic() + 60
+        while steps() < wanted:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    old = begun()
+    try:
+        trained(100)
+        old.send_signal(signal.SIGSTOP)
+        new = begun()
+        trained(100)
+        new.send_signal(signal.SIGTERM)
+        assert new.wait(60) == 0
+        content = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+        old.send_signal(signal.SIGCONT)
+        assert old.wait(60) == 45
+        assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == content
+    finally:
+        old.kill()
+        old.wait()
+
+
+# -- warm spares -------------------------------------------------------------------------------------------------------
+
+
+def test_a_spare_takes_a_place_and_trains_the_same(tmp_path, calm):
+    run = made(tmp_path / "run", TWO)
+    cluster = tiny.this_machine(TWO)
+    with Lease(run) as lease:
+        spares, apart = Spares(), (TWO.devices[0], replace(TWO.devices[1], index=1))
+        spares.fill(replace(TWO, devices=apart), cluster.hosts, run.logs, lease.keep_open)
+        waiting = [spare.pid for spare in spares._waiting.values()]
+        held = Held(lease, lease.begin(), spares)
+        with launch("local", TWO, run, cluster, held) as workers:
+            pids = [process.pid for process in workers.processes]
+            losses = {event.step: event.loss for event in workers if isinstance(event, Step)}
+        assert len(waiting) == 2 and pids[0] == waiting[0], "the device of rank 0 has a spare"
+        spares.close()
+    assert losses == calm
+    assert not any(Path(f"/proc/{pid}").exists() for pid in waiting)
+
+
+def test_spares_end_with_who_started_them(tmp_path):
+    run = made(tmp_path / "run", TWO)
+    program = f"""
+import os, time
+from pathlib import Path
+from farspan.domain.run import RunFolder
+from farspan.launch.lease import Lease
+from farspan.launch.spares import Spares
+from tests import tiny
+from tests.app.test_supervisor import TWO
+run, spares = RunFolder(Path({str(run.path)!r})), Spares()
+spares.fill(TWO, tiny.this_machine(TWO).hosts, run.logs, Lease(run).keep_open)
+print(*(spare.pid for spare in spares._waiting.values()), flush=True)
+os._exit(1)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    pids, deadline = done.stdout.split(), time.monotonic() + 60
+    assert pids, done.stderr
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "a spare goes on"
+        time.sleep(0.05)
+    with Lease(run):
+        pass
