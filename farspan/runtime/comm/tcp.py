@@ -18,8 +18,11 @@ import psutil
 
 #: asm-generic/socket.h.
 SO_MAX_PACING_RATE = 47
-#: `tcpi_rtt` in struct tcp_info (linux/tcp.h), microseconds: after 8 single bytes and 15 words.
-_INFO = struct.Struct("8x60xI")
+#: Of struct tcp_info (linux/tcp.h), after 8 single bytes: `tcpi_last_data_sent`, milliseconds ago, after 9 words, and
+#: `tcpi_rtt`, microseconds, after 15.
+_INFO = struct.Struct("8x36xI20xI")
+#: A round trip is of now where data was sent so many milliseconds ago at most: an idle connection keeps its last one.
+_FRESH_MS = 2000
 #: Connections with a shorter round trip stay inside a site.
 SITE_S = 1e-3
 
@@ -46,8 +49,9 @@ def expire(seconds: float) -> None:
 
 
 def slowest_rtt_s() -> float:
-    """The longest round trip of a connection that this process has open now; 0 where none says one."""
-    return max((_rtt_s(connection) for connection in _connections()), default=0.0)
+    """The longest round trip of a connection that this process uses now; 0 where none says one."""
+    times = (_info(connection) for connection in _connections())
+    return max((rtt / 1e6 for sent, rtt in times if sent <= _FRESH_MS), default=0.0)
 
 
 def listening(address: str) -> str:
@@ -104,4 +108,10 @@ def _sockets() -> Iterator[socket.socket]:
 
 
 def _rtt_s(connection: socket.socket) -> float:
-    return float(_INFO.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))[0]) / 1e6
+    return _info(connection)[1] / 1e6
+
+
+def _info(connection: socket.socket) -> tuple[int, int]:
+    """When data was last sent, milliseconds ago, and the round trip in microseconds."""
+    sent, rtt = _INFO.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
+    return int(sent), int(rtt)

@@ -1,0 +1,174 @@
+"""Ten faults in runs on two and three sites: each run goes on by itself to the losses of the same run without them, or
+ends with its cause where that was to be expected. `benchmarks/chaos.py` makes sixty and more."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from farspan.app import training
+from farspan.app.configs import as_yaml
+from farspan.app.plans import best_plan
+from farspan.app.resolving import resolve
+from farspan.app.supervisor import Supervisor
+from farspan.app.updates import Note
+from farspan.domain.codec import load_yaml
+from farspan.domain.config import (
+    BatchConfig,
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+    TokenizerConfig,
+    TrainConfig,
+)
+from farspan.domain.problems import Refusal
+from farspan.domain.results import Step
+from farspan.domain.run import RunFolder
+from farspan_lab import state
+from farspan_lab.chaos import disturb, links_of, twin
+from farspan_lab.faults import Injection, drawn, parse
+from tests.lab.conftest import OWN, parsed, traces
+
+TWO = f"name: {OWN}-two\nsites: {{utah: {{devices: 2}}, mass: {{}}}}\nlinks: [{{between: [utah, mass], rtt: 20ms}}]\n"
+THREE = f"""name: {OWN}-three
+sites: {{utah: {{}}, star: {{}}, mass: {{}}}}
+links:
+- {{between: [utah, star], rtt: 5ms}}
+- {{between: [star, mass], rtt: 10ms}}
+- {{between: [utah, mass], rtt: 10ms}}
+"""
+STEPS = 250
+
+
+@pytest.fixture(scope="module", params=["two", "three"])
+def lab(request: pytest.FixtureRequest):
+    made = state.up(parsed({"two": TWO, "three": THREE}[request.param]))
+    yield made.lab.name
+    state.down(made.lab.name)
+    assert traces() == []
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(40):
+        words = " ".join(f"{word}{number % 7}" for word in ("wind", "list", "blow", "where", "they")) * 30
+        (folder / f"{number:02}.txt").write_text(f"Paper {number}\n\n{words}.\n")
+    return folder
+
+
+def calm(lab: str, technique: str, text: Path, folder: Path) -> RunFolder:
+    """A run on a lab that nothing has disturbed."""
+    config = RunConfig(
+        data=DataConfig(source=str(text), val="10%"), tokenizer=TokenizerConfig(vocab=300),
+        model=ModelConfig(layers=3, d_model=32, heads=2, context=32),
+        train=TrainConfig(steps=STEPS, batch=BatchConfig(global_=6), precision="fp32", validate_every=STEPS),
+        parallel=ParallelConfig(cluster=f"lab:{lab}", technique=technique), checkpoint=CheckpointConfig(every="500ms"),
+    )  # fmt: skip
+    run = training.make(folder / "calm", config, best_plan(resolve(config, trial=False), config.parallel))
+    training.train(run)
+    return run
+
+
+def test_seeded_faults_leave_the_losses_as_they_are_bit_by_bit(lab, text, tmp_path):
+    technique, seed = ("zero2", 4) if "two" in lab else ("pipeshard", 11)
+    run = calm(lab, technique, text, tmp_path)
+    injections = drawn(seed, 4, len(run.load_plan().devices), links_of(run), STEPS)
+    result = disturb(run, tmp_path / "disturbed", injections, seed=seed, on_fault="wait")
+    assert result.problem is None and result.left == () and len(result.injected) == 4
+    assert any(made.seen_s is not None for made in result.injected), "no fault has done anything"
+    assert result.comparison is not None and result.comparison.steps == STEPS
+    assert result.comparison.equal, result
+
+
+def test_a_link_that_is_cut_for_good_makes_another_plan_with_the_same_losses(lab, text, tmp_path):
+    if "three" in lab:
+        pytest.skip("two sites are enough")
+    run = calm(lab, "data", text, tmp_path)
+    result = disturb(run, tmp_path / "disturbed", [parse("cut:utah>mass@60")])
+    (made,) = result.injected
+    assert made.replanned and result.problem is None
+    assert result.comparison is not None and result.comparison.worst <= 1e-5
+    after = RunFolder(tmp_path / "disturbed").load_plan()
+    assert {device.host for device in after.devices} == {"utah"} and after.train == run.load_plan().train
+    with_cut = state.status(lab).lab.links
+    assert all(link.up for link in with_cut), "what was cut is mended in the end"
+
+
+def test_a_worker_that_is_killed_again_and_again_ends_the_run_with_its_cause(lab, text, tmp_path):
+    if "two" in lab:
+        pytest.skip("three sites are enough")
+    run = calm(lab, "data", text, tmp_path)
+    again = [parse("kill:1@50"), parse("kill:1@recovery"), parse("kill:1@recovery")]
+    result = disturb(run, tmp_path / "disturbed", again)
+    assert result.problem is not None and result.problem.code == "worker-lost"
+    assert "the same fault came 3 times at step" in result.problem.fact
+    assert result.ended_s is not None and result.ended_s < 30
+
+
+def test_who_stops_a_run_that_waits_for_a_host_is_heard(lab, text, tmp_path):
+    if "three" in lab:
+        pytest.skip("two sites are enough")
+    run = twin(calm(lab, "data", text, tmp_path), tmp_path / "disturbed")
+    run.config.write_bytes(as_yaml(replace(load_yaml(run.config, RunConfig), on_fault="wait")))
+    waits = list[float]()
+
+    def watch(update: object) -> None:
+        if isinstance(update, Step) and update.step == 60:
+            state.change(lab, ("utah", "mass"), {"up": False}, one_way=False)
+        if isinstance(update, Note) and update.text == "waiting for mass":
+            waits.append(time.monotonic())
+            supervisor.stop()
+
+    supervisor = Supervisor(run, watch, lambda event: None)
+    try:
+        with pytest.raises(Refusal) as refusal:
+            supervisor.train()
+    finally:
+        state.change(lab, ("utah", "mass"), {"up": True}, one_way=False)
+    assert refusal.value.problem.code == "interrupted" and time.monotonic() - waits[0] < 5
+
+
+# -- faults in words ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["kill:1@20", "stop:0@save", "stop:3@7+1.5s", "cut:utah-mass@recovery+8s", "cut:a>b-2@90", "cut:a-1-b@5"],
+)
+def test_a_fault_reads_as_it_is_written(text):
+    if text == "cut:a-1-b@5":
+        assert parse(text).sites == ("a", "1-b")
+    assert str(parse(text)) == text
+
+
+@pytest.mark.parametrize("text", ["", "kill", "kill:a@3", "cut:1@3", "kill:1", "stop:1@now", "cut:a@5", "kill:1@20+"])
+def test_what_is_no_fault_is_refused(text):
+    with pytest.raises(Refusal, match="this is no fault"):
+        parse(text)
+
+
+def test_drawn_faults_are_the_same_for_a_seed_and_possible():
+    links = (("a", "b"), ("b", "c"))
+    for seed in range(50):
+        faults = drawn(seed, 5, 4, links, 100)
+        assert faults == drawn(seed, 5, 4, links, 100)
+        for fault in faults:
+            assert isinstance(fault, Injection) and 2 <= fault.step < 98
+            assert (fault.rank is None) == fault.kind.startswith("cut") == (fault.sites is not None)
+            assert fault.rank in (None, 0, 1, 2, 3) and (fault.sites is None or tuple(sorted(fault.sites)) in links)
+    assert {fault.kind for seed in range(20) for fault in drawn(seed, 3, 2, (), 50)} == {"kill", "stop"}
+
+
+def test_wrong_faults_are_refused_before_anything_starts(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "farspan", "chaos", "nowhere"], capture_output=True, text=True, cwd=tmp_path, timeout=60
+    )
+    assert done.returncode == 22 and "this is not a farspan run" in done.stderr
