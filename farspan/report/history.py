@@ -110,7 +110,7 @@ def open_run(path: Path) -> RunHistory:
     warned = (warning.message for warning in history.warnings)
     return RunHistory(
         folder=path, plan=plan, corpus=load(folder.corpus, CorpusManifest),
-        config=read_bytes(folder.config).decode(),
+        config=read_bytes(folder.config).decode(errors="backslashreplace"),
         warnings=tuple(dict.fromkeys((*load(folder.record, RunRecord).warnings, *warned))), history=history,
         others=_others(folder, len(plan.devices)),
     )  # fmt: skip

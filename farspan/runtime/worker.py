@@ -51,7 +51,8 @@ from farspan.runtime.model.generate import generate
 from farspan.runtime.parallel.executor import Executor
 from farspan.runtime.training.data import Windows
 from farspan.runtime.training.events import EventLog
-from farspan.runtime.training.trainer import Trainer, Worker
+from farspan.runtime.training.parts import Worker
+from farspan.runtime.training.trainer import Trainer
 
 #: Whether who started this worker has ended.
 Gone = Callable[[], bool]

@@ -96,16 +96,20 @@ def mutated(value: Any, data: st.DataObject) -> Any:
     return value
 
 
+def priced(run: RunFolder) -> None:
+    """As a plan in a file is run."""
+    plan, cluster = read_plan(run.plan), load_cluster_json(run.cluster)
+    check_cluster(plan, cluster, run.plan, "farspan plan")
+    estimate(plan, models.graph(plan.model), cluster, engine(plan.engine))
+
+
 def uses(run: RunFolder) -> Iterator[Any]:
     """What reads a run's files: each may refuse."""
     yield lambda: jobs.status(run)
     yield lambda: write_report(run.path, page=False)
     yield lambda: read_plan(run.plan)
-    yield lambda: check_cluster(read_plan(run.plan), load_cluster_json(run.cluster), run.plan, "farspan plan")
+    yield lambda: priced(run)
     yield lambda: check_plan(run.load_plan(), run, 0, 1)
-    yield lambda: estimate(
-        read_plan(run.plan), models.graph(run.load_plan().model), load_cluster_json(run.cluster), engine("farspan")
-    )
     yield lambda: trust.require(run)
     yield lambda: refuse_edited(run)
     yield lambda: read_ledger(run.epochs)

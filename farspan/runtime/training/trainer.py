@@ -5,35 +5,30 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from msgspec.structs import replace
 
 from farspan.domain.codec import load
-from farspan.domain.corpus import CorpusManifest
-from farspan.domain.epoch import Epoch
 from farspan.domain.plan import Plan, row_quantum
 from farspan.domain.problems import Refusal
-from farspan.domain.results import Event, Step, Traced, Validated, Warned
-from farspan.domain.run import RunFolder
+from farspan.domain.results import Step, Traced, Warned
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.checkpoint.checkpoint import Unsaved
 from farspan.runtime.checkpoint.checkpointer import Checkpointer
 from farspan.runtime.checkpoint.manifest import TrainingProgress
-from farspan.runtime.comm.collective import Group
 from farspan.runtime.device import peak_memory
-from farspan.runtime.model.decoder import Decoder
-from farspan.runtime.parallel.executor import Executor, Outcome
+from farspan.runtime.parallel.executor import Outcome
 from farspan.runtime.parallel.pipeline import Batch
-from farspan.runtime.state.train_state import TrainState
 from farspan.runtime.time_budget import RunWork
-from farspan.runtime.training.data import Order, Windows
+from farspan.runtime.training.data import Order
 from farspan.runtime.training.loss_outlier import PATIENCE, LossOutliers
+from farspan.runtime.training.parts import Worker
 from farspan.runtime.training.saves import Saves
 from farspan.runtime.training.shared_clock import SharedClock
-from farspan.runtime.training.validation import LossSums, Validation
+from farspan.runtime.training.validating import Validations
+from farspan.runtime.training.validation import Validation
 from farspan.semantics.identity import training_key
 from farspan.semantics.lr_schedule import learning_rate
 
@@ -44,33 +39,6 @@ QUIET_STEPS = 2000
 LOWER = "lower train.optimizer.lr in run.yaml, then: farspan train run.yaml --run FOLDER"
 #: Steps whose spans are recorded: the second and third of a start, and one of so many later.
 TRACED_FIRST, TRACED_EVERY = (1, 2), 200
-
-
-@dataclass
-class Worker:
-    """What one worker holds for the length of a run."""
-
-    plan: Plan
-    run: RunFolder
-    group: Group
-    executor: Executor
-    manifest: CorpusManifest
-    train: Windows
-    val: Windows
-    emit: Callable[[Event], None]
-    clock: Callable[[], float]
-    #: Asked between steps: whether to save and end.
-    stop: Callable[[], bool] = lambda: False
-    #: The start of the run that this worker belongs to.
-    epoch: Epoch = field(default_factory=lambda: Epoch(number=0))
-
-    @property
-    def model(self) -> Decoder:
-        return self.executor.model
-
-    @property
-    def state(self) -> TrainState:
-        return self.executor.state
 
 
 class Trainer:
@@ -90,6 +58,7 @@ class Trainer:
         self.progress = TrainingProgress(step=0, plan=worker.plan.hash, training=self.training, elapsed_s=0.0)
         self.validation = Validation(worker.plan, worker.group, worker.executor, worker.val, self._to_device)
         self.pacing = SharedClock(worker.plan, self._work(), lambda: self.elapsed_s)
+        self.validations = Validations(worker, self.validation, self.pacing, monotonic)
         self.saves = Saves(
             self.checkpointer, worker.group, self.pacing, lambda event: worker.emit(event), self._warn, worker.clock,
             background=background,
@@ -103,8 +72,6 @@ class Trainer:
         self._saved_at = monotonic()
         self._started = self._saved_at if began is None else began
         self._first_step = 0
-        self._validated_step = -1
-        self._sample = LossSums()
 
     @property
     def elapsed_s(self) -> float:
@@ -147,7 +114,7 @@ class Trainer:
             if not together:
                 continue
             if unknown and not first:  # How long a validation takes: all read a few windows.
-                self._read(0, min(self.validation.first, self.validation.round))
+                self.validations.read(0, min(self.validation.first, self.validation.round))
                 self.pacing.goes_on()
             # The last validation, which comes with the end, reads more.
             if self._due(train.validate_every) and self.step < self.steps:
@@ -173,7 +140,7 @@ class Trainer:
         if outer is not None and outer.under_way and reason != "interrupted":
             outer.finish()
             self.worker.executor.param_gather.publish()
-            self.saves.step = self._validated_step = -1  # This is not the model that had been saved or validated.
+            self.saves.step = self.validations.step = -1  # This is not the model that had been saved or validated.
         self.save(last=True)
         if reason != "interrupted":
             self._validate(last=True)
@@ -226,7 +193,7 @@ class Trainer:
         self.steps = max(int(new), self.step)
         if (tells := self.pacing.hear(self.step, used, bool(due))) is not None:
             self.worker.emit(Warned(at=self.worker.clock(), message=tells))
-        stale = 0 < train.patience <= self.progress.stale
+        stale = 0 < train.patience <= self.validations.stale
         return "interrupted" if stop else self._ended() or ("early-stop" if stale else ""), bool(due)
 
     def _step(self, step: int) -> tuple[float, float, int, float]:
@@ -320,86 +287,37 @@ class Trainer:
     # -- validation and checkpoints --------------------------------------------------------------------------------
 
     def _validate(self, last: bool = False) -> None:
-        """Measure the loss, and keep the weights if it is the best so far: judged by the same windows each time, from
-        where the last one reads on."""
-        began, known = self.monotonic(), self.step == self._validated_step
+        """Measure the loss, and keep the weights if it is the best so far."""
         with self.worker.executor.met():
-            sample = sums = self._sample if known else self._read(0, self.validation.first)
-            if last:
-                sums = self._read_on(sample)
-        if known and sums == sample:
+            measured = self.validations.measure(self.step, last=last)
+        if measured is None:
             return
-        if not math.isfinite(sums.mean):
+        if not math.isfinite(measured.sums.mean):
             saved = self.save(wait=True)
             raise Refusal(
                 "non-finite", what=f"the validation loss is not finite after step {self.step}",
                 where="the validation split", remedy=LOWER,
-                fact=f"loss {sums.mean}, though losses in training were finite; "
+                fact=f"loss {measured.sums.mean}, though losses in training were finite; "
                 f"{'these weights are kept' if saved else self.checkpointer.kept}",
             )  # fmt: skip
-        self._validated_step, self._sample = self.step, sample
-        before = self.progress.best_loss
-        best = not known and self._is_best(sample.mean)
-        self.worker.emit(self._validated(sums, sample if last else None, best, self.monotonic() - began))
+        before = self.validations.best_loss
+        best = self.validations.judge(self.step, measured)
+        self.worker.emit(self.validations.told(self.step, measured, best))
         if best:
             try:
                 self.saves.best(self._current(), self.steps, self.worker.run.best)
             except Unsaved as error:
                 # Those that are there are still the best: the next loss below theirs is written.
-                self.progress = replace(self.progress, best_loss=before)
+                self.validations.best_loss = before
                 kept = "there are none" if before is None else "those before stay"
                 self._warn(f"step {self.step}: the best weights could not be written: {error}; {kept}")
-
-    def _is_best(self, loss: float) -> bool:
-        """Whether no validation's sample had so small a loss; counted where it is not."""
-        before = self.progress
-        best = before.best_loss is None or loss < before.best_loss
-        self.progress = replace(
-            before, best_loss=loss if best else before.best_loss, stale=0 if best else before.stale + 1
-        )
-        return best
-
-    def _validated(self, sums: LossSums, sample: LossSums | None, best: bool, seconds: float) -> Validated:
-        """What is told of a validation; of the last one also its loss on the `sample` that others read."""
-        val, read, nats = self.worker.manifest.val, self.validation, (None, None)
-        if self.worker.group.rank == 0:
-            nats = read.entropies(sums.windows, self.worker.manifest, self.worker.train)
-        return Validated(
-            at=self.worker.clock(), step=self.step, loss=sums.mean, tokens=sums.tokens, seconds=seconds, best=best,
-            bits_per_byte=sums.mean / math.log(2) * val.tokens / val.text_bytes, of=read.of,
-            standard_error=sums.standard_error(self.worker.val.count),
-            read=read.name(sums.windows, self.worker.manifest.hash),
-            unigram_nats=nats[0], bigram_nats=nats[1], sample_loss=None if sample is None else sample.mean,
-            sample_tokens=None if sample is None else sample.tokens,
-        )  # fmt: skip
-
-    def _read(self, first: int, stop: int) -> LossSums:
-        """The losses of the validation's windows `first` to `stop`."""
-        began = self.monotonic()
-        sums = self.validation.read(first, stop)
-        self.pacing.validated(sums.tokens, self.monotonic() - began)
-        return sums
-
-    def _read_on(self, sums: LossSums) -> LossSums:
-        """The losses of all windows that the last validation has time for, those of `sums` among them: rank 0 says how
-        many more are read at a time."""
-        left = self.validation.most - sums.windows
-        while left > 0:
-            mine, least = 0, min(left, self.validation.round)
-            if self.worker.group.rank == 0:
-                mine = self.pacing.more_windows(self.worker.plan.train.seq_len, least, left)
-            (more,) = map(int, self.worker.group.sum(mine))
-            if more == 0:
-                break
-            sums = sums.plus(self._read(sums.windows, sums.windows + more))
-            left -= more
-        return sums
 
     def _current(self) -> TrainingProgress:
         return replace(
             self.progress, step=self.step, steps=self.steps, elapsed_s=self.elapsed_s, loss_scale=self.loss_scale,
             quiet=self.quiet, skipped=self.skipped, share=self.pacing.share, paces=self.pacing.paces,
             told=self.pacing.told, epoch=self.worker.epoch.number, left_out=self.left_out,
+            best_loss=self.validations.best_loss, stale=self.validations.stale,
         )  # fmt: skip
 
     def save(self, *, due: bool = False, last: bool = False, wait: bool = False) -> bool:
@@ -441,6 +359,7 @@ class Trainer:
             )  # fmt: skip
         self.progress = replace(progress, plan=plan.hash, training=self.training)
         self.loss_scale, self.quiet, self.skipped = progress.loss_scale, progress.quiet, progress.skipped
+        self.validations.best_loss, self.validations.stale = progress.best_loss, progress.stale
         self.left_out = tuple(sorted({*progress.left_out, *self.worker.epoch.skip}))
         self.step = self.saves.step = progress.step
         self.steps = progress.steps or plan.train.steps

@@ -1,0 +1,95 @@
+"""A run's validations: what each reads, whether its loss is the best so far, and what is told of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from farspan.domain.results import Validated
+from farspan.runtime.training.parts import Worker
+from farspan.runtime.training.shared_clock import SharedClock
+from farspan.runtime.training.validation import LossSums, Validation
+
+
+class Measured(NamedTuple):
+    """A validation's losses: of all windows that it read, and of the sample by which all are judged; None of those in
+    between, which read no more. `known` where that sample was read before."""
+
+    sums: LossSums
+    sample: LossSums
+    last: bool
+    known: bool
+    seconds: float
+
+
+class Validations:
+    """All workers of a run call `measure` and `read` together."""
+
+    def __init__(
+        self, worker: Worker, validation: Validation, pacing: SharedClock, monotonic: Callable[[], float]
+    ) -> None:
+        self._worker, self._validation, self._pacing, self._monotonic = worker, validation, pacing, monotonic
+        #: The best loss so far, and validations in a row without a better one.
+        self.best_loss: float | None = None
+        self.stale = 0
+        #: The step whose state was validated last, -1 where it is to be read again.
+        self.step = -1
+        self._sample = LossSums()
+
+    def measure(self, step: int, *, last: bool) -> Measured | None:
+        """The loss on the same windows each time, from where the last validation reads on; None where nothing of it is
+        new."""
+        began, known = self._monotonic(), step == self.step
+        sample = sums = self._sample if known else self.read(0, self._validation.first)
+        if last:
+            sums = self._read_on(sample)
+        if known and sums == sample:
+            return None
+        return Measured(sums, sample, last, known, self._monotonic() - began)
+
+    def judge(self, step: int, measured: Measured) -> bool:
+        """Whether no validation's sample had so small a loss; counted where it is not."""
+        self.step, self._sample = step, measured.sample
+        if measured.known:
+            return False
+        loss = measured.sample.mean
+        best = self.best_loss is None or loss < self.best_loss
+        self.best_loss, self.stale = (loss, 0) if best else (self.best_loss, self.stale + 1)
+        return best
+
+    def told(self, step: int, measured: Measured, best: bool) -> Validated:
+        """What is told of a validation; of the last one also its loss on the sample that others read."""
+        worker, read, nats = self._worker, self._validation, (None, None)
+        val, sums, sample = worker.manifest.val, measured.sums, measured.sample if measured.last else None
+        if worker.group.rank == 0:
+            nats = read.entropies(sums.windows, worker.manifest, worker.train)
+        return Validated(
+            at=worker.clock(), step=step, loss=sums.mean, tokens=sums.tokens, seconds=measured.seconds, best=best,
+            bits_per_byte=sums.mean / math.log(2) * val.tokens / val.text_bytes, of=read.of,
+            standard_error=sums.standard_error(worker.val.count), read=read.name(sums.windows, worker.manifest.hash),
+            unigram_nats=nats[0], bigram_nats=nats[1], sample_loss=None if sample is None else sample.mean,
+            sample_tokens=None if sample is None else sample.tokens,
+        )  # fmt: skip
+
+    def read(self, first: int, stop: int) -> LossSums:
+        """The losses of the validation's windows `first` to `stop`."""
+        began = self._monotonic()
+        sums = self._validation.read(first, stop)
+        self._pacing.validated(sums.tokens, self._monotonic() - began)
+        return sums
+
+    def _read_on(self, sums: LossSums) -> LossSums:
+        """The losses of all windows that the last validation has time for, those of `sums` among them: rank 0 says how
+        many more are read at a time."""
+        left = self._validation.most - sums.windows
+        while left > 0:
+            mine, least = 0, min(left, self._validation.round)
+            if self._worker.group.rank == 0:
+                mine = self._pacing.more_windows(self._worker.plan.train.seq_len, least, left)
+            (more,) = map(int, self._worker.group.sum(mine))
+            if more == 0:
+                break
+            sums = sums.plus(self.read(sums.windows, sums.windows + more))
+            left -= more
+        return sums
