@@ -117,8 +117,7 @@ def _costs(run: RunHistory) -> tuple[Costs | None, str]:
 
 def _steps(run: RunHistory, predicted_s: float, bounds: tuple[float, float]) -> Steps:
     """As `measure` takes it, with the middle half of the steps."""
-    seconds = [timed.step.step_s for timed in run.history.steps if timed.warm]
-    seconds = seconds or [timed.step.step_s for timed in run.history.steps]
+    seconds = [timed.step.step_s for timed in run.history.timed]
     quarters = quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
     return Steps(measured_s=median(seconds), half=(quarters[0], quarters[2]), predicted_s=predicted_s, bounds=bounds)
 

@@ -76,8 +76,31 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def estimate(self) -> Estimate | None:
-        """What the run was predicted to take when it was first started."""
-        return self.starts[0][0].estimate if self.starts else None
+        """What the plan that the run ended with was predicted to take when it was first followed."""
+        return next((start.estimate for start, _ in self.starts if start.plan == self.plan), None)
+
+    @property
+    def plan(self) -> str | None:
+        """The hash of the plan that the run ended with: it may have been planned again."""
+        return self.starts[-1][0].plan if self.starts else None
+
+    @property
+    def timed(self) -> tuple[Timed, ...]:
+        """The steps that say how long one takes: of the last plan, each start's warm-up left out unless there are no
+        others."""
+        own = [timed for timed in self.steps if timed.start.plan == self.plan] or self.steps
+        return tuple([timed for timed in own if timed.warm] or own)
+
+    @property
+    def usd(self) -> float | None:
+        """US dollars at what each start was predicted to cost a second; None where a start's price is unknown."""
+        ends = [*(before for _, before in self.starts[1:]), self.run_s]
+        total = 0.0
+        for (start, before), end in zip(self.starts, ends, strict=True):
+            if start.estimate is None or start.estimate.usd is None:
+                return None
+            total += start.estimate.usd / start.estimate.run_s * (end - before)
+        return total if self.starts else None
 
 
 class RunHistory(msgspec.Struct, frozen=True, kw_only=True):

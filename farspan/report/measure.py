@@ -17,19 +17,17 @@ LAST_STEPS = 20
 def measure(run: RunHistory) -> Measurement | None:
     """What `run` took so far, or None before its first step.
 
-    Times and rates are medians over the steps that count, each start's warm-up left out. TFLOP/s a device and MFU
-    follow `domain.model.train_flops_per_token`; MFU is None where the device's peak is unknown. Money is the
-    estimate's rate a second over all the time that workers ran.
+    Times and rates are medians over the steps that count (`History.timed`). TFLOP/s a device and MFU follow
+    `domain.model.train_flops_per_token`; MFU is None where the device's peak is unknown. Money is `History.usd`.
     """
     history = run.history
     if not history.steps:
         return None
-    warm = [timed for timed in history.steps if timed.warm] or history.steps
+    warm = history.timed
     rates = [timed.step.tokens / timed.step.step_s for timed in warm]
     flops_per_token = train_flops_per_token(run.plan.model, run.plan.train.seq_len)
     flops = [(flops_per_token * rate, timed.start) for rate, timed in zip(rates, warm, strict=True)]
     used = [rate / start.peak_flops for rate, start in flops if start.peak_flops]
-    estimate = history.estimate
     last = losses.last(run)
     best = min(history.validations, key=lambda event: losses.compared(event)[0], default=None)
     entropies = losses.entropies(run, last)
@@ -38,7 +36,7 @@ def measure(run: RunHistory) -> Measurement | None:
         run_s=history.run_s,
         tokens_per_s=median(rates),
         memory_bytes=max(rank_history.memory_bytes for rank_history in run.histories.values()),
-        usd=estimate.usd / estimate.run_s * history.run_s if estimate and estimate.usd is not None else None,
+        usd=history.usd,
         steps=len(history.steps),
         tokens=history.steps[-1].tokens,
         train_loss=fmean(timed.step.loss for timed in history.steps[-LAST_STEPS:]),

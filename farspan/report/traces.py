@@ -23,7 +23,8 @@ class Traces:
             rank: {traced.step: traced for traced in history.traced} for rank, history in run.histories.items()
         }
         self._told = {
-            rank: {timed.step.step: timed.step for timed in history.steps} for rank, history in run.histories.items()
+            rank: {timed.step.step: timed.step for timed in history.steps if timed.start.plan == run.history.plan}
+            for rank, history in run.histories.items()
         }
         self.ranks = [rank for rank, traced in self._spans.items() if traced]
         shared = [set(self._spans[rank]) & set(self._told[rank]) for rank in self.ranks]

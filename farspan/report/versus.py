@@ -190,8 +190,7 @@ def _step_lines(runs: Sequence[RunHistory]) -> list[Line]:
     middle half is below all others'."""
     spans = []
     for run in runs:
-        steps = [timed.step.step_s for timed in run.history.steps if timed.warm]
-        steps = steps or [timed.step.step_s for timed in run.history.steps]
+        steps = [timed.step.step_s for timed in run.history.timed]
         quarters = quantiles(steps, n=4, method="inclusive") if len(steps) > 1 else steps * 3
         spans.append((median(steps), quarters[0], quarters[-1]) if steps else None)
     values = tuple("?" if s is None else f"{short_time(s[0])} ({short_time(s[1])}-{short_time(s[2])})" for s in spans)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -69,11 +70,16 @@ def test_the_losses_after_a_fault_are_those_of_a_run_without_bit_by_bit(tmp_path
 
 
 def test_a_fault_that_comes_back_at_the_same_step_ends_the_run_with_its_cause(tmp_path):
-    def at_step(watched: Watched, step: int) -> None:
-        if step == 40:
-            watched.signal(1, signal.SIGKILL)
+    def kill(watched: Watched) -> None:
+        """As soon as there is a worker again."""
+        while watched.supervisor.workers is None:
+            time.sleep(0.02)
+        watched.signal(1, signal.SIGKILL)
 
-    watched = Watched(made(tmp_path / "run", replace(TWO, train=replace(STEPS, checkpoint_every_s=60.0))), at_step)
+    watched = Watched(
+        made(tmp_path / "run", TWO), lambda w, step: step == 40 and w.signal(1, signal.SIGKILL),
+        at_fault=lambda w: threading.Thread(target=kill, args=(w,)).start(),
+    )  # fmt: skip
     problem = watched.train()
     assert isinstance(problem, Problem) and problem.code == "worker-lost" and problem.signal == "SIGKILL"
     assert len(watched.faulted) == 2 and "the same fault came 3 times" in problem.fact
@@ -86,11 +92,13 @@ def test_with_stop_a_fault_ends_the_run(tmp_path):
 
 
 def test_an_error_in_code_is_not_tried_again(tmp_path):
-    """Here a corpus that cannot be read as one."""
+    """Here one of a token that the model has no row for."""
     run = made(tmp_path / "run", TWO)
-    (tmp_path / "corpus" / "train.idx").write_bytes(b"x" * 16)
+    np.full(3000, 60_000, "<u2").tofile(tmp_path / "corpus" / "train.bin")
     watched = Watched(run)
-    assert isinstance(watched.train(), Problem) and not watched.faulted
+    problem = watched.train()
+    assert isinstance(problem, Problem) and not watched.faulted
+    assert (problem.code, problem.cause) == ("worker-lost", "own") and "index out of range" in problem.fact
 
 
 def test_who_asks_to_stop_while_the_run_recovers_is_heard(tmp_path):

@@ -144,7 +144,7 @@ def test_a_rank_takes_the_actor_with_its_gpu_or_one_of_its_kind(ids, names, orde
         pytest.skip("waits for farspan[ray]")
     from farspan.launch.ray_driver import Spot, takers
 
-    job = Job(address="", hosts=("a", "b"), ranks=("a", "a", "b"), folders={}, caches={}, environment={}, threads=(1, 1, 1),
-              gpus=((1, "t4"), (0, "a30"), None))  # fmt: skip
+    job = Job(address="", hosts=("a", "b"), ranks=("a", "a", "b"), folders={}, caches={}, environment={},
+              threads=(1, 1, 1), gpus=((1, "t4"), (0, "a30"), None))  # fmt: skip
     spots = [Spot("", 0, "", gpu, name) for gpu, name in zip([*ids, None], [*names, ""], strict=True)]
     assert takers(job, spots) == [*order, 2]

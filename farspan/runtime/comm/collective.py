@@ -16,7 +16,7 @@ import torch.distributed as dist
 from farspan.domain.problems import Refusal
 from farspan.domain.run import SECRET, STORE_PORT
 from farspan.runtime.comm import tcp
-from farspan.runtime.comm.heartbeat import LOST, MET, Heartbeat, How, beats, silence_s
+from farspan.runtime.comm.heartbeat import LOST, MET, RTTS, SILENCE_S, Heartbeat, How, beats
 from farspan.runtime.comm.notices import Notices
 
 #: Workers may come so far apart: some import torch from a slow disk, or were started by hand.
@@ -55,7 +55,7 @@ def meet(rank: int, world: int, secret: bytes) -> Notices | None:
             "worker-lost", what=f"the {world} workers did not meet", where=f"rank {rank}", fact=fact,
             remedy=f"start every rank of the plan, with the same MASTER_ADDR, MASTER_PORT, WORLD_SIZE and {SECRET}",
         ) from None  # fmt: skip
-    tcp.expire(silence_s(tcp.slowest_rtt_s()))  # The store's own: who is asked over a line that is cut says so.
+    tcp.expire(SILENCE_S, RTTS)  # The store's own: who is asked over a line that is cut says so.
     return notices
 
 
@@ -123,7 +123,7 @@ class Group:
         """Whenever connections were made: let none be waited for that is cut, and know whose each is."""
         if self._notices is None:
             return
-        tcp.expire(silence_s(tcp.slowest_rtt_s()))
+        tcp.expire(SILENCE_S, RTTS)
         self._introduced += 1
         self._notices.say(_ends(self.rank, self._introduced), " ".join(tcp.own()))
         # Others may read their checkpoint for longer than a store waits.

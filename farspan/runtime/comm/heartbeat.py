@@ -20,10 +20,9 @@ from farspan.runtime.comm.notices import Notices
 SILENCE_S, RTTS, BEAT_S = 4.0, 4, 0.5
 #: Seconds of silence are counted so often.
 COUNT_S = 0.25
-#: Of the slowest round trip so far so much counts a beat later: queues of narrow links fill and drain with each step.
-FADE = 0.98
-#: Connections are told of another round trip where it differs by this share.
-RTT_CHANGE = 0.5
+#: A question to the store takes so many round trips. The third longest of so many last ones says how long they are:
+#: what one cut held up says nothing of a line, the queue of a narrow one holds up many.
+QUESTION_RTTS, RECENT, LONGEST = 3, 30, 3
 #: A store that is there answers within this, also over a line whose queue is full.
 STORE_S = 20.0
 #: Who has met the others opens its device, and says so for the first time, within this.
@@ -57,8 +56,8 @@ class Heartbeat:
     def __init__(self, notices: Notices, rank: int, world: int) -> None:
         # A store that is gone, with rank 0, would be tried for as long as workers may take to come.
         self._notices, self._rank = notices.clone(STORE_S), rank
-        #: Seconds that a worker may be silent: of the slowest round trip that it or this one has had of late.
-        self._rtt_s, self._their_rtt_s = 0.0, dict[int, float]()
+        #: This worker's round trip to the store, as its last questions took, and what the others say of theirs.
+        self._questions_s, self._their_rtt_s = deque[float](maxlen=RECENT), dict[int, float]()
         self._silent_s = dict.fromkeys(range(1, world) if rank == 0 else (0,), 0.0)
         #: Who may be silent for longer, as its device is opened.
         self.opening = set(self._silent_s)
@@ -89,10 +88,13 @@ class Heartbeat:
         with suppress(dist.DistError):  # The store is gone, and rank 0 with it: silence from now on.
             while True:
                 own += 1
-                self._measure()
+                # Of lines that were queued up since, too.
+                tcp.expire(SILENCE_S, RTTS)
                 self._notices.say(beats(self._rank), f"{own} {self._rtt_s:.4f}")
                 for peer in self._silent_s:
+                    began = time.monotonic()
                     said = self._notices.heard(beats(peer))
+                    self._questions_s.append(time.monotonic() - began)
                     if said is None:  # Somebody else has deleted or overwritten it, which says nothing of the worker.
                         self._silent_s[peer] = 0.0
                         continue
@@ -106,12 +108,10 @@ class Heartbeat:
                 if self._ended.wait(BEAT_S):
                     return
 
-    def _measure(self) -> None:
-        """Follow the slowest line's round trip, in which the kernel counts full queues, and have connections expire by
-        it."""
-        before, self._rtt_s = self._rtt_s, max(tcp.slowest_rtt_s(), FADE * self._rtt_s)
-        if abs(self._rtt_s - before) > RTT_CHANGE * before:
-            tcp.expire(silence_s(self._rtt_s))
+    @property
+    def _rtt_s(self) -> float:
+        longest = sorted(self._questions_s)[-LONGEST:]
+        return longest[0] / QUESTION_RTTS if len(longest) == LONGEST else 0.0
 
     def _count(self, lost: Callable[[int, How], None]) -> None:
         """Seconds are counted, not read from a clock: machines that were suspended together blame nobody."""
@@ -120,7 +120,7 @@ class Heartbeat:
                 self._gone.append(self.tell(self._rank, "stall"))
             for peer in self._silent_s:
                 self._silent_s[peer] += COUNT_S
-                limit_s = silence_s(max(self._rtt_s, self._their_rtt_s.get(peer, 0.0)))
+                limit_s = SILENCE_S + RTTS * max(self._rtt_s, self._their_rtt_s.get(peer, 0.0))
                 if self._silent_s[peer] > (OPEN_S if peer in self.opening else limit_s):
                     self._gone.append(self.tell(peer, "silence"))
         if self._gone:
@@ -161,11 +161,6 @@ class Heartbeat:
         """Where somebody is lost, rank 0 ends when the others have heard of it: their store goes with it."""
         if self._rank == 0:
             time.sleep(BEAT_S + HEAR_S + RTTS * self._rtt_s)
-
-
-def silence_s(rtt_s: float) -> float:
-    """How long a worker may say nothing whose slowest line has this round trip."""
-    return SILENCE_S + RTTS * rtt_s
 
 
 def _loss(said: bytes) -> tuple[int, How]:

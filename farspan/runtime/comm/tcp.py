@@ -18,11 +18,8 @@ import psutil
 
 #: asm-generic/socket.h.
 SO_MAX_PACING_RATE = 47
-#: Of struct tcp_info (linux/tcp.h), after 8 single bytes: `tcpi_last_data_sent`, milliseconds ago, after 9 words, and
-#: `tcpi_rtt`, microseconds, after 15.
-_INFO = struct.Struct("8x36xI20xI")
-#: A round trip is of now where data was sent so many milliseconds ago at most: an idle connection keeps its last one.
-_FRESH_MS = 2000
+#: `tcpi_rtt` in struct tcp_info (linux/tcp.h), microseconds: after 8 single bytes and 15 words.
+_INFO = struct.Struct("8x60xI")
 #: Connections with a shorter round trip stay inside a site.
 SITE_S = 1e-3
 
@@ -38,20 +35,16 @@ def pace(rate: int) -> None:
             connection.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, rate)
 
 
-def expire(seconds: float) -> None:
+def expire(seconds: float, rtts: int) -> None:
     """Let every connection that this process has open now fail once the other side's machine has not answered for so
-    long, idle or not: by itself the kernel tries for a quarter of an hour, and for ever where nothing is to be sent."""
+    many seconds and round trips of its own, idle or not: by itself the kernel tries for a quarter of an hour, and for
+    ever where nothing is to be sent."""
     for connection in _connections():
+        limit_s = seconds + rtts * _rtt_s(connection)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, round(seconds / 3)))
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, round(seconds / 3)))
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1e3 * seconds))
-
-
-def slowest_rtt_s() -> float:
-    """The longest round trip of a connection that this process uses now; 0 where none says one."""
-    times = (_info(connection) for connection in _connections())
-    return max((rtt / 1e6 for sent, rtt in times if sent <= _FRESH_MS), default=0.0)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, round(limit_s / 3)))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, round(limit_s / 3)))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1e3 * limit_s))
 
 
 def listening(address: str) -> str:
@@ -108,10 +101,4 @@ def _sockets() -> Iterator[socket.socket]:
 
 
 def _rtt_s(connection: socket.socket) -> float:
-    return _info(connection)[1] / 1e6
-
-
-def _info(connection: socket.socket) -> tuple[int, int]:
-    """When data was last sent, milliseconds ago, and the round trip in microseconds."""
-    sent, rtt = _INFO.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
-    return int(sent), int(rtt)
+    return float(_INFO.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))[0]) / 1e6
