@@ -5,17 +5,18 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 RUN ?= runs/demo
 
-.PHONY: demo test check gradients bench quality lab-table gpu clean
+.PHONY: demo test check gradients bench quality lab-table chaos gpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/farspan demo --run $(RUN)
 
 # What measures, or starts many processes of its own, has the machine to itself. What mostly waits, for silence to be
 # noticed or processes to end, runs three at a time; the rest two at a time.
-ALONE := tests/cli tests/lab tests/launch tests/report tests/studies tests/test_imports.py tests/test_readme.py
+ALONE := tests/app/test_supervisor.py tests/cli tests/lab tests/launch tests/report tests/studies tests/test_imports.py tests/test_readme.py
 WAITING := $(addprefix tests/runtime/test_,by_hand.py collective.py hostile.py resume.py unsaved.py) \
 	$(addprefix tests/launch/test_,ends.py killed.py) $(addprefix tests/cli/test_,embed.py jobs.py own_files.py) \
-	tests/app tests/golden/test_old_run.py tests/retrieval/test_stopped.py
+	$(addprefix tests/app/test_,api.py notebook.py replanning.py faults.py mutated.py) tests/golden/test_old_run.py \
+	tests/retrieval/test_stopped.py
 
 test: $(VENV)/.test
 	tools/system-packages.sh
@@ -64,6 +65,11 @@ lab-table: $(VENV)/.test
 		$(BIN)/python benchmarks/wan.py --model $$model --precision bf16 --rtt 103 --out benchmarks/results/curve.jsonl \
 			--only 'ddp-*,1f1b-4,data-sites,data-sites-unpaced,data-sites-8,pipeshard-4,pipeshard,planner' || exit 1; \
 	done
+
+# Runs that are killed, stopped and cut off: three quarters of an hour on two cores with nothing else running; goes on
+# where it was stopped. Needs a machine that allows labs.
+chaos: $(VENV)/.test
+	$(BIN)/python benchmarks/chaos.py
 
 $(VENV)/.demo: constraints.txt pyproject.toml | $(VENV)/.made
 	$(BIN)/python tools/download_size.py '.[train]'

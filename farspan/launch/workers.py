@@ -278,15 +278,17 @@ class Workers(ABC):
         log = self.run.logs / f"rank-{process.ranks[0]}.log"
         killed = signal.Signals(-code).name if code < 0 else None
         cause = f"ended by {killed}" if killed else f"ended with exit code {code}"
-        if code == -signal.SIGKILL:
-            cause += f", as the kernel does when memory runs out{self._memory(process, rank)}"
         name = next((name for name, number in EXIT_CODES.items() if number == code), "worker-lost")
-        if code == -signal.SIGKILL and not by_client(process.host) and _kernel_kills() > self._killed_before:
-            name = "out-of-memory"
+        remedy, here = farspan("resume", self.run.path), not by_client(process.host) and _kernel_kills() is not None
+        if code == -signal.SIGKILL and (not here or _kernel_kills() != self._killed_before):
+            # Of another machine's kernel nobody here can tell.
+            cause += f", as the kernel does when memory runs out{self._memory(process, rank)}"
+            if here:
+                name, remedy = "out-of-memory", "set train.recompute: true in run.yaml, or a smaller batch or size"
         last_words = _last_line(self.words(log))
         return Problem(
             code=name, what=f"rank {rank} on {process.host.name} was lost", where=str(log),
-            fact=f"{cause}; last words: {last_words}", remedy=farspan("resume", self.run.path),
+            fact=f"{cause}; last words: {last_words}", remedy=remedy,
             signal=killed, rank=rank, host=process.host.name, last_words=last_words,
         )  # fmt: skip
 
@@ -351,13 +353,14 @@ def _new_lines(path: Path, position: int) -> tuple[int, list[bytes]]:
     return position + len(whole), whole.splitlines()
 
 
-def _kernel_kills() -> int:
-    """How many processes the kernel of this machine has ended since it began, because memory ran out (Linux)."""
+def _kernel_kills() -> int | None:
+    """How many processes the kernel of this machine has ended since it began, because memory ran out; None where it
+    does not say (Linux does)."""
     with suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):
                 return int(line.split()[1])
-    return 0
+    return None
 
 
 def _last_line(text: str) -> str:

@@ -64,6 +64,8 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     warnings: tuple[Warned, ...]
     starts: tuple[tuple[Started, float], ...]
     ends: tuple[Finished, ...]
+    #: Faults after which the run went on by itself.
+    recoveries: tuple[Recovered, ...]
     finished: Finished | None
     run_s: float
     lost_steps: int
@@ -175,6 +177,7 @@ def trace(events: Iterable[Event]) -> History:
         warnings=tuple(_of(Warned, recorded)),
         starts=tuple(starts),
         ends=tuple(_of(Finished, recorded)),
+        recoveries=tuple(_of(Recovered, recorded)),
         finished=recorded[-1] if recorded and isinstance(recorded[-1], Finished) else None,
         run_s=run_s,
         lost_steps=lost_steps,

@@ -83,6 +83,10 @@ def timeline(run: RunHistory) -> list[tuple[str, str, str]]:
         after = f" · after step {started.step:,}, {format_seconds(before_s)} of work" if before_s else ""
         workers = counted(started.world, "worker")
         rows.append((started.at, "resumed" if before_s else "started", workers + after))
+    for again in run.history.recoveries:
+        plan = ", by another plan" if again.replanned else ""
+        facts = f"{again.fault.what} · {counted(again.lost, 'step')} again, {format_seconds(again.down_s)} lost{plan}"
+        rows.append((again.at, "recovered", facts))
     for saved in run.history.saves:
         size = f"{format_bytes(saved.size_bytes)} in {format_seconds(saved.seconds)}"
         rows.append((saved.at, "saved", f"step {saved.step:,} · {size} · {saved.path}"))

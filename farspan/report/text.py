@@ -80,10 +80,13 @@ def summary(run: RunHistory, compared: Comparison | None = None) -> str:
 
 
 def _resumed(run: RunHistory) -> str:
-    times = len(run.history.starts) - 1
+    history, times = run.history, len(run.history.starts) - 1
     if times < 1:
         return ""
-    return f" · resumed {counted(times, 'time')}, {counted(run.history.lost_steps, 'step')} done twice or lost"
+    alone = len(history.recoveries)
+    ways = [f"resumed {counted(times - alone, 'time')}"] if times > alone else []
+    ways += [f"recovered {counted(alone, 'time')} by itself"] if alone else []
+    return f" · {' and '.join(ways)}, {counted(history.lost_steps, 'step')} done twice or lost"
 
 
 def report(run: RunHistory, compared: Comparison | None = None) -> str:

@@ -7,23 +7,28 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from farspan.app.configs import as_yaml
 from farspan.app.supervisor import Supervisor
 from farspan.app.updates import Faulted
 from farspan.domain.cluster_json import save_cluster_json
+from farspan.domain.codec import load, save
 from farspan.domain.config import OnFault, RunConfig
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import Event, Finished, Step
-from farspan.domain.run import RunFolder
+from farspan.domain.run import RunFolder, RunRecord
 from tests import tiny
 
 
-def made(path: Path, plan: Plan, on_fault: OnFault = "recover") -> RunFolder:
+def made(path: Path, plan: Plan, on_fault: OnFault = "recover", launcher: str = "local") -> RunFolder:
     """A run that a supervisor can train."""
     run = tiny.run_folder(path, plan)
     run.config.write_bytes(as_yaml(RunConfig(data="tests", on_fault=on_fault)))
-    save_cluster_json(tiny.this_machine(plan), run.cluster)
+    save(replace(load(run.record, RunRecord), launcher=launcher), run.record)
+    here = tiny.this_machine(plan).with_hosts(lambda host: replace(host, address="127.0.0.1"))
+    save_cluster_json(here, run.cluster)
     return run
 
 

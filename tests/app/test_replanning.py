@@ -95,6 +95,7 @@ def test_the_newest_weights_of_a_running_job_can_be_used(tmp_path: Path) -> None
         for _ in range(5):
             assert run.generate("w", tokens=3)
         assert (run.export("model") / "model.safetensors").exists()
+        assert run.embed(evaluate=False).embedded > 0
         before = run.folder.plan.read_bytes()
         busy = call("resume", "job", "--technique", "data")
         assert busy.returncode == 33 and run.folder.plan.read_bytes() == before, busy.stderr
