@@ -86,7 +86,7 @@ def drifts(
 
 def _typical(run: RunHistory, traces: Traces) -> dict[int, float]:
     """The traced steps that say something about the others, and what their seconds are multiplied by."""
-    warm = [timed.step.step_s for timed in run.history.timed]
+    warm = [timed.step.step_s for timed in run.history.timed if timed.warm]
     if not warm:  # As of starts that all ended while they warmed up.
         return {}
     usual = median(warm)
