@@ -8,6 +8,7 @@ import torch
 
 from farspan.corpus.tokenizer import Tokenizer
 from farspan.runtime.model.decoder import Decoder
+from farspan.runtime.model.kv_cache import KVCache
 
 
 @torch.no_grad()
@@ -18,9 +19,10 @@ def generate(
     """Up to `tokens` tokens after `prompt`, as text; stops at end of text, and when it is `enough`. Temperature 0 takes
     the likeliest.
 
-    The window slides: at most `context` tokens are looked back at.
+    The window slides: at most `context` tokens are looked back at. Until then keys and values are kept. A window that
+    slides begins with another token each time, and is computed whole.
     """
-    device = model.tok.weight.device
+    device, cache = model.tok.weight.device, KVCache(model)
     generator = torch.Generator().manual_seed(seed)
     ids = [tokenizer.end_of_text, *tokenizer.encode(prompt)]
     first = len(ids)
@@ -29,8 +31,10 @@ def generate(
     for _ in range(tokens):
         if enough():
             break
-        window = torch.tensor([ids[-model.spec.context :]], device=device)
-        state_D = model.hidden(window)[0, -1]
+        if len(ids) <= model.spec.context:
+            state_D = cache.append(torch.tensor(ids[cache.length :], device=device))
+        else:
+            state_D = model.hidden(torch.tensor([ids[-model.spec.context :]], device=device))[0, -1]
         logits_V = (model.head_VD @ state_D).float().cpu()[: tokenizer.vocab_size]
         ids.append(_pick(logits_V, temperature, top_k, generator))
         if ids[-1] == tokenizer.end_of_text:
