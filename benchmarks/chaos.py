@@ -1,6 +1,6 @@
 """Runs that are disturbed: every technique on two and three sites, with kills, stops and cut links at any moment.
 
-    python benchmarks/chaos.py [--only NAME] [--steps 120]
+    python benchmarks/chaos.py [--only NAME] [--steps 100]
 
 Each technique is trained undisturbed once in each lab, and then with seeded faults: as many in each run as its row
 says. Where links are cut for good the run has to go on by another plan; where a worker is killed again and again at the
@@ -179,7 +179,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name begins so")
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=100)
     given = parser.parse_args()
     rows = (
         [msgspec.json.decode(line, type=Row) for line in RESULTS.read_bytes().splitlines()] if RESULTS.exists() else []

@@ -162,9 +162,10 @@ class Chaos:
         return True
 
     def _pid(self, rank: int) -> int | None:
+        """The process of a rank; where the run goes on with fewer workers, of another one."""
         workers = self._supervisor.workers if self._supervisor is not None else None
         for process in workers.processes if workers is not None else ():
-            if rank in process.ranks and process.poll() is None:
+            if rank % len(workers.plan.devices) in process.ranks and process.poll() is None:  # type: ignore[union-attr]
                 return int(process.pid)  # type: ignore[attr-defined]
         return None
 
@@ -197,8 +198,9 @@ class Chaos:
     def _followed(
         self, injection: Injection, step: int, at: float, left: list[Faulted], events: Sequence[Event]
     ) -> Injected:
-        """What came of a fault: the first of those `left` that were seen soon after is its own."""
-        seen = next((fault for fault in left if at <= fault.at < at + SEEN_S), None)
+        """What came of a fault: the first of those `left` that were seen soon after, and can be of it, is its own."""
+        soon = (fault for fault in left if at <= fault.at < at + SEEN_S)
+        seen = next((fault for fault in soon if _can_be_of(injection, fault.problem)), None)
         made = Injected(fault=str(injection), step=step, at=at)
         if seen is None:
             return made
@@ -209,6 +211,15 @@ class Chaos:
             made, seen_s=seen.at - at, back_s=back.at - at if back else None, cause=seen.problem.what,
             lost=again.lost if again else 0, replanned=bool(again and again.replanned),
         )  # fmt: skip
+
+
+def _can_be_of(injection: Injection, problem: Problem) -> bool:
+    """Whether a fault that was seen can be what was done."""
+    if injection.sites is None:
+        killed = problem.signal == "SIGKILL"
+        return killed == (injection.kind == "kill") and problem.code == "worker-lost"
+    away = problem.code == "host-unreachable" or problem.host in injection.sites
+    return away and problem.signal is None
 
 
 def lab_of(run: RunFolder) -> str | None:
