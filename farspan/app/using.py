@@ -23,15 +23,18 @@ def generate(run: RunFolder, prompt: str, *, tokens: int, temperature: float, to
 
 
 def export(run: RunFolder, out: Path | None = None, *, dtype: Literal["fp32", "bf16"] = "fp32") -> tuple[Path, int]:
-    """Write the model as a Hugging Face folder that transformers loads (by default RUN/export): the folder, and the
-    step that its weights are from."""
+    """Write the model as a Hugging Face folder that transformers loads, with a model card (by default RUN/export): the
+    folder, and the step that its weights are from."""
     out = out or run.path / "export"
     refuse_existing(out, command("export", run.path, "--out", f"{out}-2"))
+    from farspan.report.history import open_run
+    from farspan.report.model_card import model_card
     from farspan.runtime.inference import load
     from farspan.runtime.model.huggingface import export as write
 
     trained = load(run)
     out.mkdir(parents=True, exist_ok=True)
+    (out / "README.md").write_text(model_card(open_run(run.path), trained.step))
     write(
         out, trained.model.state_dict(), trained.model.spec, tokenizer=run.tokenizer,
         end_of_text=trained.tokenizer.end_of_text, dtype=dtype,

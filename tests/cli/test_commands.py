@@ -160,3 +160,6 @@ def test_a_run_is_its_users_alone_and_an_export_readable_like_its_siblings(run: 
     files = [tmp_path / "sibling", *(tmp_path / "export").iterdir()]
     assert len(files) > 4
     assert len({stat.S_IMODE(file.stat().st_mode) for file in files}) == 1
+    card = (tmp_path / "export" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n") and f"# {run.resolve().name}\n" in card
+    assert "| validation loss |" in card and str(run.resolve().parent) not in card
