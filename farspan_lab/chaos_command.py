@@ -64,6 +64,12 @@ def run(given: argparse.Namespace, console: Console) -> None:
 
 def _injections(given: argparse.Namespace, calm: RunFolder) -> tuple[Injection, ...]:
     plan, chosen = calm.load_plan(), tuple(parse(text) for text in given.fault)
+    most = plan.train.steps // 2
+    if not 0 <= given.faults <= most:
+        raise Refusal(
+            "out-of-range", what="a run cannot have so many faults", where=f"--faults {given.faults}",
+            fact=f"0 to {most} fit into its {plan.train.steps:,} steps", remedy=f"--faults {min(3, most)}",
+        )  # fmt: skip
     if given.faults:
         chosen += drawn(given.seed, given.faults, len(plan.devices), links_of(calm), plan.train.steps)
     if not chosen:

@@ -34,7 +34,10 @@ from farspan.domain.run import RunFolder
 from farspan_lab import state
 from farspan_lab.chaos import disturb, links_of, twin
 from farspan_lab.faults import Injection, drawn, parse
+from tests import tiny
+from tests.app.supervised import Watched, made
 from tests.lab.conftest import OWN, parsed, traces
+from tests.launch.test_launchers import TRAIN
 
 TWO = f"name: {OWN}-two\nsites: {{utah: {{devices: 2}}, mass: {{}}}}\nlinks: [{{between: [utah, mass], rtt: 20ms}}]\n"
 THREE = f"""name: {OWN}-three
@@ -172,3 +175,20 @@ def test_wrong_faults_are_refused_before_anything_starts(tmp_path):
         [sys.executable, "-m", "farspan", "chaos", "nowhere"], capture_output=True, text=True, cwd=tmp_path, timeout=60
     )
     assert done.returncode == 22 and "this is not a farspan run" in done.stderr
+
+
+def test_faults_that_the_run_cannot_have_are_refused(tmp_path):
+    run = Watched(made(tmp_path / "run", tiny.plan(replace(TRAIN, steps=6))))
+    run.train()
+    for words, says in (
+        (["--faults", "-2"], "0 to 3 fit into its 6 steps"), (["--faults", "99"], "0 to 3 fit"),
+        (["--fault", "kill:9@3"], "the run has ranks 0 to 0"),
+        (["--fault", "cut:a-b@3"], "the run's cluster is no lab"),
+        ([], "neither --fault nor --faults"),
+    ):  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", "farspan", "chaos", str(run.run.path), *words], capture_output=True, text=True,
+            timeout=60,
+        )  # fmt: skip
+        assert done.returncode in (2, 15) and says in done.stderr, done.stderr
+        assert not (tmp_path / "run-chaos").exists()
