@@ -192,19 +192,28 @@ class Chaos:
 
     def _injected(self) -> tuple[Injected, ...]:
         events = list(read_events(self._run.events)) if self._run.events.exists() else []
-        left = list(self._faulted)
-        return tuple(self._followed(*made, left, events) for made in self._made)
+        own = self._assigned()
+        return tuple(self._followed(*made, own.get(number), events) for number, made in enumerate(self._made))
+
+    def _assigned(self) -> dict[int, Faulted]:
+        """What was seen of each fault that was made, by its number: of several that can be it, of the last one."""
+        own = dict[int, Faulted]()
+        for fault in self._faulted:
+            able = [
+                number for number, (injection, _, at) in enumerate(self._made)
+                if number not in own and at <= fault.at < at + SEEN_S and _can_be_of(injection, fault.problem)
+            ]  # fmt: skip
+            if able:
+                own[able[-1]] = fault
+        return own
 
     def _followed(
-        self, injection: Injection, step: int, at: float, left: list[Faulted], events: Sequence[Event]
-    ) -> Injected:
-        """What came of a fault: the first of those `left` that were seen soon after, and can be of it, is its own."""
-        soon = (fault for fault in left if at <= fault.at < at + SEEN_S)
-        seen = next((fault for fault in soon if _can_be_of(injection, fault.problem)), None)
+        self, injection: Injection, step: int, at: float, seen: Faulted | None, events: Sequence[Event]
+    ) -> Injected:  # fmt: skip
+        """What came of a fault."""
         made = Injected(fault=str(injection), step=step, at=at)
         if seen is None:
             return made
-        left.remove(seen)
         again = next((event for event in events if isinstance(event, Recovered) and event.at >= seen.at), None)
         back = next((event for event in events if isinstance(event, Step) and again and event.at >= again.at), None)
         return msgspec.structs.replace(
