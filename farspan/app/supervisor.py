@@ -82,13 +82,8 @@ class Supervisor:
         plan, record, finished = self._run.load_plan(), load(self._run.record, RunRecord), None
         self._failed_at = None
         epoch = lease.begin(used_s=self._used_s(), skip=self._faults.left_out, fault=self._fault)
-        workers = launch(
-            record.launcher,
-            plan,
-            self._run,
-            self._cluster(),
-            Held(lease, epoch, spares, again=self._on_fault != "stop"),
-        )
+        held, spared = Held(lease, epoch, spares, again=self._on_fault != "stop"), False
+        workers = launch(record.launcher, plan, self._run, self._cluster(), held)
         try:
             with workers:
                 self._workers = workers
@@ -100,8 +95,9 @@ class Supervisor:
                     self._take(event)
                     self._hear(event)
                     finished = event if isinstance(event, Finished) else None
-                    if isinstance(event, Step) and time.monotonic() - self._started_at > SPARES_AFTER_S:
+                    if not spared and isinstance(event, Step) and self._trained_s() > SPARES_AFTER_S:
                         spares.fill(plan, workers.hosts, self._run.logs, lease.keep_open)
+                        spared = True
         finally:
             self._workers, self._failed_at = None, workers.failed_at
         return finished
@@ -130,6 +126,10 @@ class Supervisor:
         elif isinstance(event, Step):
             self._step = event.step
             self._steps_s.append(event.step_s)
+
+    def _trained_s(self) -> float:
+        """Seconds since workers of this start have begun to train."""
+        return time.monotonic() - self._started_at
 
     def _used_s(self) -> float:
         """The seconds that the run has used up, those between starts among them."""
