@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from msgspec.structs import replace
 
 from farspan.domain.plan import Plan, Stage, Sync
+from farspan.domain.results import Saved, Step
 from farspan.domain.run import RunFolder
+from farspan.runtime.comm.compress import WHOLE, Codec, ErrorFeedback
+from tests import tiny
+from tests.launch.test_launchers import TRAIN
 from tests.runtime import jobs, reference, stored_tensors
 from tests.runtime.fleet import Failed, Fleet
 from tests.runtime.plans import GPT2, HAND_PICKED, plan, replica, stage
@@ -231,3 +237,44 @@ def test_steps_that_overflow_in_fp16_are_left_out_by_all_workers_alike(
     assert until > 10
     assert losses[:until] == pytest.approx(exact[:until], rel=LOSS)
     assert losses == pytest.approx(exact, rel=10 * LOSS)
+
+
+# -- what rounding has left --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_what_rounding_has_left_is_sent_whole_when_it_is_settled(bits: int):
+    feedback, generator = ErrorFeedback(Codec(bits)), torch.Generator().manual_seed(bits)
+    total, sent = torch.zeros(5000), torch.zeros(5000)
+    for step in range(6):
+        x = torch.randn(5000, generator=generator)
+        total += x
+        data = feedback.settle_("a", x) if step == 5 else feedback.encode_("a", x)
+        came = (WHOLE if step == 5 else feedback.codec).decode(data, 5000)
+        assert torch.equal(came, x), "both ends add the same"
+        sent += came
+    assert torch.allclose(sent, total, atol=1e-5) and not feedback.residuals
+
+
+def test_a_run_in_8_bits_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(tmp_path: Path):
+    """Bit by bit, until the other one saves again, which sends one step whole."""
+    train = replace(TRAIN, steps=400, validate_every=400, checkpoint_every_s=0.3)
+    made = tiny.plan(train, rows=(4, 4), micro_rows=4)
+    made = with_sums(made, 8)
+    run = tiny.run_folder(tmp_path / "run", made)
+    with tiny.workers(run) as workers:
+        events = list(workers)
+    losses = {event.step: event.loss for event in events if isinstance(event, Step)}
+    saved = [event.step for event in events if isinstance(event, Saved)]
+    assert len(saved) > 2, "it saves while it trains"
+    kept = sorted(run.checkpoints.glob("step-*"))
+    first, then = (saved[-3], saved[-2])
+    assert first < then - 1 and kept[0].name.endswith(f"{first:08d}")
+    for newer in kept[1:]:
+        shutil.rmtree(newer)
+    other = tiny.run_folder(tmp_path / "other" / "run", replace(made, train=replace(train, checkpoint_every_s=1e6)))
+    shutil.copytree(kept[0], other.checkpoints / kept[0].name)
+    with tiny.workers(other) as workers:
+        again = {event.step: event.loss for event in workers if isinstance(event, Step)}
+    assert min(again) == first + 1
+    assert {step: again[step] for step in range(first + 1, then)} == {s: losses[s] for s in range(first + 1, then)}

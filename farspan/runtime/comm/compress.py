@@ -124,6 +124,16 @@ class ErrorFeedback:
             rest.sub_(part).nan_to_num_(0.0, 0.0, 0.0)
         return data
 
+    def settle_(self, key: Hashable, x: Tensor) -> Tensor:
+        """As `encode_`, in 32 bits and with all that is left of earlier ones, so that nothing is left of these."""
+        if (rest := self.residuals.pop(key, None)) is not None:
+            x.add_(rest)
+        return WHOLE.encode(x)
+
+
+#: Rounds nothing.
+WHOLE = Codec(32)
+
 
 def _whole_blocks(x: Tensor) -> Tensor:
     """(n,) -> (B, W), the last block filled up with zeros."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from farspan.runtime.comm import tcp
 from farspan.runtime.comm.channels import Channel, tag
 from farspan.runtime.comm.collective import NCCL
-from farspan.runtime.comm.compress import Codec, ErrorFeedback
+from farspan.runtime.comm.compress import WHOLE, Codec, ErrorFeedback
 from farspan.runtime.comm.messages import Messenger, Posted, Sent
 from farspan.runtime.comm.topology import ProcessGroups, Topology
 from farspan.runtime.state.train_state import TrainState
@@ -49,6 +49,8 @@ class GradReducer:
         self._by_site = self._sync.topology == "hierarchical" and len(self._sites) > 1
         self._connect(groups)
         self._feedback = ErrorFeedback(Codec(self._sync.bits))
+        #: Whether the coming step sends in 32 bits, with all that rounding has left of the steps before.
+        self.settles = False
         # Gloo does not say whether a message has come but to who waits for it; those of a phase come in order.
         self._waiters = {channel: ThreadPoolExecutor(1) for channel in (Channel.SCATTER, Channel.ACROSS)}
         self._missing: list[int] = []
@@ -80,6 +82,10 @@ class GradReducer:
         if self._sync.wan_rate is not None and len(self._sites) > 1:
             tcp.pace(self._sync.wan_rate)
 
+    @property
+    def _codec(self) -> Codec:
+        return WHOLE if self.settles else self._feedback.codec
+
     def forget(self) -> None:
         """Drop what rounding left of gradients: it is not to be added to the next ones."""
         self._feedback.residuals.clear()
@@ -98,7 +104,7 @@ class GradReducer:
     def _post(self) -> None:
         """Post all receives of the round's sums over sites: what the others send then travels at once."""
         for b, bucket in enumerate(self._state.buckets):
-            size = self._feedback.codec.encoded_size(bucket.own.stop - bucket.own.start)
+            size = self._codec.encoded_size(bucket.own.stop - bucket.own.start)
             self._coming[b] = {
                 rank: self._messenger.post(size, torch.uint8, rank, self._number(b)) for rank in self._others(bucket, b)
             }
@@ -234,8 +240,8 @@ class GradReducer:
         if not posted:
             yield []
             return
-        codec = self._feedback.codec
-        sent = self._feedback.encode_(b, mine)
+        codec = self._codec
+        sent = self._feedback.settle_(b, mine) if self.settles else self._feedback.encode_(b, mine)
         for rank in posted:
             self._messenger.send(sent, rank, self._number(b))
         del sent

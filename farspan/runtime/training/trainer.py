@@ -72,6 +72,11 @@ class Trainer:
         self._saved_at = monotonic()
         self._started = self._saved_at if began is None else began
         self._first_step = 0
+        replicas = worker.plan.replicas
+        #: Whether sums of gradients are rounded in a synchronous run; whether the coming step sends what that has left,
+        #: and why the run stops after it, if it does.
+        self._rounds = len(replicas) == 1 and any(stage.grad_sync.bits < 32 for stage in replicas[0].stages)
+        self._settling, self._stopping = False, ""
 
     @property
     def elapsed_s(self) -> float:
@@ -96,6 +101,7 @@ class Trainer:
             if self.step in self.left_out:
                 self._leave_out()
             else:
+                self.worker.executor.grad_reducer.settles = self._settling
                 with self.worker.group.step():
                     loss, norm, tokens, lr = self._step(self.step)
                 self.step += 1
@@ -120,12 +126,23 @@ class Trainer:
             if self._due(train.validate_every) and self.step < self.steps:
                 self._validate()
                 self.pacing.goes_on()
-            reason, save = self._decide()
+            reason, save = self._settled(*self._decide())
             if not reason and save:
                 self.save(due=True)
                 self.pacing.goes_on()
         self._finish(reason)
         return reason
+
+    def _settled(self, reason: str, save: bool) -> tuple[str, bool]:
+        """Why to stop and whether to save, where gradients travel in fewer bits than 32: one step later, which sends
+        what rounding has left of those before. So no checkpoint lacks it."""
+        if self._settling:
+            self._settling, stopping = False, self._stopping
+            return stopping or reason, True
+        if not self._rounds or not (save or reason == "interrupted"):
+            return reason, save
+        self._settling, self._stopping = True, reason
+        return "", False
 
     def _leave_out(self) -> None:
         """Go past a batch whose gradient was not finite before the run went back to its checkpoint."""
