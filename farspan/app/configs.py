@@ -92,8 +92,9 @@ def refuse_edited(run: RunFolder) -> None:
 
 
 def read_again(key: str, value: object) -> bool:
-    """Whether a key of a run's own run.yaml counts after its start: where the index lies, and which lab is entered."""
-    return key.startswith("index.") or (key == "parallel.cluster" and is_external(str(value)))
+    """Whether a key of a run's own run.yaml counts after its start: where the index lies, what follows a fault, and
+    which lab is entered."""
+    return key.startswith("index.") or key == "on_fault" or (key == "parallel.cluster" and is_external(str(value)))
 
 
 def _values(config: RunConfig) -> dict[str, Any]:

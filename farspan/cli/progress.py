@@ -13,8 +13,8 @@ from rich.text import Text
 
 from farspan.domain.model import train_flops_per_token
 from farspan.domain.plan import Plan
-from farspan.domain.results import Event, Finished, Saved, Started, Step, Validated, Warned
-from farspan.domain.units import format_bytes, format_count, format_seconds
+from farspan.domain.results import Event, Finished, Recovered, Saved, Started, Step, Validated, Warned
+from farspan.domain.units import counted, format_bytes, format_count, format_seconds
 from farspan.report.losses import told
 from farspan.report.so_far import SoFar
 from farspan.report.text import ENDINGS, maybe
@@ -56,6 +56,9 @@ class TrainingDisplay:
                 self._line_at = float("-inf")
                 if event.step:
                     self._print(f"resumed after step {event.step:,}")
+            case Recovered():
+                again = f"{counted(event.lost, 'step')} again"
+                self._print(f"recovered after {format_seconds(event.down_s)}: {event.fault.what} · {again}")
             case Step():
                 if self._live is None and self._clock() - self._line_at >= LINE_S:
                     self._line_at = self._clock()

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import signal
 import socket
 import subprocess
@@ -153,8 +154,19 @@ def test_a_killed_job_is_lost_and_its_workers_save(call: Farspan, going: RunFold
     assert call("stop", str(going.path)).returncode == 44
 
 
-def test_the_problem_of_a_job_is_kept(call: Farspan, going: RunFolder):
+def test_a_worker_that_is_killed_is_followed_by_another(call: Farspan, going: RunFolder):
     (worker,) = workers(going)
+    os.kill(worker, signal.SIGKILL)
+    eventually(lambda: workers(going) and workers(going) != [worker])
+    begun = state(call, going)["step"]
+    eventually(lambda: state(call, going)["step"] > begun)
+    assert re.search(r"recovered after [\d.]+ \w+: rank 0 on .* was lost", call("logs", str(going.path)).stdout)
+
+
+def test_the_problem_of_a_job_is_kept(call: Farspan, stopped: RunFolder):
+    stopped.config.write_text(stopped.config.read_text() + "on_fault: stop\n")
+    assert call("resume", str(stopped.path), "--detach").returncode == 0
+    (worker,), going = workers(stopped), stopped
     os.kill(worker, signal.SIGKILL)
     eventually(lambda: not jobs.goes_on(going))
     found = state(call, going)
