@@ -105,6 +105,28 @@ group.sum(1.0)
             assert started[rank].stdout.read().split() == ["lost", "2"]
 
 
+def test_a_step_that_does_not_end_is_a_fault_though_all_live_and_what_lies_between_steps_is_not():
+    """As where a library waits for ever for a peer that is gone, and says nothing."""
+    program = """
+heartbeat.STALL_S, heartbeat.STALL_TIMES = 1.0, 3.0
+for _ in range(4):
+    with group.step():
+        group.sum(1.0)
+time.sleep(3.0)
+group.sum(1.0)
+print("saved", flush=True)
+with group.step():
+    if rank == 1:
+        time.sleep(60.0)
+    group.sum(1.0)
+"""
+    with members(3, program) as started:
+        for process in started:
+            assert process.wait(120) == 3
+            saved, _, peer = process.stdout.read().split()
+            assert saved == "saved" and peer in "012"
+
+
 def test_workers_of_unlike_devices_meet():
     program = """
 assert collective.dist.get_backend() == "gloo"
