@@ -87,7 +87,7 @@ class Chaos:
         self._waiting = list(injections)
         self._made = list[tuple[Injection, int, float]]()
         self._lift = list[tuple[float, Injection, int | None]]()
-        self._step, self._recovering_at = 0, 0.0
+        self._step, self._recovering_at, self._made_at = 0, 0.0, 0.0
         self._faulted = list[Faulted]()
         self._ended = threading.Event()
         self._supervisor: Supervisor | None = None
@@ -139,7 +139,8 @@ class Chaos:
 
     def _is_time(self, injection: Injection, delay_s: float) -> bool:
         if injection.phase == "recovery" and self._recovering_at:
-            return time.monotonic() - self._recovering_at >= delay_s
+            # From the fault before: that one has to be seen first.
+            return self._recovering_at > self._made_at and time.monotonic() - self._recovering_at >= delay_s
         if self._recovering_at or self._step < injection.step:
             return False
         # Where the fault before has had no consequence, what would have come in the recovery comes some time later.
@@ -157,6 +158,7 @@ class Chaos:
                 return False
             os.kill(pid, signal.SIGKILL if injection.kind == "kill" else signal.SIGSTOP)
         self._made.append((injection, self._step, time.time()))
+        self._made_at = time.monotonic()
         if injection.lasts_s is not None:
             self._lift.append((time.monotonic() + injection.lasts_s, injection, pid))
         return True

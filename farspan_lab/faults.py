@@ -24,7 +24,7 @@ _FORM = re.compile(
     r"@(?P<at>\d+|save|recovery)(?:\+(?P<lasts>\S+))?"
 )
 #: Between a fault that is seen and one that comes while the run recovers: a part of this.
-RECOVERY_S = 4.0
+RECOVERY_S = 1.5
 #: A fault that passes takes longer than silence may last, or less.
 SHORT_S, LONG_S = 1.5, 8.0
 

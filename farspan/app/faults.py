@@ -22,7 +22,7 @@ HOUR_S, RESTARTS, COST_S = 3600.0, 20, 1800.0
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """A fault: what it was, the last step that was heard of, and when."""
+    """A fault: what it was, the furthest step that the run had made, and when."""
 
     problem: Problem
     step: int

@@ -58,6 +58,8 @@ class Supervisor:
         self._shown: str | None = None
         #: The last step that was heard of, and what recent ones took.
         self._step, self._steps_s = 0, deque[float](maxlen=RECENT)
+        #: The furthest that any start has come: a fault before it is at the same place.
+        self._furthest = 0
         #: The first start of this job that trained, and when it did by the monotonic clock.
         self._first: Started | None = None
         self._first_at = self._started_at = 0.0
@@ -124,7 +126,7 @@ class Supervisor:
                 self._faults.cost(now, now - self._seen_at + again_s)
             self._step = event.step
         elif isinstance(event, Step):
-            self._step = event.step
+            self._step, self._furthest = event.step, max(self._furthest, event.step)
             self._steps_s.append(event.step_s)
 
     def _trained_s(self) -> float:
@@ -142,7 +144,7 @@ class Supervisor:
         now = time.monotonic()
         # Workers get some seconds to say what it was; while they were started nothing was seen before it failed.
         self._seen_at = now if self._failed_at is None else self._failed_at
-        fault = Seen(problem=problem, step=self._step, at=self._seen_at)
+        fault = Seen(problem=problem, step=self._furthest, at=self._seen_at)
         if (end := self._faults.end(fault, trained=self._first is not None)) is not None:
             raise Refusal.of(end)
         at = time.time() - (now - self._seen_at)

