@@ -12,11 +12,10 @@ demo: $(VENV)/.demo
 
 # What measures, or starts many processes of its own, has the machine to itself. What mostly waits, for silence to be
 # noticed or processes to end, runs three at a time; the rest two at a time.
-ALONE := tests/app/test_supervisor.py tests/cli tests/lab tests/launch tests/report tests/studies tests/test_imports.py tests/test_readme.py
+ALONE := tests/cli tests/lab tests/launch tests/report tests/studies tests/test_imports.py tests/test_readme.py
 WAITING := $(addprefix tests/runtime/test_,by_hand.py collective.py hostile.py resume.py unsaved.py) \
-	$(addprefix tests/launch/test_,ends.py killed.py) $(addprefix tests/cli/test_,embed.py jobs.py own_files.py) \
-	$(addprefix tests/app/test_,api.py notebook.py replanning.py faults.py mutated.py) tests/golden/test_old_run.py \
-	tests/retrieval/test_stopped.py
+	$(addprefix tests/launch/test_,ends.py killed.py) $(addprefix tests/cli/test_,embed.py jobs.py own_files.py signals.py) \
+	tests/app tests/golden/test_old_run.py tests/retrieval/test_stopped.py
 
 test: $(VENV)/.test
 	tools/system-packages.sh

@@ -3,9 +3,11 @@ ends with its cause where that was to be expected. `benchmarks/chaos.py` makes s
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -67,8 +69,13 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def calm(lab: str, technique: str, text: Path, folder: Path) -> RunFolder:
-    """A run on a lab that nothing has disturbed."""
+@pytest.fixture(scope="module")
+def calm(lab: str, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], RunFolder]:
+    """Makes runs on a lab by a technique, which nothing disturbs; each once."""
+    return functools.cache(lambda technique: undisturbed(lab, technique, text, tmp_path_factory.mktemp("calm")))
+
+
+def undisturbed(lab: str, technique: str, text: Path, folder: Path) -> RunFolder:
     config = RunConfig(
         data=DataConfig(source=str(text), val="10%"), tokenizer=TokenizerConfig(vocab=300),
         model=ModelConfig(layers=3, d_model=32, heads=2, context=32),
@@ -80,9 +87,9 @@ def calm(lab: str, technique: str, text: Path, folder: Path) -> RunFolder:
     return run
 
 
-def test_seeded_faults_leave_the_losses_as_they_are_bit_by_bit(lab, text, tmp_path):
+def test_seeded_faults_leave_the_losses_as_they_are_bit_by_bit(lab, calm, tmp_path):
     technique, seed = ("zero2", 4) if "two" in lab else ("pipeshard", 11)
-    run = calm(lab, technique, text, tmp_path)
+    run = calm(technique)
     injections = drawn(seed, 4, len(run.load_plan().devices), links_of(run), STEPS)
     result = disturb(run, tmp_path / "disturbed", injections, seed=seed, on_fault="wait")
     assert result.problem is None and len(result.injected) + len(result.left) == 4
@@ -92,10 +99,10 @@ def test_seeded_faults_leave_the_losses_as_they_are_bit_by_bit(lab, text, tmp_pa
     assert result.comparison.equal, result
 
 
-def test_a_link_that_is_cut_for_good_makes_another_plan_with_the_same_losses(lab, text, tmp_path):
+def test_a_link_that_is_cut_for_good_makes_another_plan_with_the_same_losses(lab, calm, tmp_path):
     if "three" in lab:
         pytest.skip("two sites are enough")
-    run = calm(lab, "data", text, tmp_path)
+    run = calm("data")
     result = disturb(run, tmp_path / "disturbed", [parse("cut:utah>mass@60")])
     (made,) = result.injected
     assert made.replanned and result.problem is None
@@ -106,10 +113,10 @@ def test_a_link_that_is_cut_for_good_makes_another_plan_with_the_same_losses(lab
     assert all(link.up for link in with_cut), "what was cut is mended in the end"
 
 
-def test_a_worker_that_is_killed_again_and_again_ends_the_run_with_its_cause(lab, text, tmp_path):
+def test_a_worker_that_is_killed_again_and_again_ends_the_run_with_its_cause(lab, calm, tmp_path):
     if "two" in lab:
         pytest.skip("three sites are enough")
-    run = calm(lab, "data", text, tmp_path)
+    run = calm("data")
     again = [parse("kill:1@50"), parse("kill:1@recovery"), parse("kill:1@recovery")]
     result = disturb(run, tmp_path / "disturbed", again)
     assert result.problem is not None and result.problem.code == "worker-lost"
@@ -117,10 +124,10 @@ def test_a_worker_that_is_killed_again_and_again_ends_the_run_with_its_cause(lab
     assert result.ended_s is not None and result.ended_s < 30
 
 
-def test_who_stops_a_run_that_waits_for_a_host_is_heard(lab, text, tmp_path):
+def test_who_stops_a_run_that_waits_for_a_host_is_heard(lab, calm, tmp_path):
     if "three" in lab:
         pytest.skip("two sites are enough")
-    run = twin(calm(lab, "data", text, tmp_path), tmp_path / "disturbed")
+    run = twin(calm("data"), tmp_path / "disturbed")
     run.config.write_bytes(as_yaml(replace(load_yaml(run.config, RunConfig), on_fault="wait")))
     waits = list[float]()
 
