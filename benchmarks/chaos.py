@@ -35,6 +35,8 @@ from farspan.domain.config import (
     RunConfig,
     TrainConfig,
 )
+from farspan.domain.model import parameters
+from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder, commit
 from farspan_lab import spec, state
 from farspan_lab.chaos import Disturbed, disturb, links_of
@@ -114,16 +116,12 @@ def disturbed(case: Case, lab: str, steps: int, folder: Path) -> Row:
     else:
         injections = [parse(text) for text in case.faults]
     result = disturb(calm, path, injections, seed=case.seed, on_fault=case.on_fault)
+    if result.problem is not None and result.problem.code == "interrupted":
+        raise Refusal.of(result.problem)  # By who wants all of this to end.
     return Row(
-        case=case.name, commit=commit(), parameters=_parameters(calm), exact=plan.sync is None, ends=case.ends,
+        case=case.name, commit=commit(), parameters=parameters(plan.model), exact=plan.sync is None, ends=case.ends,
         disturbed=result,
     )  # fmt: skip
-
-
-def _parameters(run: RunFolder) -> int:
-    from farspan.domain.model import parameters
-
-    return parameters(run.load_plan().model)
 
 
 def wrong(row: Row) -> str | None:
@@ -172,7 +170,8 @@ def summary(rows: Sequence[Row]) -> list[str]:
         f"{len(made)} faults in {len(rows)} runs, {len(seen)} of which led to a restart. Seen after "
         f"{statistics.median(seen):.1f} s in the median and {seen[-1]:.1f} s at most; the next training step after "
         f"{deciles[0]:.1f}, {deciles[1]:.1f} and {deciles[2]:.1f} s (10 %, 50 %, 90 %), {back[-1]:.1f} s at most.",
-        f"Runs that were not as they have to be: {', '.join(bad) or 'none'}. Commit {rows[-1].commit}.",
+        f"Runs that were not as they have to be: {', '.join(bad) or 'none'}. "
+        f"Commits {', '.join(dict.fromkeys(str(row.commit) for row in rows))}.",
     ]
 
 

@@ -21,6 +21,7 @@ from farspan.domain.codec import load, load_yaml, save
 from farspan.domain.config import ParallelConfig, RunConfig
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.plan import Plan
+from farspan.domain.problems import Refusal, command
 from farspan.domain.results import load_estimate
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.domain.units import counted, format_bytes, format_seconds, format_usd, short_time
@@ -54,6 +55,11 @@ def planned_without(run: RunFolder, gone: Collection[str]) -> Planned:
         msgspec.structs.replace(site, hosts=hosts)
         for site in whole.sites if (hosts := tuple(host for host in site.hosts if host.name not in gone))
     )  # fmt: skip
+    if not sites:
+        raise Refusal(
+            "cannot-plan", what="no host of the run is there", where=run.cluster,
+            fact=f"{', '.join(sorted(gone))} cannot be worked with", remedy=command("resume", run.path),
+        )  # fmt: skip
     names = {site.name for site in sites} | {host.name for site in sites for host in site.hosts}
     links = tuple(link for link in whole.links if {link.a, link.b} <= names)
     parallel = msgspec.structs.replace(config.parallel, technique="auto", workers="auto")

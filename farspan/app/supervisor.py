@@ -179,10 +179,10 @@ class Supervisor:
         if self._on_fault == "wait":
             return None, 0.0
         try:
-            left = planned_without(self._run, gone)
+            left, before = planned_without(self._run, gone), load_estimate(self._run.estimate)
         except Refusal:
             return None, 0.0
-        plan, before = self._run.load_plan(), load_estimate(self._run.estimate)
+        plan = self._run.load_plan()
         slower = left.estimate.step_s / left.estimate.token_efficiency
         ratio = slower / (before.step_s / before.token_efficiency)
         rest_s = (plan.train.steps - self._step) * statistics.median(self._steps_s or [before.step_s])

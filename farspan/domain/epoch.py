@@ -32,7 +32,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Epoch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What workers are told of the start that they belong to."""
+    """The start that workers belong to, as their launcher describes it."""
 
     number: Number
     #: Seconds that the run has used up when it starts, whatever its checkpoint says: time between starts counts too.

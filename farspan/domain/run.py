@@ -49,6 +49,15 @@ def commit() -> str | None:
     return None
 
 
+class SpareTask(msgspec.Struct, frozen=True, kw_only=True):
+    """What makes a spare process a worker: its command line's two paths, its environment, and its log."""
+
+    plan: str
+    run: str
+    environment: dict[str, str]
+    log: str
+
+
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`run.json`: where the corpus lies on this machine, and how the run was asked for."""
 

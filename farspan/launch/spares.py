@@ -16,7 +16,7 @@ import psutil
 
 from farspan.domain.cluster import SPARE, Host
 from farspan.domain.plan import Plan
-from farspan.domain.run import RunFolder
+from farspan.domain.run import RunFolder, SpareTask
 from farspan.launch.hosts import by_client, interpreter
 from farspan.launch.processes import HostProcess, with_environment, worker_environment
 
@@ -46,7 +46,7 @@ class SpareProcess(HostProcess):
 
     def begin(self, rank: int, folder: RunFolder, environment: dict[str, str], log: Path, secret: str) -> None:
         """Let it be the worker of a rank."""
-        task = {"plan": str(folder.plan), "run": str(folder.path), "environment": environment, "log": str(log)}
+        task = SpareTask(plan=str(folder.plan), run=str(folder.path), environment=environment, log=str(log))
         self._ranks, self._stops_with_input = (rank,), False
         self._say(msgspec.json.encode(task) + f"\n{secret}\n".encode())
 

@@ -34,7 +34,7 @@ from farspan.launch.spares import SpareProcess, Spares
 #: How often the event file and the processes are looked at.
 POLL_S = 0.1
 #: After one worker has failed the others get this long to end by themselves: they may be writing a message, and of a
-#: link that is cut one side may notice later. Rank 0 stays 2 s to say who is lost (`runtime.comm.heartbeat`).
+#: link that is cut one side may notice later. Rank 0 stays to say who is lost (`runtime.comm.heartbeat`).
 GRACE_S = 5.0
 #: As long where a worker was killed, and they are started again.
 PLAIN_S = 0.2
@@ -90,9 +90,9 @@ class Workers(ABC):
                 remedy="--launcher local, which sends it there",
             )  # fmt: skip
         run.logs.mkdir(parents=True, exist_ok=True)
-        #: A lease that ends with these workers; where they are held it goes on.
-        self._own = Lease(run) if held is None else None
-        self._held = held or Held(self._own, self._own.begin(), Spares())  # type: ignore[arg-type, union-attr]
+        #: Whether the lease ends with these workers: one that is held goes on.
+        self._ends_lease, lease = held is None, Lease(run) if held is None else held.lease
+        self._held = held or Held(lease, lease.begin(), Spares())
         for stale in run.logs.glob("rank-*.problem.json"):
             stale.unlink()
         if run.events.exists():
@@ -338,8 +338,8 @@ class Workers(ABC):
                 process.signal(signal.SIGKILL)
         for file in self._logs:
             file.close()
-        if self._own is not None:
-            self._own.close()
+        if self._ends_lease:
+            self._held.lease.close()
 
 
 def _new_lines(path: Path, position: int) -> tuple[int, list[bytes]]:

@@ -41,8 +41,8 @@ print(tokenizer.decode(model.generate(**ids, max_new_tokens=50)[0]))
 
 ## Limits
 
-It knows what its text says, right or wrong, and may repeat passages of it word for word. Whoever may not read the text
-should not be given the model.
+It knows what its text says, right or wrong, and may repeat passages of it word for word. People who may not read
+the text should not get the model.
 """
 
 

@@ -98,9 +98,10 @@ def installed() -> Wheel:
     )  # fmt: skip
 
 
-def hold() -> None:
-    """Let an emulated device be as slow as it is meant to be, now that its worker has started."""
-    for line in os.environ.pop(READY, "").splitlines():
+def hold(variable: str = READY) -> None:
+    """Let an emulated device be as slow as it is meant to be, now that its worker has started; or with TAKEN be this
+    process's, which was a spare."""
+    for line in os.environ.pop(variable, "").splitlines():
         file, _, value = line.partition("=")
         Path(file).write_text(value)
 

@@ -8,21 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 import msgspec
 
 from farspan.domain.cluster import TAKEN
+from farspan.domain.run import SpareTask
 from farspan.runtime import worker
-
-
-class SpareTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker is started with: its command line's two paths, its environment, and its log."""
-
-    plan: str
-    run: str
-    environment: dict[str, str]
-    log: str
+from farspan.runtime.device import hold
 
 
 def main() -> int:
@@ -36,9 +28,7 @@ def main() -> int:
     os.close(log)
     os.environ.update(task.environment)
     # Of an emulated device: its processor time and memory are this process's from now on.
-    for line in os.environ.pop(TAKEN, "").splitlines():
-        file, _, value = line.partition("=")
-        Path(file).write_text(value)
+    hold(TAKEN)
     sys.argv[1:] = [task.plan, task.run]
     return worker.main()
 

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from farspan.app.replanning import planned_without
 from farspan.domain.epoch import read_ledger
-from farspan.domain.problems import Problem
+from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import Finished, Recovered, Saved, Step, Warned, read_events
 from farspan.launch.launchers import launch
 from farspan.launch.lease import Lease
@@ -110,6 +111,11 @@ def test_who_asks_to_stop_while_the_run_recovers_is_heard(tmp_path):
     assert (
         isinstance(problem, Problem) and problem.code == "interrupted" and "before workers were started" in problem.what
     )
+
+
+def test_without_any_host_there_is_no_plan(tmp_path):
+    with pytest.raises(Refusal, match="no host of the run is there"):
+        planned_without(made(tmp_path / "run", TWO), {"here"})
 
 
 # -- steps that are not finite -----------------------------------------------------------------------------------------

@@ -131,8 +131,10 @@ class Heartbeat:
     def step(self) -> Iterator[None]:
         """While a step is made: one that does not end is a fault. Saves, validations and meetings are no part of it."""
         began, self._step_s = time.monotonic(), 0.0
-        yield
-        self._step_s = None
+        try:
+            yield
+        finally:
+            self._step_s = None
         self._steps_s.append(time.monotonic() - began)
 
     def _stalls(self) -> bool:

@@ -1,4 +1,4 @@
-"""A run's validations: what each reads, whether its loss is the best so far, and what is told of it."""
+"""A run's validations: what each reads, whether its loss is the best so far, and what is reported."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Validations:
         return best
 
     def told(self, step: int, measured: Measured, best: bool) -> Validated:
-        """What is told of a validation; of the last one also its loss on the sample that others read."""
+        """What is reported of a validation; of the last one also its loss on the sample that others read."""
         worker, read, nats = self._worker, self._validation, (None, None)
         val, sums, sample = worker.manifest.val, measured.sums, measured.sample if measured.last else None
         if worker.group.rank == 0:
