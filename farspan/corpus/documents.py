@@ -13,6 +13,8 @@ from farspan.domain.corpus import Document
 
 #: Longer documents are cut in parts: memory stays flat, and one big file still has a train and a validation part.
 PART_CHARS = 1 << 18
+#: What is no part of a text around it: byte-order mark and blank space.
+_OUTER = "\ufeff \t\n\v\f"
 
 
 def encodable(text: str) -> str:
@@ -22,7 +24,11 @@ def encodable(text: str) -> str:
 
 def clean(text: str) -> str:
     """Text that UTF-8 can hold, with Unix line ends, without byte-order mark, NUL or outer blank space."""
-    return encodable(text).replace("\r\n", "\n").replace("\r", "\n").replace("\0", "").strip("\ufeff \t\n\v\f")
+    return _unix(text).strip(_OUTER)
+
+
+def _unix(text: str) -> str:
+    return encodable(text).replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
 
 
 def parts(blocks: Iterable[str]) -> Iterator[str]:
@@ -44,13 +50,27 @@ def numbered(title: str, number: int) -> str:
 
 
 def cut(document: Document) -> Iterator[Document]:
-    """The document cleaned, in parts that are not blank."""
+    """The document cleaned, in parts that are not blank, each with the line and page that it begins on."""
     title, origin = " ".join(clean(document.title).split()), encodable(document.origin)
     metadata = {clean(key): clean(value) for key, value in document.metadata.items()}
-    for number, text in enumerate(parts([clean(document.text)]), 1):
+    whole, line, page = _unix(document.text).rstrip(_OUTER), document.line, document.page
+    outer = len(whole) - len(whole.lstrip(_OUTER))
+    blank, text = whole[:outer], whole[outer:]
+    for number, part in enumerate(parts([text]), 1):
+        inner = part.strip("\n")
+        blank += part[: len(part) - len(part.lstrip("\n"))]
+        line, page = _after(blank, line, page)
         # Some blank space, such as U+3000, is not what `clean` takes away; a part of nothing else says nothing.
-        if text.strip():
-            yield Document(title=numbered(title, number), text=text.strip("\n"), origin=origin, metadata=metadata)
+        if part.strip():
+            yield Document(
+                title=numbered(title, number), text=inner, origin=origin, metadata=metadata, line=line, page=page
+            )
+        blank = part[len(part) - len(part.lstrip("\n")) :]
+
+
+def _after(text: str, line: int, page: int) -> tuple[int, int]:
+    """Line and page of what follows a text that begins on these; 0 stays 0."""
+    return line and line + text.count("\n"), page and page + text.count("\f")
 
 
 def write_documents(path: Path, documents: Iterable[Document]) -> None:

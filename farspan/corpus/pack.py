@@ -50,11 +50,17 @@ def spool(source: Source, work: Path) -> list[FinishedShard]:
     while documents := _shardful(rest):
         stem = work / f"{len(shards):05}"
         write_documents(stem.with_suffix(".docs"), documents)
-        digest = hashlib.sha256(b"".join(msgspec.json.encode(document) for document in documents)).hexdigest()
+        digest = hashlib.sha256(b"".join(map(_content, documents))).hexdigest()
         text_bytes = sum(len(document.text.encode()) for document in documents)
         shards.append(FinishedShard(documents=len(documents), text_bytes=text_bytes, digest=digest))
         save(shards[-1], stem.with_suffix(".shard"))
     return shards
+
+
+def _content(document: Document) -> bytes:
+    """All of a document but its place, so that a corpus keeps its hash when places come to be known."""
+    names = ("title", "text", "origin", "metadata")
+    return msgspec.json.encode({name: getattr(document, name) for name in names})
 
 
 def _shardful(documents: Iterator[Document]) -> list[Document]:

@@ -87,9 +87,15 @@ class CorpusManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):
-    """One text. `origin` says where it came from: a path, a dataset row, a qualified name."""
+    """One text. `origin` says where it came from: a path, a dataset row, a qualified name.
+
+    A form feed in the text begins a page.
+    """
 
     title: str
     text: str
     origin: str
     metadata: dict[str, str] = {}
+    #: Line and page of the source on which the text begins, from 1 on; 0 where it has none.
+    line: int = 0
+    page: int = 0

@@ -1,4 +1,4 @@
-"""Documents to chunks: overlapping windows of tokens, cut where paragraphs, sentences or words end.
+"""Documents to chunks: overlapping windows of tokens, cut where sections, paragraphs, sentences or words end.
 
 Cuts lie before white space (or inside a word too long for half a chunk): there byte-level pre-tokenizers of GPT-2's
 kind start a new token anyway, so a chunk's tokens are those that the document has at its place.
@@ -6,15 +6,19 @@ kind start a new token anyway, so a chunk's tokens are those that the document h
 
 from __future__ import annotations
 
+import hashlib
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 import msgspec
 
 from farspan.corpus.tokenizer import Tokenizer
+from farspan.domain.codec import to_json
 from farspan.domain.corpus import Document
+from farspan.retrieval.outline import outline, path
 
 _LINE = re.compile(r"[^\n]+")
 _WORD = re.compile(r"\s*\S+|\s+")
@@ -23,8 +27,10 @@ _ENDS = (re.compile(r"\s*\n\s*\n"), re.compile(r"\n|(?<=[.!?:;])\s"), re.compile
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
-    """`text` is the text of the corpus's document number `document` from character `start` on."""
+    """`text` is the text of document number `document` from character `start` on."""
 
+    #: From what the chunk says and where it is from: it stays the same when the text around it changes.
+    id: int
     document: int
     #: Whether the chunk is of the document's head, which the evaluation leaves out of what can be found.
     head: bool
@@ -32,6 +38,10 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     origin: str
     text: str
     start: int
+    #: Where to look it up: line and page of the source, 0 where it has none, and the headings above, outermost first.
+    line: int = 0
+    page: int = 0
+    headings: tuple[str, ...] = ()
 
     @property
     def indexed(self) -> str:
@@ -59,28 +69,55 @@ def chunk_documents(documents: Iterable[Document], tokenizer: Tokenizer, size: i
     Head and body are cut apart, so that no chunk holds some of both. A part that is blank gives no chunk.
     """
     for number, document in enumerate(documents):
-        cut = head_length(document)
-        for head, offset, part in ((True, 0, document.text[:cut]), (False, cut, document.text[cut:])):
-            for start, stop in _windows(part, tokenizer, size):
-                yield Chunk(
-                    document=number, head=head, title=document.title, origin=document.origin,
-                    text=part[start:stop], start=offset + start,
-                )  # fmt: skip
+        yield from chunk_document(document, number, tokenizer, size)
 
 
-def _windows(text: str, tokenizer: Tokenizer, size: int) -> Iterator[tuple[int, int]]:
-    """First and last character of each window. One ends at the best place in its second half."""
+def chunk_document(document: Document, number: int, tokenizer: Tokenizer, size: int) -> Iterator[Chunk]:
+    """The chunks of one document, whose number they bear."""
+    cut, headings, seen = head_length(document), outline(document.text), Counter[str]()
+    starts = [heading.start for heading in headings]
+    for head, offset, part in ((True, 0, document.text[:cut]), (False, cut, document.text[cut:])):
+        for start, stop in _windows(part, tokenizer, size, [at - offset for at in starts]):
+            at, text = offset + start, part[start:stop]
+            # Blank space that a chunk begins with is no place.
+            first = at + len(text) - len(text.lstrip())
+            line, page = (at_document and at_document + document.text.count(mark, 0, first)
+                          for at_document, mark in ((document.line, "\n"), (document.page, "\f")))  # fmt: skip
+            seen[text] += 1
+            yield Chunk(
+                id=_identity(document, head, text, seen[text]), document=number, head=head, title=document.title,
+                origin=document.origin, text=text, start=at, line=line, page=page, headings=path(headings, first),
+            )  # fmt: skip
+
+
+def _identity(document: Document, head: bool, text: str, times: int) -> int:
+    """A number below 2**63. The same words may stand in one document several times."""
+    content = to_json((document.origin, document.title, head, text, times))
+    return int.from_bytes(hashlib.sha256(content).digest()[:8]) >> 1
+
+
+def _windows(text: str, tokenizer: Tokenizer, size: int, headings: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """First and last character of each window. One ends at the best place in its second half: before a heading, of
+    those that begin at these characters, if there is one. What ends there shares nothing with the next."""
     if not text.strip():
         return
     pieces = list(_pieces(text, size))
     chars = [0, *accumulate(map(len, pieces))]
     tokens = [0, *accumulate(length - 1 for length in tokenizer.encode_joined(pieces)[1])]
+    # A piece begins with the blank space before its word, and a heading after it.
+    before_heading = {bisect_right(chars, at) - 1 for at in headings if 0 < at < len(text)}
     first = last = 0
     while last < len(pieces):
         half, most = bisect_left(tokens, tokens[first] + size // 2), bisect_right(tokens, tokens[first] + size) - 1
-        last = most if most == len(pieces) else max(range(half, most + 1), key=lambda p: (_worth(text, chars[p]), p))
+        titled = [piece for piece in range(max(half, first + 1), most + 1) if piece in before_heading]
+        if titled and titled[0] < len(pieces):
+            last = titled[0]
+        elif most < len(pieces):
+            last = max(range(half, most + 1), key=lambda p: (_worth(text, chars[p]), p))
+        else:
+            last = most
         yield chars[first], chars[last]
-        first = bisect_left(tokens, tokens[last] - size // 8)
+        first = last if last in before_heading else bisect_left(tokens, tokens[last] - size // 8)
 
 
 def _pieces(text: str, size: int) -> Iterator[str]:

@@ -29,6 +29,8 @@ _MARKS = {
     codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
 }  # fmt: skip
+#: Kinds of files that came to be read in another way: what the same file held before is not what it holds now.
+_READ_AS = {".pdf": "pages", ".html": "headings", ".htm": "headings"}
 _UNPACK = {".gz": "gzip -d", ".zst": "zstd -d --rm"}
 _HEADING = re.compile(r"^#{1,6}[ \t]+(.+?)[ \t#]*$|^([^\s].*)\n[=\-~^\"'*+#]{3,}[ \t]*$", re.MULTILINE)
 #: YAML at the top of a Markdown file; it begins with a key, which text between two rules does not.
@@ -70,7 +72,8 @@ class Folder:
                 stat = file.stat()
                 self.size_bytes += stat.st_size
                 # With the extra that is asked for, the same files hold more than without it.
-                about = f"\0{stat.st_size}\0{stat.st_mtime_ns}\0{self._missing.get(suffix, '')}\n"
+                about = f"\0{stat.st_size}\0{stat.st_mtime_ns}\0{self._missing.get(suffix, '')}"
+                about += f"{_READ_AS.get(suffix, '')}\n"
                 digest.update(os.fsencode(file) + about.encode())
         self._digest = digest.hexdigest()
         if not any(suffix in _READERS and suffix not in self._missing for suffix in counts):
@@ -185,12 +188,15 @@ def _encoding(file: Path) -> str | None:
 
 def _plain(file: Path) -> Iterator[Document]:
     """A text file, in parts if it is long, titled by its first heading (.md, .rst) or its name."""
-    title = file.stem
+    title, line, page = file.stem, 1, 0
     for number, text in enumerate(parts(_lines(file, PART_CHARS)), 1):
+        # A text with form feeds, as `pdftotext` writes it, has pages.
+        page = page or int("\f" in text)
         if number == 1 and file.suffix.lower() != ".txt":
             # Headings are looked for between Unix line ends, and not behind a byte-order mark.
             title = _heading(clean(text), file.suffix.lower()) or title
-        yield Document(title=numbered(title, number), text=text, origin=str(file))
+        yield Document(title=numbered(title, number), text=text, origin=str(file), line=line, page=page)
+        line, page = line + text.count("\n"), page and page + text.count("\f")
 
 
 def _heading(text: str, suffix: str) -> str:
@@ -259,8 +265,8 @@ def _pdf(file: Path) -> Iterator[Document]:
 
     reader = pypdf.PdfReader(file)
     title = reader.metadata.title if reader.metadata else None
-    text = "\n".join(page.extract_text() for page in reader.pages)
-    yield Document(title=title or file.stem, text=text, origin=str(file))
+    text = "\f".join(page.extract_text() for page in reader.pages)
+    yield Document(title=title or file.stem, text=text, origin=str(file), page=1)
 
 
 _READERS: dict[str, Callable[[Path], Iterator[Document]]] = {

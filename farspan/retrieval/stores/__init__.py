@@ -1,6 +1,7 @@
 """Vector stores, one file each: vectors with payloads, and the nearest to a query.
 
-A module has `create(path, dim)` and `open_store(path)`, both returning a Store.
+A module has SHARED, `create(spot, about)`, `open_store(spot)` and `drop(spot)`. `index.store` of run.yaml names it as
+`NAME` or `NAME:LOCATION`. Listing the stores imports none of them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import importlib
 import pkgutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Literal, Protocol, cast
 
 import msgspec
 import numpy as np
@@ -21,6 +22,8 @@ from farspan.domain.problems import Refusal, nearest
 DEFAULT = "qdrant"
 
 Vectors = npt.NDArray[np.float32]
+#: Numbers of chunks: from 0 to below 2**63.
+Ids = npt.NDArray[np.int64]
 Payload = Mapping[str, str | int]
 
 
@@ -32,33 +35,75 @@ class Hit(msgspec.Struct, frozen=True, kw_only=True):
     payload: dict[str, str | int]
 
 
+class About(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What made the vectors of a store, which it keeps beside them: hashes of the model's weights, of its tokenizer
+    and of the maps that were fitted; numbers a vector. Vectors have length 1, so that the inner product is the cosine.
+    """
+
+    model: str
+    tokenizer: str
+    fit: str
+    dim: int
+    metric: Literal["cosine"] = "cosine"
+
+
+class Spot(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a store's vectors lie: in `folder`, which is the store's alone, or beyond it at `location`, such as the
+    URL of a server, in a table or collection called `name`."""
+
+    folder: Path
+    location: str = ""
+    name: str = "farspan"
+
+
 class Store(Protocol):
     """Unit vectors of one length with payloads, found by inner product."""
 
     def add(self, ids: Sequence[int], vectors_ND: Vectors, payloads: Sequence[Payload]) -> None:
-        """Add N vectors. When this returns they survive a killed process; an id that is there already is replaced."""
+        """Add N vectors. When this returns they survive a killed process; an id that is there already is replaced, and
+        of an id that is given twice the last one counts."""
+
+    def delete(self, ids: Sequence[int]) -> None:
+        """Remove vectors; an id that is not there is passed over."""
 
     def search(self, vector_D: Vectors, k: int, where: Payload | None = None) -> list[Hit]:
         """The k best by inner product, best first, of those whose payload equals `where` on each of its keys."""
 
+    def ids(self) -> Ids:
+        """Every id, in ascending order."""
+
     def count(self) -> int:
         """Number of vectors."""
+
+    def describe(self) -> About:
+        """What the store was created for."""
 
     def finish(self) -> None:
         """Build whatever makes search fast; the store is complete on disk when this returns."""
 
     def close(self) -> None:
-        """Release files; the store cannot be used after."""
+        """Release files and connections; the store cannot be used after."""
 
 
 class StoreModule(Protocol):
     """What a store's file offers."""
 
-    @staticmethod
-    def create(path: Path, dim: int) -> Store: ...
+    #: Whether vectors lie at a server, where an index that takes another's place finds those that both have.
+    SHARED: bool
 
     @staticmethod
-    def open_store(path: Path) -> Store: ...
+    def create(spot: Spot, about: About) -> Store:
+        """A new store. Refuses (store-foreign) a table or collection of that name that is somebody else's or of other
+        vectors, (store-unreachable) a server that does not answer or lets nobody in, (out-of-range) more numbers a
+        vector than it can hold."""
+
+    @staticmethod
+    def open_store(spot: Spot) -> Store:
+        """The store that `create` made. Refuses like `create`, and (no-index) where there is none."""
+
+    @staticmethod
+    def drop(spot: Spot) -> None:
+        """Remove the table or collection from a server, if it is farspan's; nothing to do for one in a folder."""
 
 
 def names() -> list[str]:
@@ -66,17 +111,34 @@ def names() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
 
-def resolve(name: str) -> str:
-    """The store that a user means; refuses an unknown one."""
-    chosen = DEFAULT if name == "auto" else name
-    if chosen not in names():
+def resolve(spec: str) -> tuple[str, str]:
+    """The store that a user means and its location; refuses an unknown store, and a location with a password in it:
+    a run's files are shared and copied."""
+    name, _, location = (DEFAULT if spec == "auto" else spec).partition(":")
+    if name not in names():
         match = nearest(name, names()) or DEFAULT
         raise Refusal(
             "out-of-range", what=f"there is no vector store {name!r}", where="run.yaml, key index.store",
             fact=f"stores: {', '.join(names())}", remedy=f"set index.store: {match}", key="index.store",
         )  # fmt: skip
-    return chosen
+    user, at, _ = location.partition("://")[2].rpartition("@")
+    if at and ":" in user:
+        raise Refusal(
+            "out-of-range", what="the store's location has a password in it", where="run.yaml, key index.store",
+            fact="run.yaml and the index are read by others, and copied with the run",
+            remedy="leave it out, and give it in the environment: export PGPASSWORD=...", key="index.store",
+        )  # fmt: skip
+    return name, location
 
 
 def load(name: str) -> StoreModule:
-    return cast(StoreModule, importlib.import_module(f"{__name__}.{resolve(name)}"))
+    """The module of a store; refuses (extra-missing) where its library is not installed."""
+    try:
+        return cast(StoreModule, importlib.import_module(f"{__name__}.{name}"))
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("farspan"):
+            raise
+        raise Refusal(
+            "extra-missing", what=f"the store {name} needs a library that is not installed", where=f"index.store: {name}",
+            fact=f"there is no module {error.name}", remedy=f"pip install 'farspan[{name}]'", key="index.store",
+        ) from None  # fmt: skip

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
+import numpy as np
 import qdrant_edge as qdrant
 
-from farspan.retrieval.stores import Hit, Payload, Vectors
+from farspan.domain.codec import load, save
+from farspan.retrieval.stores import About, Hit, Ids, Payload, Spot, Vectors
 
+SHARED = False
 #: Up to so many bytes of vectors every one is compared: exact, nothing to build, and still a few milliseconds a search.
 EXACT_BYTES = 128_000_000
+_ABOUT, _SHARD = "about.json", "shard"
 
 
 class QdrantStore:
-    def __init__(self, shard: qdrant.EdgeShard) -> None:
-        self._shard = shard
+    def __init__(self, shard: qdrant.EdgeShard, about: About) -> None:
+        self._shard, self._about = shard, about
 
     def add(self, ids: Sequence[int], vectors_ND: Vectors, payloads: Sequence[Payload]) -> None:
         rows = zip(ids, vectors_ND.tolist(), payloads, strict=True)
-        points = [qdrant.Point(number, vector, dict(payload)) for number, vector, payload in rows]
+        # Of an id that comes twice in one update, which of them stays is not said.
+        points = {int(number): qdrant.Point(int(number), vector, dict(payload)) for number, vector, payload in rows}
         if points:
-            self._shard.update(qdrant.UpdateOperation.upsert_points(points))
+            self._shard.update(qdrant.UpdateOperation.upsert_points([*points.values()]))
+
+    def delete(self, ids: Sequence[int]) -> None:
+        if len(ids):
+            self._shard.update(qdrant.UpdateOperation.delete_points([int(number) for number in ids]))
 
     def search(self, vector_D: Vectors, k: int, where: Payload | None = None) -> list[Hit]:
         equal = (where or {}).items()
@@ -32,8 +40,20 @@ class QdrantStore:
         hits = self._shard.query(request)
         return [Hit(id=int(hit.id), score=hit.score, payload=hit.payload or {}) for hit in hits]
 
+    def ids(self) -> Ids:
+        every: list[int] = []
+        offset = None
+        while True:
+            records, offset = self._shard.scroll(qdrant.ScrollRequest(limit=10_000, offset=offset))
+            every += [int(record.id) for record in records]
+            if offset is None:
+                return np.sort(np.array(every, np.int64))
+
     def count(self) -> int:
         return self._shard.count(qdrant.CountRequest(exact=True))
+
+    def describe(self) -> About:
+        return self._about
 
     def finish(self) -> None:
         self._shard.optimize()
@@ -43,16 +63,22 @@ class QdrantStore:
         self._shard.close()
 
 
-def create(path: Path, dim: int) -> QdrantStore:
+def create(spot: Spot, about: About) -> QdrantStore:
     """A new store in a folder that does not exist yet."""
-    path.mkdir(parents=True)
+    (spot.folder / _SHARD).mkdir(parents=True)
     config = qdrant.EdgeConfig(
-        vectors=qdrant.EdgeVectorParams(dim, qdrant.Distance.Dot),
+        vectors=qdrant.EdgeVectorParams(about.dim, qdrant.Distance.Dot),
         optimizers=qdrant.EdgeOptimizersConfig(indexing_threshold=EXACT_BYTES // 1000, default_segment_number=1),
     )
-    return QdrantStore(qdrant.EdgeShard.create(str(path), config))
+    shard = qdrant.EdgeShard.create(str(spot.folder / _SHARD), config)
+    save(about, spot.folder / _ABOUT)
+    return QdrantStore(shard, about)
 
 
-def open_store(path: Path) -> QdrantStore:
+def open_store(spot: Spot) -> QdrantStore:
     """The store that is in a folder, with everything that was acknowledged before a crash."""
-    return QdrantStore(qdrant.EdgeShard.load(str(path)))
+    return QdrantStore(qdrant.EdgeShard.load(str(spot.folder / _SHARD)), load(spot.folder / _ABOUT, About))
+
+
+def drop(spot: Spot) -> None:
+    """Its folder is all that there is of it."""
