@@ -36,9 +36,10 @@ from farspan.domain.corpus import CorpusManifest
 from farspan.domain.model import parameters
 from farspan.domain.run import RunFolder, RunRecord
 from farspan.retrieval.chunk import chunk_documents
-from farspan.retrieval.embed import Embedder, FitSettings, apply_maps, fit_maps, inverse_frequency
+from farspan.retrieval.embed import Embedder, apply_maps, fit_maps, inverse_frequency
 from farspan.retrieval.evaluate import TUNING, ModelVectors, body_of, choose_queries, evaluate, measure, table
-from farspan.retrieval.index import Recipe, title_pairs, untrained
+from farspan.retrieval.fitting import title_pairs, untrained
+from farspan.retrieval.index import FitSettings, Recipe
 from farspan.retrieval.metrics import bootstrap, ranks
 from farspan.retrieval.rank import by_document
 from farspan.runtime import inference

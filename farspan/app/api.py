@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -68,17 +69,24 @@ class Run:
         """Ask the process that trains the run to save and end, or with `now` to end at once, and wait until it has."""
         return jobs.stop(self.folder, notes(progress), now=now, timeout_s=timeout_s)
 
-    def embed(self, progress: Progress = silent, *, evaluate: bool = True) -> Indexed:
-        """Embed the run's documents into its index, and measure how well that finds them."""
-        return indexing.embed(self.folder, progress, evaluate=evaluate)
+    def embed(
+        self, progress: Progress = silent, *, evaluate: bool = True, store: str | None = None,
+        device: indexing.Device = "auto", refit: bool = False,
+    ) -> Indexed:  # fmt: skip
+        """Bring the run's index to the documents that its text holds today; the first time, and with `refit`, measure
+        how well that finds them. `store` is a vector store as run.yaml's `index.store` names it."""
+        return indexing.embed(self.folder, progress, evaluate=evaluate, store=store, device=device, refit=refit)
 
-    def search(self, query: str, k: int = 5, system: System | None = None, progress: Progress = silent) -> Answer:
-        """The documents that answer a query best. The first search makes the index where there is none, which takes
-        minutes: `progress` shows how far it is."""
+    def search(
+        self, query: str, k: int = 5, system: System | None = None, progress: Progress = silent,
+        where: Mapping[str, str] | None = None,
+    ) -> Answer:  # fmt: skip
+        """The documents that answer a query best, of those with the values of `where` in its fields. The first search
+        makes the index where there is none, which takes minutes: `progress` shows how far it is."""
         if not (self.folder.index / "index.json").exists():
             notes(progress)("there is no index yet: embedding the run's documents")
             self.embed(progress)
-        return indexing.search(self.folder, query, k, system)
+        return indexing.search(self.folder, query, k, system, where, progress)
 
     def generate(
         self, prompt: str = "", *, tokens: int = 100, temperature: float = 0.8, top_k: int = 50, seed: int = 0

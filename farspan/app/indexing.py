@@ -1,26 +1,30 @@
-"""From a run to its index and back: its documents embedded, and searched."""
+"""From a run to its index and back: the documents of today embedded, and searched."""
 
 from __future__ import annotations
 
 import time
-from contextlib import closing
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from farspan.app.updates import Ended, Note, Progress, notes, silent
 from farspan.domain.codec import load, load_yaml
 from farspan.domain.config import RunConfig
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.problems import Refusal, command
-from farspan.domain.run import RunFolder, RunRecord
+from farspan.domain.run import RunFolder, RunRecord, cache_folder
 from farspan.domain.units import counted
 
 if TYPE_CHECKING:
-    from farspan.retrieval.index import Index, IndexManifest, Origin
+    from farspan.corpus.prepare import Text
+    from farspan.retrieval.index import Index, IndexManifest, Origin, QueryEmbedder
     from farspan.retrieval.rank import System
     from farspan.retrieval.search import Answer
     from farspan.runtime.inference import Trained
+
+Device = Literal["auto", "cpu", "cuda", "mps"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,48 +36,115 @@ class Indexed:
     kept: int
 
 
-def embed(run: RunFolder, progress: Progress = silent, *, evaluate: bool = True) -> Indexed:
-    """Embed every document of the run's corpus into the run's index; nothing to do where that is up to date."""
-    from farspan.corpus.documents import read_documents
-    from farspan.retrieval.index import Recipe, build
+def embed(
+    run: RunFolder, progress: Progress = silent, *, evaluate: bool = True, store: str | None = None,
+    device: Device = "auto", refit: bool = False,
+) -> Indexed:  # fmt: skip
+    """Bring the run's index to the documents that its text holds today: what is new or changed is embedded, what is
+    gone removed. With `refit` everything is embedded again, and fitted and evaluated over the text of today.
+
+    `store` takes the place of run.yaml's `index.store`. Raises Refusal, also (device-missing) for a device that is not
+    there.
+    """
+    from farspan.retrieval.build import Task, build
+    from farspan.retrieval.index import Recipe
+    from farspan.retrieval.stores import load as load_store
+    from farspan.retrieval.stores import resolve
     from farspan.retrieval.work import IndexWork
     from farspan.runtime.inference import load as load_model
+    from farspan.runtime.inference import on_device
 
-    trained, work = load_model(run), IndexWork(time.monotonic, progress)
-    documents = list(read_documents(Path(load(run.record, RunRecord).corpus)))
-    recipe = Recipe(store=load_yaml(run.config, RunConfig).index.store, evaluate=evaluate)
+    config = load_yaml(run.config, RunConfig)
+    recipe = Recipe(store=store or config.index.store, evaluate=evaluate)
+    load_store(resolve(recipe.store)[0])
+    trained, work = on_device(load_model(run), device), IndexWork(time.monotonic, progress)
+    text = _text(run, config, notes(progress))
+    task = Task(
+        path=run.index, model=trained.model, tokenizer=trained.tokenizer, documents=text.documents, train=text.train,
+        origin=origin(run, trained), recipe=recipe, say=notes(progress), work=work, source=text.fingerprint, refit=refit,
+    )  # fmt: skip
     try:
-        manifest = build(
-            run.index, trained.model, trained.tokenizer, documents,
-            train=load(run.corpus, CorpusManifest).train.documents, origin=_origin(run, trained),
-            recipe=recipe, say=notes(progress), work=work,
-        )  # fmt: skip
+        manifest = build(task)
     finally:
         progress(Ended())
     if work.kept:
         progress(Note(f"embedded {counted(work.embedded, 'text')}; {work.kept:,} had been embedded before"))
+    if manifest.fit_is_due:
+        progress(Note(f"much of the text is new since the fit; a new one is due: {command('embed', run.path, '--refit')}"))
     return Indexed(manifest=manifest, embedded=work.embedded, kept=work.kept)
 
 
-def opened(run: RunFolder) -> closing[Index]:
-    """The run's index, ready to be searched."""
+def _text(run: RunFolder, config: RunConfig, say: Callable[[str], None]) -> Text:
+    """The documents of today; those that the run was trained on where its text cannot be found."""
+    from farspan.corpus.documents import read_documents
+    from farspan.corpus.prepare import Text, read_text
+
+    prepared = Path(load(run.record, RunRecord).corpus)
+    try:
+        return read_text(
+            config.data_config, config.tokenizer_config, prepared, cache_folder() / "corpora", workers=1, say=say
+        )
+    except Refusal as refusal:
+        if refusal.problem.code != "path-missing":
+            raise
+        say(f"{config.data_config.source} is not there: indexing the documents that the run was trained on")
+    return Text(list(read_documents(prepared)), load(run.corpus, CorpusManifest).train.documents, "")
+
+
+def opened(run: RunFolder, *, vectors: bool = True) -> closing[Index]:
+    """The run's index, ready to be searched; without `vectors` by words alone."""
     from farspan.retrieval.index import Index
-    from farspan.runtime.inference import load as load_model
 
-    trained = load_model(run)
-    return closing(Index.open(
-        run.index, trained.model, trained.tokenizer, origin=_origin(run, trained), command=command("embed", run.path),
-    ))  # fmt: skip
+    def embedder(fitted: Path, of: Origin) -> QueryEmbedder:
+        from farspan.retrieval.embed import Embedder
+        from farspan.runtime.inference import load as load_model
+
+        trained = load_model(run)
+        refuse_other_model(run, of, origin(run, trained))
+        return Embedder.load(trained.model, trained.tokenizer, fitted)
+
+    return closing(Index.open(run.index, embedder, command=command("embed", run.path), vectors=vectors))
 
 
-def search(run: RunFolder, query: str, k: int = 5, system: System | None = None) -> Answer:
+def refuse_other_model(run: RunFolder, index: Origin, today: Origin) -> None:
+    """Raises Refusal (no-index) for an index of another model or tokenizer than the run has today."""
+    for what in ("model", "tokenizer"):
+        have, want = getattr(index, what), getattr(today, what)
+        if have != want:
+            raise Refusal(
+                "no-index", what=f"the index is of another {what} than the run", where=run.index,
+                fact=f"index: {have}, run: {want}", remedy=command("embed", run.path),
+            )  # fmt: skip
+
+
+def search(
+    run: RunFolder, query: str, k: int = 5, system: System | None = None, where: Mapping[str, str] | None = None,
+    progress: Progress = silent,
+) -> Answer:  # fmt: skip
     """The `k` documents that answer a query best, by the `system` that was measured to find them best unless another is
-    named. Raises Refusal (usage) for an empty query, and where there is no index."""
+    named, among those with the values of `where` in its fields.
+
+    Raises Refusal (usage) for an empty query and an unknown field, and (no-index) where there is no index.
+    """
     refuse_empty(query)
     from farspan.retrieval.search import search as search_index
 
-    with opened(run) as index:
-        return search_index(index, query, k, system)
+    with opened(run, vectors=system != "bm25") as index:
+        if is_stale(run, index.manifest):
+            progress(Note(f"the text has changed since it was indexed; to follow it: {command('embed', run.path)}"))
+        return search_index(index, query, k, system, where)
+
+
+def is_stale(run: RunFolder, manifest: IndexManifest) -> bool:
+    """Whether the files of the run's text are others than were indexed. What is no folder is not asked."""
+    from farspan.corpus.sources import folder
+
+    source = load_yaml(run.config, RunConfig).data_config.source
+    if not manifest.source or not Path(source).expanduser().exists():
+        return False
+    with suppress(Refusal, OSError):
+        return folder.open_source(source).fingerprint() != manifest.source
+    return True
 
 
 def refuse_empty(query: str) -> None:
@@ -84,7 +155,10 @@ def refuse_empty(query: str) -> None:
         )  # fmt: skip
 
 
-def _origin(run: RunFolder, trained: Trained) -> Origin:
+def origin(run: RunFolder, trained: Trained) -> Origin:
+    """What the run's model is known by."""
+    import hashlib
+
     from farspan.retrieval.index import Origin
 
-    return Origin(model=trained.weights, corpus=load(run.corpus, CorpusManifest).hash)
+    return Origin(model=trained.weights, tokenizer=hashlib.sha256(run.tokenizer.read_bytes()).hexdigest()[:16])

@@ -24,6 +24,9 @@ class Note(msgspec.Struct, frozen=True):
 
     text: str
 
+    def __str__(self) -> str:
+        return self.text
+
 
 class Ranked(msgspec.Struct, frozen=True):
     """Every technique, priced, before one is chosen."""

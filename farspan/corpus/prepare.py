@@ -7,23 +7,24 @@ import fcntl
 import hashlib
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from farspan.corpus import dedup, pack
 from farspan.corpus import tokenizer as tokenizers
-from farspan.corpus.documents import encodable
+from farspan.corpus.documents import encodable, read_documents
 from farspan.corpus.entropy import entropies
 from farspan.corpus.sources import Source, open_source
 from farspan.corpus.tokens import TokenFile
 from farspan.domain.codec import content_hash, load, save, write_atomically
 from farspan.domain.config import DataConfig, TokenizerConfig
-from farspan.domain.corpus import CorpusManifest, Skipped, by_kind
+from farspan.domain.corpus import CorpusManifest, Document, Skipped, by_kind
 from farspan.domain.problems import Refusal
 from farspan.domain.units import counted, format_bytes, format_count, parse_fraction
 
@@ -55,8 +56,7 @@ def prepare(
     is empty or whose validation split would be, a tokenizer that does not fit, and a disk with too little room.
     """
     source = open_source(data.source)
-    share = parse_fraction(data.val)
-    key = content_hash(_FORMAT, source.fingerprint(), share, data.dedup, tokenizer, _file_digest(tokenizer.use))
+    key = _key(source, data, tokenizer)
     if prepared := _known(root, key):
         return prepared
     root.mkdir(parents=True, exist_ok=True)
@@ -74,6 +74,41 @@ def prepare(
     return prepared
 
 
+class Text(NamedTuple):
+    """The documents of a source that are kept, those of the training split first, of which there are `train`, and the
+    fingerprint of the source."""
+
+    documents: list[Document]
+    train: int
+    fingerprint: str
+
+
+def read_text(data: DataConfig, tokenizer: TokenizerConfig, prepared: Path, root: Path, *, workers: int, say: Say) -> Text:
+    """What the source of the corpus at `prepared` holds today, without duplicates and split as a corpus is.
+
+    Where the source is as it was, these are the corpus's own documents. Refuses what cannot be read.
+    """
+    source = open_source(data.source)
+    fingerprint = source.fingerprint()
+    known = _known(root, _key(source, data, tokenizer))
+    if known is not None and known[0] == prepared:
+        return Text(list(read_documents(prepared)), known[1].train.documents, fingerprint)
+    say(f"the text has changed since the corpus was made: reading {data.source}")
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=root, prefix=".text-") as folder:
+        stems = [Path(folder) / f"{number:05}" for number in range(len(_spool(source, data, Path(folder), say)))]
+        pack.each_shard(dedup.sign, [(stem,) for stem in stems], workers)
+        _decide(stems, data, splits=False)
+        train, val = ([document for stem in stems for document in pack.chosen(stem, fate)]
+                      for fate in (pack.TRAIN, pack.VAL))  # fmt: skip
+    return Text(train + val, len(train), fingerprint)
+
+
+def _key(source: Source, data: DataConfig, tokenizer: TokenizerConfig) -> str:
+    share = parse_fraction(data.val)
+    return content_hash(_FORMAT, source.fingerprint(), share, data.dedup, tokenizer, _file_digest(tokenizer.use))
+
+
 def _build(
     source: Source, data: DataConfig, config: TokenizerConfig, work: Path, workers: int, say: Say
 ) -> tuple[Path, CorpusManifest]:
@@ -83,7 +118,7 @@ def _build(
     shards = _spool(source, data, work, say)
     stems = [work / f"{number:05}" for number in range(len(shards))]
     pack.each_shard(dedup.sign, [(stem,) for stem in stems], workers)
-    exact, near, fates = _decide(stems, data)
+    exact, near, fates = _decide(stems, data, splits=True)
     say(f"left out: {exact} exact and {counted(near, 'near duplicate')}")
     if not config.use:
         text_bytes = sum(shard.text_bytes for shard in shards)
@@ -145,8 +180,9 @@ def _spool(source: Source, data: DataConfig, work: Path, say: Say) -> list[pack.
     return shards
 
 
-def _decide(stems: list[Path], data: DataConfig) -> tuple[int, int, str]:
+def _decide(stems: list[Path], data: DataConfig, *, splits: bool) -> tuple[int, int, str]:
     """Write each shard's fates (dropped, train or val); the numbers of exact and near duplicates left out, a digest.
+    Refuses an empty split, where `splits` are what is wanted.
 
     A document's split follows from the lowest text hash in its cluster of near duplicates: the same in any order.
     """
@@ -161,7 +197,8 @@ def _decide(stems: list[Path], data: DataConfig) -> tuple[int, int, str]:
     fates = np.where(val, np.uint8(pack.VAL), np.uint8(pack.TRAIN))
     if data.dedup:
         fates[copies] = pack.DROPPED
-    _refuse_empty_split(fates, keys, data)
+    if splits:
+        _refuse_empty_split(fates, keys, data)
     for number, stem in enumerate(stems):
         np.save(stem.with_suffix(".fates.npy"), fates[shards.first[number] : shards.first[number + 1]])
     return exact, near, hashlib.sha256(fates.tobytes()).hexdigest()

@@ -92,7 +92,7 @@ def chunk_document(document: Document, number: int, tokenizer: Tokenizer, size: 
 
 def _identity(document: Document, head: bool, text: str, times: int) -> int:
     """A number below 2**63. The same words may stand in one document several times."""
-    content = to_json((document.origin, document.title, head, text, times))
+    content = to_json((document.origin, document.title, document.metadata, head, text, times))
     return int.from_bytes(hashlib.sha256(content).digest()[:8]) >> 1
 
 

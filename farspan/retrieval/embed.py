@@ -16,7 +16,6 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -26,6 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from farspan.corpus.tokenizer import Tokenizer
 from farspan.domain.codec import to_json
+from farspan.retrieval.index import FitSettings
 from farspan.retrieval.stores import Vectors
 from farspan.retrieval.work import IndexWork
 from farspan.runtime.model.decoder import Decoder
@@ -40,17 +40,6 @@ _LEAST_WEIGHT = 1e-3
 _PAIRS = 512
 #: What cosines are multiplied by: one over the temperature of SimCSE (arXiv 2104.08821).
 _SHARPNESS = 20.0
-
-
-class FitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the maps are fitted: size of a vector (at most as many as features), passes over the pairs, seed.
-
-    Chosen by `benchmarks/retrieval.py --choose` on tuning titles alone (benchmarks/results/retrieval_maps.json).
-    """
-
-    size: int = 512
-    epochs: int = 14
-    seed: int = 0
 
 
 class Embedder:
@@ -92,8 +81,8 @@ class Embedder:
         save_file({name: tensor.contiguous() for name, tensor in self._fitted.items()}, path)
 
     @classmethod
-    def load(cls, model: Decoder, tokenizer: Tokenizer, path: Path) -> Embedder:
-        return cls(model, tokenizer, load_file(path))
+    def load(cls, model: Decoder, tokenizer: Tokenizer, path: Path, work: IndexWork | None = None) -> Embedder:
+        return cls(model, tokenizer, load_file(path), work)
 
     def pool(self, texts: Sequence[str]) -> Tensor:
         """Weighted means of every stream (N, F), on the CPU; zeros for a text without tokens."""

@@ -15,7 +15,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import bm25s
 
-_NAME = re.compile(r"\w+(?:\.\w+)*")
+NAME = re.compile(r"\w+(?:\.\w+)*")
 _SEPARATOR = re.compile(r"[._]+")
 #: Between a small letter or digit and a capital, and before the last capital of a run: CrossEntropy, HTTPServer.
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
@@ -29,7 +29,7 @@ def parts(name: str) -> list[str]:
 def words(text: str) -> list[str]:
     """Lower-cased words of a text in order; a name of several parts gives its parts, then itself."""
     collected: list[str] = []
-    for match in _NAME.finditer(text):
+    for match in NAME.finditer(text):
         name = match[0].strip("_")
         pieces = parts(name)
         collected += pieces
@@ -61,6 +61,11 @@ class Lexical:
 
     def save(self, folder: Path) -> None:
         self._index.save(folder, show_progress=False)
+
+    @property
+    def count(self) -> int:
+        """Number of texts."""
+        return int(self._index.scores["num_docs"])
 
     def scores(self, query: str) -> npt.NDArray[np.float32]:
         """BM25 of every text for the query: 0 where no word is shared."""

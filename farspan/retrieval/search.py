@@ -1,52 +1,118 @@
-"""Answer a query from an index: documents with title, score, the passage that fits best, and where they come from."""
+"""Answer a query from an index: documents, each with its best passage, where that stands, and why it was found."""
 
 from __future__ import annotations
 
 import re
 import textwrap
-from itertools import islice
+from collections.abc import Iterable, Mapping
 
 import msgspec
 import numpy as np
 
+from farspan.domain.problems import Refusal
+from farspan.retrieval.chunk import Chunk
 from farspan.retrieval.index import Index, IndexManifest, Recipe
-from farspan.retrieval.lexical import words
+from farspan.retrieval.lexical import NAME, words
 from farspan.retrieval.rank import DEPTH, Scores, System, by_document, fuse, query_form
+from farspan.retrieval.stores import Vectors
 
 SNIPPET_CHARS = 300
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """A document that answers, and the passage of it that fits best."""
+
+    #: The passage's, in 16 hexadecimal digits.
+    id: str
     title: str
     score: float
+    #: BM25 of the document, and the cosine of its nearest passage; None where no vector was asked for.
+    word_score: float
+    vector_score: float | None
+    #: The beginning of the passage, or what is around the first word of the query's, in one line.
     text: str
+    #: Where to look it up: file (and row), line, page, and the headings above. 0 where the source has none.
     origin: str
+    line: int = 0
+    page: int = 0
+    headings: tuple[str, ...] = ()
+    #: The whole passage, and where words of the query are in it: first character, and the one after the last.
+    passage: str
+    marks: tuple[tuple[int, int], ...] = ()
+    metadata: dict[str, str] = {}
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """Best first. `system` ranked them, and `why` says what made it the one to ask."""
+    """Best first, of `total` documents that were found. `system` ranked them; `why` says what made it the one to ask."""
 
     query: str
     system: System
     why: str
     results: tuple[Result, ...]
+    total: int = 0
 
 
-def search(index: Index, query: str, k: int = 10, system: System | None = None) -> Answer:
-    """The k best documents by `system`, or by what the index's evaluation found better; fewer if fewer match."""
-    evaluation = index.manifest.evaluation
-    scores_N = lexical_N = index.lexical.scores(query)
+def search(
+    index: Index, query: str, k: int = 10, system: System | None = None, where: Mapping[str, str] | None = None,
+    offset: int = 0,
+) -> Answer:  # fmt: skip
+    """The k best documents from the one at `offset` on, by `system`, or by what the index's evaluation found better.
+
+    `where` narrows them to those with these values in these fields. Raises Refusal (usage) for a field that there is
+    not.
+    """
+    evaluation, within = index.manifest.evaluation, dict(where or {})
+    mask_N = index.masked(within) if within else None
+    words_N = index.lexical.scores(query)
     # Who gives a document's whole title means that document, and not those that mention it.
-    lexical_N[index.named.get(query.strip().lower(), [])] += lexical_N.max(initial=0)
-    chosen, why = (system, "asked for") if system else _better(index.manifest, bool(lexical_N.any()))
+    words_N[index.named.get(query.strip().lower(), [])] += words_N.max(initial=0)
+    if mask_N is not None:
+        words_N = np.where(mask_N, words_N, np.float32(0))
+    chosen, why = (system, "asked for") if system else _better(index.manifest, bool(words_N.any()))
+    scores_N, vector_E = words_N, None
     if chosen != "bm25":
-        scores_N = _vector_scores(index, query)
+        vector_E = index.embedder.queries([query_form(query)])[0]
+        scores_N = _vector_scores(index, vector_E, within)
     if chosen == "fused":
-        scores_N = fuse(lexical_N, scores_N, evaluation.fusion_weight if evaluation else 1.0)
+        scores_N = fuse(words_N, scores_N, evaluation.fusion_weight if evaluation else 1.0)
     order = np.argsort(-scores_N, kind="stable")
     # A document that is blank but for its title has no passage to show.
-    best = islice((n for n in order[scores_N[order] > 0].tolist() if n in index.chunks), k)
-    return Answer(query=query, system=chosen, why=why, results=tuple(_result(index, query, n, scores_N) for n in best))
+    found = [n for n in order[scores_N[order] > 0].tolist() if index.passages.of_document(n)]
+    results = (_result(index, query, n, scores_N, words_N, vector_E) for n in found[offset : offset + k])
+    return Answer(query=query, system=chosen, why=why, results=tuple(results), total=len(found))
+
+
+def similar(index: Index, chunk_id: str, k: int = 5) -> tuple[Result, ...]:
+    """The k passages of other documents whose vectors are nearest to a passage's. Raises Refusal (usage) for an id
+    that the index does not have."""
+    row = row_of(index, chunk_id)
+    numbers_N, vector_E = index.passages.rows_N["document"], np.array(index.passages.vectors_NE[row])
+    hits = index.store.search(vector_E, k + len(index.passages.of_document(int(numbers_N[row]))) + DEPTH)
+    rows = index.passages.rows_of(np.array([hit.id for hit in hits], np.int64))
+    near: dict[int, tuple[int, float]] = {}
+    for other, hit in zip(rows.tolist(), hits, strict=True):
+        if other >= 0 and numbers_N[other] != numbers_N[row]:
+            near.setdefault(int(numbers_N[other]), (other, hit.score))
+    return tuple(
+        _of_chunk(index, other, "", score=score, word_score=0.0, vector_score=score)
+        for other, score in [*near.values()][:k]
+    )
+
+
+def passage(index: Index, chunk_id: str, query: str = "") -> Result:
+    """One passage by its id. Raises Refusal (usage) for an id that the index does not have."""
+    return _of_chunk(index, row_of(index, chunk_id), query, score=0.0, word_score=0.0, vector_score=None)
+
+
+def row_of(index: Index, chunk_id: str) -> int:
+    number = int(chunk_id, 16) if re.fullmatch(r"[0-9a-f]{16}", chunk_id) else -1
+    row = int(index.passages.rows_of(np.array([number % 2**63], np.int64))[0])
+    if row < 0 or number < 0:
+        raise Refusal(
+            "usage", what="there is no passage of this id", where=f"passage {chunk_id[:40]!r}",
+            fact="the index may have been made again since, without it", remedy="search again",
+        )  # fmt: skip
+    return row
 
 
 def _better(manifest: IndexManifest, known: bool) -> tuple[System, str]:
@@ -57,7 +123,7 @@ def _better(manifest: IndexManifest, known: bool) -> tuple[System, str]:
     if evaluation is None:
         return "bm25", not_evaluated(manifest.recipe)
     bm25, fused = (evaluation.systems[name].ndcg_at_10 for name in ("bm25", "fused"))
-    return evaluation.better, f"nDCG@10 when the index was made: bm25 {bm25:.3f}, fused {fused:.3f}"
+    return evaluation.better, f"nDCG@10 when the index was fitted: bm25 {bm25:.3f}, fused {fused:.3f}"
 
 
 def not_evaluated(recipe: Recipe) -> str:
@@ -65,19 +131,49 @@ def not_evaluated(recipe: Recipe) -> str:
     return "no document has text after its first line" if recipe.evaluate else "the index was made without evaluation"
 
 
-def _vector_scores(index: Index, query: str) -> Scores:
+def _vector_scores(index: Index, vector_E: Vectors, where: Mapping[str, str]) -> Scores:
     """Cosines by document, from the chunks that the store finds nearest."""
     # A document may hold several of the nearest chunks; four times the depth leaves enough documents.
-    hits = index.store.search(index.embedder.queries([query_form(query)])[0], 4 * DEPTH)
-    documents = [int(hit.payload["document"]) for hit in hits]
-    return by_document(documents, np.array([hit.score for hit in hits], np.float32), index.manifest.documents)
+    hits = index.store.search(vector_E, 4 * DEPTH, where or None)
+    # A store at a server may know chunks of the index that takes this one's place.
+    rows = index.passages.rows_of(np.array([hit.id for hit in hits], np.int64))
+    scores_H = np.array([hit.score for hit in hits], np.float32)[rows >= 0]
+    return by_document(index.passages.rows_N["document"][rows[rows >= 0]], scores_H, index.manifest.documents)
 
 
-def _result(index: Index, query: str, document: int, scores_N: Scores) -> Result:
+def _result(
+    index: Index, query: str, document: int, scores_N: Scores, words_N: Scores, vector_E: Vectors | None
+) -> Result:
+    """The document's passage with the most words of the query, of equals the nearest one."""
+    rows, terms = index.passages.of_document(document), {*words(query)}
+    near_R = None if vector_E is None else index.passages.vectors_NE[rows.start : rows.stop] @ vector_E
+
+    def fit(row: int) -> tuple[int, float]:
+        shared = len(terms & {*words(index.passages.chunk(row).indexed)})
+        return shared, 0.0 if near_R is None else float(near_R[row - rows.start])
+
+    return _of_chunk(
+        index, max(rows, key=fit), query, score=float(scores_N[document]), word_score=float(words_N[document]),
+        vector_score=None if near_R is None else float(near_R.max()),
+    )  # fmt: skip
+
+
+def _of_chunk(
+    index: Index, row: int, query: str, *, score: float, word_score: float, vector_score: float | None
+) -> Result:
+    chunk: Chunk = index.passages.chunk(row)
+    return Result(
+        id=f"{chunk.id:016x}", title=chunk.title, score=score, word_score=word_score, vector_score=vector_score,
+        text=snippet(chunk.text, query), origin=chunk.origin, line=chunk.line, page=chunk.page,
+        headings=chunk.headings, passage=chunk.text, marks=tuple(marks(chunk.text, query)),
+        metadata=index.documents[chunk.document].metadata,
+    )  # fmt: skip
+
+
+def marks(text: str, query: str) -> Iterable[tuple[int, int]]:
+    """Where words of the query are in a text: first character, and the one after the last."""
     terms = {*words(query)}
-    chunk = max(index.chunks[document], key=lambda chunk: len(terms & {*words(chunk.indexed)}))
-    text, score = snippet(chunk.text, query), float(scores_N[document])
-    return Result(title=chunk.title, score=score, text=text, origin=chunk.origin)
+    return (found.span() for found in NAME.finditer(text) if terms & {*words(found[0])})
 
 
 def snippet(text: str, query: str) -> str:

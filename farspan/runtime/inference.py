@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
+
+import torch
 
 from farspan.corpus import tokenizer as tokenizers
 from farspan.corpus.tokenizer import Tokenizer
@@ -14,6 +17,7 @@ from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.checkpoint.manifest import Corrupt
+from farspan.runtime.device import installed, usable_gpus
 from farspan.runtime.model.decoder import Decoder
 
 
@@ -51,6 +55,21 @@ def load(run: RunFolder) -> Trained:
         fact="; ".join(faults) or "no checkpoint was written yet",
         remedy=f"farspan resume {run.path}",
     )
+
+
+def on_device(trained: Trained, device: Literal["auto", "cpu", "cuda", "mps"]) -> Trained:
+    """The model on a device of this machine, `auto` being the fastest kind that there is. Raises Refusal
+    (device-missing) for one that is not there."""
+    gpus, apple = usable_gpus(), torch.backends.mps.is_available()
+    here = {"cuda": bool(gpus), "mps": apple, "cpu": True}
+    chosen = next(kind for kind, there in here.items() if there) if device == "auto" else device
+    if not here[chosen]:
+        raise Refusal(
+            "device-missing", what=f"this machine has no {chosen} device that PyTorch can use", where=f"--device {chosen}",
+            fact=str(installed()), remedy="leave --device out, or look: farspan doctor",
+        )  # fmt: skip
+    place = torch.device(chosen, gpus[0]) if chosen == "cuda" else torch.device(chosen)
+    return replace(trained, model=trained.model.to(place))
 
 
 def _read(path: Path, plan: Plan, run: RunFolder) -> Trained:

@@ -4,7 +4,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from farspan.retrieval.embed import Embedder, FitSettings, _contrast
+from farspan.retrieval.embed import Embedder, _contrast
+from farspan.retrieval.index import FitSettings
 
 TEXTS = ["short", "a text of several words, and some more", "listen " * 90, "", "the server's port is open\n\nnow"]
 TITLES, OWNERS = [" open port", " server words", " some text"], [4, 4, 1]

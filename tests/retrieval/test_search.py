@@ -8,18 +8,24 @@ from farspan.domain.corpus import Document
 from farspan.domain.problems import Refusal
 from farspan.retrieval.chunk import Chunk
 from farspan.retrieval.evaluate import Evaluation
-from farspan.retrieval.index import Index, IndexManifest, Origin, Recipe, build
+from farspan.retrieval.build import Task, build
+from farspan.retrieval.index import Index, IndexManifest, Origin, Recipe, read_manifest
 from farspan.retrieval.rank import query_form
 from farspan.retrieval.search import SNIPPET_CHARS, search, snippet
+from farspan.retrieval.work import IndexWork
+from tests.retrieval.making import opened
 
-ORIGIN = Origin(model="m1", corpus="c1")
+ORIGIN = Origin(model="m1", tokenizer="t1")
 TRAIN = 50
 
 
 def make(path, model, tokenizer, documents, **changes) -> tuple[IndexManifest, list[str]]:
     said: list[str] = []
     options = {"train": TRAIN, "origin": ORIGIN, "recipe": Recipe()} | changes
-    return build(path, model, tokenizer, documents, say=said.append, **options), said
+    task = Task(
+        path=path, model=model, tokenizer=tokenizer, documents=documents, say=said.append, work=IndexWork(), **options
+    )
+    return build(task), said
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +37,13 @@ def built(tmp_path_factory, model, tokenizer, documents):
 
 @pytest.fixture
 def index(built, model, tokenizer):
-    index = Index.open(built, model, tokenizer, origin=ORIGIN, command="farspan embed RUN")
+    index = opened(built, model, tokenizer)
     yield index
     index.close()
 
 
 def every_chunk(index: Index) -> list[Chunk]:
-    return [chunk for parts in index.chunks.values() for chunk in parts]
+    return list(index.passages)
 
 
 def with_evaluation(index: Index, **changes) -> None:
@@ -70,7 +76,7 @@ def test_the_same_again_does_nothing_and_anything_else_builds_anew(tmp_path, mod
     again, said = make(path, model, tokenizer, documents)
     assert again == first and said == [f"index {path} is up to date"]
     assert {file: file.stat().st_mtime_ns for file in path.rglob("*") if file.is_file()} == before
-    other, said = make(path, model, tokenizer, documents, origin=Origin(model="m2", corpus="c1"))
+    other, said = make(path, model, tokenizer, documents, origin=Origin(model="m2", tokenizer="t1"))
     assert other.origin.model == "m2" and len(said) > 1
     changed, said = make(path, model, tokenizer, documents[:-1], origin=other.origin, recipe=Recipe(seed=3))
     assert changed.documents == 59 and len(said) > 1
@@ -83,7 +89,7 @@ def test_a_document_without_text_is_passed_over(tmp_path, model, tokenizer, docu
     blank = Document(title="Zebra crossing", text="\u00a0\n\u3000", origin="blank.txt")
     crossing = msgspec.structs.replace(documents[1], text=documents[1].text + " zebra")
     make(tmp_path / "index", model, tokenizer, [blank, crossing, *documents[2:]])
-    index = Index.open(tmp_path / "index", model, tokenizer, origin=ORIGIN, command="")
+    index = opened(tmp_path / "index", model, tokenizer)
     found = search(index, "zebra crossing", k=1, system=system).results
     index.close()
     assert len(found) == 1 and found[0].origin != "blank.txt"
@@ -93,25 +99,17 @@ def test_a_build_that_fails_leaves_the_old_index(tmp_path, model, tokenizer, doc
     path = tmp_path / "index"
     first, _ = make(path, model, tokenizer, documents)
     with pytest.raises(Refusal) as refusal:
-        make(path, model, tokenizer, [Document(title="t", text=" ", origin="o")], origin=Origin(model="x", corpus="y"))
+        make(path, model, tokenizer, [Document(title="t", text=" ", origin="o")], origin=Origin(model="x", tokenizer="y"))
     assert refusal.value.problem.code == "no-documents"
-    index = Index.open(path, model, tokenizer, origin=ORIGIN, command="c")
+    index = opened(path, model, tokenizer)
     assert index.manifest == first
     index.close()
 
 
-@pytest.mark.parametrize("origin", [Origin(model="other", corpus="c1"), Origin(model="m1", corpus="other")])
-def test_an_index_of_another_model_or_corpus_is_refused(built, model, tokenizer, origin):
+def test_a_missing_index_is_refused(tmp_path):
     with pytest.raises(Refusal) as refusal:
-        Index.open(built, model, tokenizer, origin=origin, command="farspan embed RUN")
-    problem = refusal.value.problem
-    assert (problem.code, problem.remedy) == ("no-index", "farspan embed RUN") and "other" in problem.fact
-
-
-def test_a_missing_index_is_refused(tmp_path, model, tokenizer):
-    with pytest.raises(Refusal) as refusal:
-        Index.open(tmp_path, model, tokenizer, origin=ORIGIN, command="farspan embed RUN")
-    assert refusal.value.problem.code == "no-index"
+        read_manifest(tmp_path, "farspan embed RUN")
+    assert (refusal.value.problem.code, refusal.value.problem.remedy) == ("no-index", "farspan embed RUN")
 
 
 def test_every_chunk_is_in_the_store_and_found_by_its_own_vector(index):
@@ -119,9 +117,9 @@ def test_every_chunk_is_in_the_store_and_found_by_its_own_vector(index):
     assert index.store.count() == len(chunks) == index.manifest.chunks
     vectors = index.embedder.passages([chunk.indexed for chunk in chunks])
     for chunk, vector in zip(chunks, vectors, strict=True):
-        hits = index.store.search(vector, 1, {"document": chunk.document})
-        np.testing.assert_allclose(hits[0].score, 1, atol=1e-2)
-        assert hits[0].payload == {"document": chunk.document, "title": chunk.title, "origin": chunk.origin}
+        hit = index.store.search(vector, 1, {"origin": chunk.origin})[0]
+        np.testing.assert_allclose(hit.score, 1, atol=1e-2)
+        assert (hit.id, hit.payload) == (chunk.id, {"title": chunk.title, "origin": chunk.origin})
 
 
 @pytest.mark.parametrize("system", ["bm25", "fused"])
@@ -171,7 +169,7 @@ def test_a_title_comes_before_shorter_texts_that_mention_it(tmp_path, model, tok
         title="lib.thing_one", text="What it is.\n" + "Many words of all kinds, at length. " * 9, origin="x"
     )
     make(tmp_path / "index", model, tokenizer, [*documents, *alias, thing])
-    index = Index.open(tmp_path / "index", model, tokenizer, origin=ORIGIN, command="c")
+    index = opened(tmp_path / "index", model, tokenizer)
     for system in ("bm25", "fused"):
         assert search(index, "lib.thing_one", 3, system).results[0].origin == "x"
     index.close()

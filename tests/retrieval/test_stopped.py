@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from farspan.domain.problems import Refusal
-from farspan.retrieval.index import Index
 from farspan.retrieval.work import IndexWork
 from tests.retrieval import making
 
@@ -69,7 +68,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 def vectors(folder: Path) -> list[list[tuple[int, float]]]:
     """What the store finds for some vectors: ids and scores."""
-    index = Index.open(folder, making.model(5), making.TOKENIZER, origin=making.ORIGIN, command="")
+    index = making.opened(folder)
     queries = np.random.default_rng(0).normal(size=(5, index.manifest.dim)).astype(np.float32)
     found = [[(hit.id, hit.score) for hit in index.store.search(query, 2000)] for query in queries]
     index.close()
@@ -117,16 +116,16 @@ def test_features_of_other_weights_are_never_used(tmp_path: Path):
     folder = tmp_path / "index"
     interrupt(folder, 200)
     # The same origin is claimed for other weights.
-    assert making.make(folder, seed=6, evaluate=False).kept == 0
+    assert making.make(folder, seed=6, evaluate=False)[0].kept == 0
 
 
 def test_what_was_embedded_for_an_evaluation_serves_without_one(tmp_path: Path):
     folder = tmp_path / "index"
     interrupt(folder, 100)
-    assert making.make(folder, evaluate=False).kept >= 100
+    assert making.make(folder, evaluate=False)[0].kept >= 100
     assert b'"evaluation": null' in content(folder)["index.json"]
-    assert making.make(folder).embedded > 0, "asked for, an evaluation is made"
-    assert making.make(folder, evaluate=False).embedded == 0, "and is no reason to make the index again"
+    assert making.make(folder)[0].embedded > 0, "asked for, an evaluation is made"
+    assert making.make(folder, evaluate=False)[0].embedded == 0, "and is no reason to make the index again"
 
 
 def test_two_at_once_are_refused_and_the_old_index_answers_meanwhile(tmp_path: Path):
@@ -146,14 +145,14 @@ def test_two_at_once_are_refused_and_the_old_index_answers_meanwhile(tmp_path: P
     finally:
         process.kill()
         process.communicate()
-    assert making.make(folder).kept > 0
+    assert making.make(folder)[0].kept > 0
     assert vectors(folder) == before
 
 
 def test_an_open_index_goes_on_answering_when_another_takes_its_place(tmp_path: Path):
     folder = tmp_path / "index"
     making.make(folder, evaluate=False)
-    old = Index.open(folder, making.model(5), making.TOKENIZER, origin=making.ORIGIN, command="")
+    old = making.opened(folder)
     query = np.ones(old.manifest.dim, np.float32)
     before = old.store.search(query, 10)
     making.make(folder)
@@ -170,12 +169,12 @@ def test_searches_during_the_change_find_one_index_or_the_other(tmp_path: Path):
     other.start()
     opened = 0
     while other.is_alive() or not opened:
-        index = Index.open(folder, making.model(5), making.TOKENIZER, origin=making.ORIGIN, command="")
+        index = making.opened(folder)
         assert index.store.count() == index.manifest.chunks
         index.close()
         opened += 1
     other.join()
-    assert Index.open(folder, making.model(5), making.TOKENIZER, origin=making.ORIGIN, command="").manifest.evaluation
+    assert making.opened(folder).manifest.evaluation
 
 
 def test_what_killed_makings_left_is_removed_by_the_next(tmp_path: Path):

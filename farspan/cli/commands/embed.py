@@ -17,6 +17,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--no-eval", action="store_true",
         help="do not measure how well it finds documents: that takes as long again,\nand searches answer with bm25",
     )  # fmt: skip
+    parser.add_argument(
+        "--refit", action="store_true",
+        help="embed everything again, and fit and measure over the text of today",
+    )  # fmt: skip
+    parser.add_argument(
+        "--store", metavar="NAME[:LOCATION]", help="where vectors go (default: index.store of the run's run.yaml)"
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="what embeds (default: the fastest)"
+    )
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
@@ -26,7 +36,9 @@ def run(given: argparse.Namespace, console: Console) -> None:
     from farspan.retrieval.evaluate import table
 
     with Show(console) as show:
-        indexed = embed(folder, show, evaluate=not given.no_eval)
+        indexed = embed(
+            folder, show, evaluate=not given.no_eval, store=given.store, device=given.device, refit=given.refit
+        )
     if indexed.manifest.evaluation is not None:
         console.say(table(indexed.manifest.evaluation))
     console.say(f"index: {folder.index}; next: {command('search', '...', '--run', folder.path)}")

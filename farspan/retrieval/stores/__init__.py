@@ -1,6 +1,6 @@
 """Vector stores, one file each: vectors with payloads, and the nearest to a query.
 
-A module has SHARED, `create(spot, about)`, `open_store(spot)` and `drop(spot)`. `index.store` of run.yaml names it as
+A module has `shared(location)`, `create(spot, about)`, `open_store(spot)` and `drop(spot)`. `index.store` of run.yaml names it as
 `NAME` or `NAME:LOCATION`. Listing the stores imports none of them.
 """
 
@@ -88,8 +88,9 @@ class Store(Protocol):
 class StoreModule(Protocol):
     """What a store's file offers."""
 
-    #: Whether vectors lie at a server, where an index that takes another's place finds those that both have.
-    SHARED: bool
+    @staticmethod
+    def shared(location: str) -> bool:
+        """Whether vectors lie at a server, where an index that takes another's place finds those that both have."""
 
     @staticmethod
     def create(spot: Spot, about: About) -> Store:

@@ -10,7 +10,6 @@ import qdrant_edge as qdrant
 from farspan.domain.codec import load, save
 from farspan.retrieval.stores import About, Hit, Ids, Payload, Spot, Vectors
 
-SHARED = False
 #: Up to so many bytes of vectors every one is compared: exact, nothing to build, and still a few milliseconds a search.
 EXACT_BYTES = 128_000_000
 _ABOUT, _SHARD = "about.json", "shard"
@@ -61,6 +60,11 @@ class QdrantStore:
 
     def close(self) -> None:
         self._shard.close()
+
+
+def shared(location: str) -> bool:
+    """It lies in the index's own folder."""
+    return False
 
 
 def create(spot: Spot, about: About) -> QdrantStore:

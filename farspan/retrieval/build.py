@@ -1,0 +1,281 @@
+"""An index made, or brought up to its text: only chunks that are new or changed are embedded, what is gone is removed.
+
+    documents -> chunks -> vectors -> passages, store, BM25 in a folder of their own -> manifest renamed over the old one
+
+Weights, means and maps stay those of the fit while the text changes; `refit` makes them anew (farspan.retrieval.fitting).
+What is embedded is kept beside the index until that is whole, so that a build that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from farspan.corpus.tokenizer import Tokenizer
+from farspan.domain.codec import content_hash, load, save
+from farspan.domain.corpus import Document
+from farspan.domain.problems import Refusal
+from farspan.domain.units import counted
+from farspan.launch.lock import locked
+from farspan.retrieval import passages, stores, storing
+from farspan.retrieval.chunk import Chunk, chunk_document
+from farspan.retrieval.embed import Embedder
+from farspan.retrieval.evaluate import Evaluation
+from farspan.retrieval.fitting import fit_corpus
+from farspan.retrieval.index import FITTED, LEXICAL, MANIFEST, PASSAGES, Fit, IndexManifest, Origin, Recipe
+from farspan.retrieval.lexical import Lexical
+from farspan.retrieval.passages import Damaged, IndexedDocument, Passages, indexed_document, text_hash
+from farspan.retrieval.stores import Vectors
+from farspan.retrieval.work import IndexWork
+from farspan.runtime.model.decoder import Decoder
+
+#: Names of columns that searches can be narrowed by, at most.
+_FIELDS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """An index to be made at `path`, and of what. The first `train` documents are the training split; `say` gets lines
+    for people, and `work` is told how far it is."""
+
+    path: Path
+    model: Decoder
+    tokenizer: Tokenizer
+    documents: Sequence[Document]
+    train: int
+    origin: Origin
+    recipe: Recipe
+    say: Callable[[str], None]
+    work: IndexWork
+    #: Fingerprint of where the documents were read from.
+    source: str = ""
+    #: Fit to the documents of today, whatever the old index was fitted to.
+    refit: bool = False
+
+
+@dataclass(frozen=True)
+class Old:
+    """The index that is there, of the same model and recipe."""
+
+    manifest: IndexManifest
+    files: Path
+    passages: Passages
+
+
+@dataclass(frozen=True)
+class Chunked:
+    documents: list[IndexedDocument]
+    chunks: list[Chunk]
+    #: Hash of what is embedded of each chunk.
+    texts_N: npt.NDArray[np.int64]
+    #: Documents that the old index does not have.
+    new: int
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """Vectors (N, E) of the chunks, by what embeds, and which of them the fit was made to."""
+
+    embedder: Embedder
+    vectors_NE: Vectors
+    fitted_N: npt.NDArray[np.bool_]
+    fit: Fit
+    evaluation: Evaluation | None
+
+
+def build(task: Task) -> IndexManifest:
+    """Make the index, or bring it up to the documents; nothing to do where it is.
+
+    An index with an evaluation serves also where none is asked for. Until the new one is whole the old one stays.
+    Refuses a corpus without text, and to be the second at work on this index (run-busy).
+    """
+    task = _resolved(task)
+    path, building = task.path, task.path.with_name(f"{task.path.name}.building")
+    documents = [indexed_document(document) for document in task.documents]
+    corpus = content_hash([document.key for document in documents])
+    if (manifest := _current(task, corpus)) and not building.exists():
+        task.say(f"index {path} is up to date")
+        return manifest
+    with _alone(building, path):
+        manifest, before = _current(task, corpus), _manifest(path)
+        kept = building / content_hash(task.origin)
+        _sweep(building, {"lock", kept.name, storing.LEFT})
+        _sweep(path, {MANIFEST, before.files if before else ""})
+        if manifest is None:
+            kept.mkdir(exist_ok=True)
+            task.work.folder = kept
+            manifest = _write(task, building, documents, corpus, before)
+            (building / manifest.files).rename(path / manifest.files)
+            if before is not None:
+                storing.leave(building, before, manifest)
+            save(manifest, path / MANIFEST)
+            _sweep(path, {MANIFEST, manifest.files})
+        storing.clear(building, manifest, path, task.say)
+        shutil.rmtree(building, ignore_errors=True)
+    return manifest
+
+
+def _resolved(task: Task) -> Task:
+    name, location = stores.resolve(task.recipe.store)
+    recipe = msgspec.structs.replace(task.recipe, store=f"{name}:{location}" if location else name)
+    values = {name: getattr(task, name) for name in Task.__dataclass_fields__}
+    return Task(**values | {"recipe": recipe})
+
+
+def _fit_id(task: Task, corpus: str) -> str:
+    recipe = msgspec.structs.replace(task.recipe, store="", evaluate=True)
+    return content_hash(task.origin, recipe, corpus)
+
+
+def _manifest(path: Path) -> IndexManifest | None:
+    """The manifest at `path`; None also where it is of another version, or damaged."""
+    with suppress(Refusal):
+        return load(path / MANIFEST, IndexManifest)
+    return None
+
+
+def _current(task: Task, corpus: str) -> IndexManifest | None:
+    """The manifest at the path if its index is the one to be made: an evaluated one also where that is not asked for."""
+    manifest = _manifest(task.path)
+    if manifest is None or manifest.origin != task.origin or manifest.corpus != corpus:
+        return None
+    enough = (task.recipe, msgspec.structs.replace(task.recipe, evaluate=True))
+    fitted = not task.refit or manifest.fit.id == _fit_id(task, corpus)
+    return manifest if manifest.recipe in enough and fitted else None
+
+
+def _alone(building: Path, path: Path) -> IO[bytes]:
+    """The lock of the folder of a building; refuses where another process has it. Who has it removes the folder."""
+    while True:
+        building.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):
+            lock = locked(building / "lock", "this index is being made already", path)
+            if os.path.samestat(os.fstat(lock.fileno()), (building / "lock").stat()):
+                return lock
+
+
+def _sweep(folder: Path, kept: set[str]) -> None:
+    """Remove what killed processes have left, and the files of an index of before."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for entry in folder.iterdir():
+        if entry.name not in kept:
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
+def _write(
+    task: Task, building: Path, documents: list[IndexedDocument], corpus: str, before: IndexManifest | None
+) -> IndexManifest:
+    """Write the files of the index into a folder of their own in `building`."""
+    old = _usable(task, before)
+    chunked = _chunked(task, documents, old)
+    if not chunked.chunks:
+        raise Refusal(
+            "no-documents", what="there is nothing to index", where=task.path.parent,
+            fact=f"{counted(len(documents), 'document')}, none with text",
+            remedy="name a source with text: farspan init FOLDER",
+        )  # fmt: skip
+    task.work.expect("storing", len(chunked.chunks))
+    missing = old is not None and task.recipe.evaluate and not old.manifest.recipe.evaluate
+    embedded = _fitted(task, chunked, corpus) if old is None or task.refit or missing else _followed(task, chunked, old)
+    evaluates = task.recipe.evaluate or (old is not None and embedded.fit == old.manifest.fit and old.manifest.recipe.evaluate)
+    recipe = msgspec.structs.replace(task.recipe, evaluate=evaluates)
+    manifest = IndexManifest(
+        origin=task.origin, recipe=recipe, corpus=corpus, source=task.source, documents=len(documents),
+        chunks=len(chunked.chunks), dim=embedded.vectors_NE.shape[1], fit=embedded.fit,
+        fitted_chunks=int(embedded.fitted_N.sum()), fields=_fields(documents), evaluation=embedded.evaluation,
+        files=content_hash(task.origin, recipe, corpus, embedded.fit),
+        table=storing.table(task.path, recipe.store, embedded.fit.id),
+    )  # fmt: skip
+    files = building / manifest.files
+    (files / PASSAGES).mkdir(parents=True)
+    passages.write(files / PASSAGES, documents, chunked.chunks, embedded.vectors_NE, chunked.texts_N, embedded.fitted_N)
+    Lexical.build(f"{document.title}\n{document.text}" for document in task.documents).save(files / LEXICAL)
+    embedder_file = files / FITTED
+    embedded.embedder.save(embedder_file)
+    storing.fill(task.path, building, manifest, before, Passages(files / PASSAGES, len(documents), manifest.chunks, manifest.dim), task.work)
+    return manifest
+
+
+def _usable(task: Task, before: IndexManifest | None) -> Old | None:
+    """The index that is there, if its vectors are of this model and recipe and whole."""
+    if before is None or before.origin != task.origin:
+        return None
+    same = msgspec.structs.replace(before.recipe, store=task.recipe.store, evaluate=task.recipe.evaluate)
+    if same != task.recipe:
+        return None
+    files = task.path / before.files
+    with suppress(Damaged):
+        return Old(before, files, Passages(files / PASSAGES, before.documents, before.chunks, before.dim))
+    return None
+
+
+def _chunked(task: Task, documents: list[IndexedDocument], old: Old | None) -> Chunked:
+    """The chunks of every document; those of documents that the old index has are read from it."""
+    known = {document.key: number for number, document in enumerate(old.passages.documents)} if old else {}
+    size = max(min(task.recipe.chunk_tokens, task.model.spec.context - 1), 8)
+    chunks: list[Chunk] = []
+    for number, (document, text) in enumerate(zip(documents, task.documents, strict=True)):
+        if old is not None and document.key in known:
+            rows = old.passages.of_document(known[document.key])
+            chunks += [msgspec.structs.replace(old.passages.chunk(row), document=number) for row in rows]
+        else:
+            chunks += chunk_document(text, number, task.tokenizer, size)
+    texts_N = np.array([text_hash(chunk.indexed) for chunk in chunks], np.int64)
+    new = sum(document.key not in known for document in documents)
+    return Chunked(documents, _distinct(chunks), texts_N, new)
+
+
+def _distinct(chunks: list[Chunk]) -> list[Chunk]:
+    """Chunks with an id each: a document that a source gives twice would give its chunks' twice."""
+    seen: set[int] = set()
+    distinct = []
+    for chunk in chunks:
+        number = chunk.id
+        while number in seen:
+            number = (number + 1) % 2**63
+        seen.add(number)
+        distinct.append(chunk if number == chunk.id else msgspec.structs.replace(chunk, id=number))
+    return distinct
+
+
+def _fitted(task: Task, chunked: Chunked, corpus: str) -> Embedded:
+    """Everything embedded, and fitted to the documents of today."""
+    task.say(f"embedding {counted(len(chunked.chunks), 'chunk')} of {counted(len(chunked.documents), 'document')}")
+    embedder, vectors_NE, evaluation = fit_corpus(
+        task.model, task.tokenizer, task.documents, chunked.chunks, task.train, task.recipe, task.say, task.work
+    )
+    fit = Fit(id=_fit_id(task, corpus), documents=len(chunked.documents), chunks=len(chunked.chunks))
+    return Embedded(embedder, vectors_NE, np.ones(len(chunked.chunks), bool), fit, evaluation)
+
+
+def _followed(task: Task, chunked: Chunked, old: Old) -> Embedded:
+    """What is new or changed embedded under the old fit; vectors of the rest are the old ones."""
+    rows_by_text = dict(zip(old.passages.rows_N["text"].tolist(), range(len(old.passages.rows_N)), strict=True))
+    rows_N = np.array([rows_by_text.get(text, -1) for text in chunked.texts_N.tolist()])
+    new = np.flatnonzero(rows_N < 0)
+    gone = old.manifest.documents - (len(chunked.documents) - chunked.new)
+    task.say(
+        f"{counted(chunked.new, 'document')} new or changed, {gone:,} gone: embedding {counted(len(new), 'chunk')}"
+    )
+    texts = [chunked.chunks[row].indexed for row in new]
+    task.work.expect("embedding", sum(map(len, texts)))
+    embedder = Embedder.load(task.model, task.tokenizer, old.files / FITTED, task.work)
+    vectors_NE = np.asarray(old.passages.vectors_NE)[rows_N]
+    vectors_NE[new] = embedder.passages(texts)
+    fitted_N = old.passages.rows_N["fitted"][rows_N] & (rows_N >= 0)
+    return Embedded(embedder, vectors_NE, fitted_N, old.manifest.fit, old.manifest.evaluation)
+
+
+def _fields(documents: Sequence[IndexedDocument]) -> tuple[str, ...]:
+    columns = Counter(name for document in documents for name in document.metadata)
+    return ("title", "origin", *(name for name, _ in columns.most_common(_FIELDS) if name not in ("title", "origin")))

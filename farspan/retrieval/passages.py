@@ -1,0 +1,137 @@
+"""The documents of an index and their chunks on disk: what is read of them is what is asked for.
+
+documents.jsonl     one IndexedDocument a line
+chunks.jsonl        one Chunk a line, in the order of their documents and of their places in them
+rows.npy            of each chunk: id, hash of what is embedded, document, first byte in chunks.jsonl, whether the fit saw it
+vectors.npy         of each chunk: its unit vector (N, E), float32
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from farspan.domain.codec import content_hash
+from farspan.domain.corpus import Document
+from farspan.retrieval.chunk import Chunk
+from farspan.retrieval.stores import Ids, Vectors
+
+_DOCUMENTS, _CHUNKS, _ROWS, _VECTORS = "documents.jsonl", "chunks.jsonl", "rows.npy", "vectors.npy"
+ROW = np.dtype([("id", "<i8"), ("text", "<i8"), ("document", "<i4"), ("byte", "<i8"), ("fitted", "?")])
+Rows = npt.NDArray[Any]
+
+
+class Damaged(Exception):
+    """The files of an index do not belong together."""
+
+
+class IndexedDocument(msgspec.Struct, frozen=True, kw_only=True):
+    """`key` is of all that the document says, and of where it is from."""
+
+    key: str
+    title: str
+    origin: str
+    metadata: dict[str, str] = {}
+
+
+def indexed_document(document: Document) -> IndexedDocument:
+    return IndexedDocument(
+        key=content_hash(document), title=document.title, origin=document.origin, metadata=document.metadata
+    )
+
+
+def text_hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
+
+
+def write(
+    folder: Path, documents: Sequence[IndexedDocument], chunks: Sequence[Chunk], vectors_NE: Vectors,
+    texts_N: npt.NDArray[np.int64], fitted_N: npt.NDArray[np.bool_],
+) -> None:  # fmt: skip
+    """Write an index's passages, chunks being in the order of their documents."""
+    encoder = msgspec.json.Encoder()
+    (folder / _DOCUMENTS).write_bytes(encoder.encode_lines(documents))
+    lines = [encoder.encode(chunk) for chunk in chunks]
+    (folder / _CHUNKS).write_bytes(b"".join(line + b"\n" for line in lines))
+    rows_N = np.zeros(len(chunks), ROW)
+    rows_N["id"] = [chunk.id for chunk in chunks]
+    rows_N["document"] = [chunk.document for chunk in chunks]
+    rows_N["byte"][1:] = np.cumsum([len(line) + 1 for line in lines])[:-1]
+    rows_N["text"], rows_N["fitted"] = texts_N, fitted_N
+    np.save(folder / _ROWS, rows_N)
+    np.save(folder / _VECTORS, vectors_NE)
+
+
+class Passages:
+    """Opened for reading. Raises Damaged where sizes contradict each other, or what `chunks` and `dim` promise."""
+
+    def __init__(self, folder: Path, documents: int, chunks: int, dim: int) -> None:
+        self._folder = folder
+        try:
+            self.rows_N: Rows = np.load(folder / _ROWS, allow_pickle=False)
+            self.vectors_NE: Vectors = np.load(folder / _VECTORS, mmap_mode="r", allow_pickle=False)
+            self._size = (folder / _CHUNKS).stat().st_size
+        except (OSError, ValueError, EOFError) as error:
+            raise Damaged(str(error)) from None
+        self._count = documents
+        right = self.rows_N.dtype == ROW and self.rows_N.shape == (chunks,) and self.vectors_NE.shape == (chunks, dim)
+        if not right or self.vectors_NE.dtype != np.float32:
+            raise Damaged(f"{_ROWS} and {_VECTORS} do not hold {chunks} chunks of {dim} numbers")
+        numbers, bytes_N = self.rows_N["document"], self.rows_N["byte"]
+        within = bool(chunks == 0 or (numbers[0] >= 0 and numbers[-1] < documents and bytes_N[0] == 0))
+        if not (within and (np.diff(numbers) >= 0).all() and (np.diff(bytes_N) > 0).all()):
+            raise Damaged(f"the places in {_ROWS} are out of order")
+        if chunks and bytes_N[-1] >= self._size:
+            raise Damaged(f"{_CHUNKS} is shorter than {_ROWS} says")
+
+    @cached_property
+    def documents(self) -> list[IndexedDocument]:
+        try:
+            lines = msgspec.json.Decoder(IndexedDocument).decode_lines((self._folder / _DOCUMENTS).read_bytes())
+        except (OSError, msgspec.MsgspecError) as error:
+            raise Damaged(f"{_DOCUMENTS}: {error}") from None
+        if len(lines) != self._count:
+            raise Damaged(f"{_DOCUMENTS} has {len(lines)} documents and not {self._count}")
+        return lines
+
+    @cached_property
+    def _bytes(self) -> mmap.mmap:
+        with open(self._folder / _CHUNKS, "rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def chunk(self, row: int) -> Chunk:
+        start = int(self.rows_N["byte"][row])
+        stop = int(self.rows_N["byte"][row + 1]) if row + 1 < len(self.rows_N) else self._size
+        try:
+            return msgspec.json.decode(self._bytes[start:stop], type=Chunk)
+        except msgspec.MsgspecError as error:
+            raise Damaged(f"{_CHUNKS}, byte {start}: {error}") from None
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return map(self.chunk, range(len(self.rows_N)))
+
+    def of_document(self, number: int) -> range:
+        """Rows of a document's chunks."""
+        first, last = np.searchsorted(self.rows_N["document"], [number, number + 1])
+        return range(int(first), int(last))
+
+    @cached_property
+    def _by_id(self) -> tuple[Ids, npt.NDArray[np.intp]]:
+        order = np.argsort(self.rows_N["id"])
+        return self.rows_N["id"][order], order
+
+    def rows_of(self, ids: Ids) -> npt.NDArray[np.intp]:
+        """The row of each id; -1 for one that the index does not have."""
+        sorted_N, order = self._by_id
+        if not len(sorted_N):
+            return np.full(len(ids), -1)
+        at = np.searchsorted(sorted_N, ids).clip(max=len(sorted_N) - 1)
+        return np.where(sorted_N[at] == ids, order[at], -1)

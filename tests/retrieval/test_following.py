@@ -1,0 +1,143 @@
+"""An index follows its text: what is new is embedded, what is gone is removed, and the rest is left as it was."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from farspan.domain.corpus import Document
+from farspan.retrieval.embed import Embedder
+from farspan.retrieval.index import DRIFT, Index
+from farspan.retrieval.lexical import Lexical
+from farspan.retrieval.search import search
+from tests.retrieval import making
+
+NEW = Document(title="Quokka", text="A quokka.\n\nThe quokka lives on an island and eats leaves.", origin="new.txt")
+
+
+def check(index: Index, documents: list[Document]) -> None:
+    """The index is of exactly these documents: passages, vectors, store and words."""
+    manifest, passages = index.manifest, index.passages
+    assert [(d.title, d.origin, d.metadata) for d in passages.documents] == [
+        (d.title, d.origin, d.metadata) for d in documents
+    ]
+    for row, chunk in enumerate(passages):
+        assert documents[chunk.document].text[chunk.start :].startswith(chunk.text)
+        assert chunk.document == passages.rows_N["document"][row] and chunk.id == passages.rows_N["id"][row]
+    assert {n for n in range(len(documents)) if passages.of_document(n)} == set(range(len(documents)))
+    assert index.store.ids().tolist() == sorted(passages.rows_N["id"].tolist())
+    embedder = Embedder.load(making.model(5), making.TOKENIZER, index.path / manifest.files / "fitted.safetensors")
+    vectors = embedder.passages([chunk.indexed for chunk in passages])
+    assert np.einsum("ne,ne->n", vectors, passages.vectors_NE).min() > 0.999
+    for row in range(0, len(vectors), 17):
+        hit = index.store.search(np.array(passages.vectors_NE[row]), 1)[0]
+        assert hit.score == pytest.approx(1, abs=1e-3)
+    words = Lexical.build(f"{document.title}\n{document.text}" for document in documents)
+    for query in ("socket port", "quokka island", "words that are new"):
+        np.testing.assert_allclose(index.lexical.scores(query), words.scores(query))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    making.make(tmp_path / "index", evaluate=False)
+    return tmp_path / "index"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_changes_give_the_index_of_what_is_there_in_the_end(folder: Path, seed: int):
+    rng, documents = random.Random(seed), list(making.DOCUMENTS)
+    for turn in range(3):
+        for _ in range(rng.randrange(1, 12)):
+            match rng.randrange(4):
+                case 0:
+                    documents.pop(rng.randrange(len(documents)))
+                case 1:
+                    at = rng.randrange(len(documents))
+                    text = documents[at].text.replace("objects", f"things of turn {turn}")
+                    documents[at] = msgspec.structs.replace(documents[at], text=text)
+                case 2:
+                    new = msgspec.structs.replace(NEW, title=f"Quokka {turn} {len(documents)}", metadata={"turn": str(turn)})
+                    documents.insert(rng.randrange(len(documents)), new)
+                case 3:
+                    rng.shuffle(documents)
+        work, manifest = making.make(folder, evaluate=False, documents=documents)
+        assert work.embedded < 60
+        index = making.opened(folder)
+        check(index, documents)
+        assert index.manifest == manifest
+        index.close()
+    fresh = making.make(folder.with_name("fresh"), evaluate=False, documents=documents)[1]
+    other = making.opened(folder.with_name("fresh"))
+    assert sorted(other.passages.rows_N["id"]) == sorted(making.opened(folder).passages.rows_N["id"])
+    assert fresh.corpus == manifest.corpus
+    other.close()
+
+
+def test_one_changed_document_embeds_its_own_new_chunks_alone(folder: Path):
+    lines: list[str] = []
+    documents = [msgspec.structs.replace(making.DOCUMENTS[0], text=making.DOCUMENTS[0].text + "\n\nOne more line.")]
+    work, _ = making.make(folder, evaluate=False, documents=[*documents, *making.DOCUMENTS[1:]], say=lines.append)
+    assert 0 < work.embedded <= 3
+    assert lines[0].startswith("1 document new or changed, 1 gone: embedding")
+
+
+def test_a_document_that_moved_keeps_its_vectors(folder: Path):
+    moved = [msgspec.structs.replace(d, origin=f"elsewhere/{d.origin}", line=4) for d in making.DOCUMENTS]
+    work, manifest = making.make(folder, evaluate=False, documents=moved)
+    assert work.embedded == 0 and manifest.fitted_chunks == manifest.chunks
+    index = making.opened(folder)
+    check(index, moved)
+    index.close()
+
+
+def test_what_a_filter_finds_follows_the_columns(folder: Path):
+    marked = [msgspec.structs.replace(d, metadata={"year": str(n % 3)}) for n, d in enumerate(making.DOCUMENTS)]
+    _, manifest = making.make(folder, evaluate=False, documents=marked)
+    assert manifest.fields == ("title", "origin", "year")
+    index = making.opened(folder)
+    for system in ("bm25", "model", "fused"):
+        found = search(index, "socket port of a thread", 200, system, {"year": "1"})
+        assert found.results and all(result.metadata == {"year": "1"} for result in found.results)
+        whole = search(index, "socket port of a thread", 200, system)
+        assert {r.title for r in found.results} <= {r.title for r in whole.results} or system != "bm25"
+    index.close()
+
+
+def test_a_new_fit_is_due_when_much_is_new_and_is_made_when_asked_for(folder: Path):
+    count = len(making.DOCUMENTS)
+    little, much = (making.changed(int(share * count)) for share in (DRIFT / 4, DRIFT))
+    assert not making.make(folder, evaluate=False, documents=little)[1].fit_is_due
+    followed = making.make(folder, evaluate=False, documents=much)[1]
+    assert followed.fit_is_due
+    work, fitted = making.make(folder, evaluate=False, documents=much, refit=True)
+    assert not fitted.fit_is_due and fitted.fit != followed.fit and work.embedded >= fitted.chunks
+    assert making.make(folder, evaluate=False, documents=much, refit=True)[0].embedded == 0, "nothing is left to do"
+
+
+def test_an_evaluation_stays_with_its_fit(tmp_path: Path):
+    folder = tmp_path / "index"
+    first = making.make(folder)[1]
+    second = making.make(folder, documents=[*making.DOCUMENTS, NEW])[1]
+    assert first.evaluation is not None and second.evaluation == first.evaluation and second.fit == first.fit
+    assert making.make(folder, documents=[*making.DOCUMENTS, NEW], evaluate=False)[0].embedded == 0
+
+
+def test_text_without_anything_left_is_refused_and_the_index_stays(folder: Path):
+    before = (folder / "index.json").read_bytes()
+    with pytest.raises(Exception, match="no-documents"):
+        making.make(folder, evaluate=False, documents=[Document(title="t", text=" ", origin="o")])
+    assert (folder / "index.json").read_bytes() == before
+    making.opened(folder).close()
+
+
+def test_a_document_that_a_source_gives_twice_is_found_once_each(tmp_path: Path):
+    twice = [*making.DOCUMENTS, NEW, NEW]
+    _, manifest = making.make(tmp_path / "index", evaluate=False, documents=twice)
+    index = making.opened(tmp_path / "index")
+    assert index.store.count() == manifest.chunks == len({*index.passages.rows_N["id"].tolist()})
+    assert [result.title for result in search(index, "quokka", 9, "bm25").results] == ["Quokka", "Quokka"]
+    index.close()
