@@ -71,11 +71,13 @@ class Run:
 
     def embed(
         self, progress: Progress = silent, *, evaluate: bool = True, store: str | None = None,
-        device: indexing.Device = "auto", refit: bool = False,
+        device: indexing.Device = "auto", processes: int = 1, refit: bool = False,
     ) -> Indexed:  # fmt: skip
         """Bring the run's index to the documents that its text holds today; the first time, and with `refit`, measure
         how well that finds them. `store` is a vector store as run.yaml's `index.store` names it."""
-        return indexing.embed(self.folder, progress, evaluate=evaluate, store=store, device=device, refit=refit)
+        return indexing.embed(
+            self.folder, progress, evaluate=evaluate, store=store, device=device, processes=processes, refit=refit
+        )
 
     def search(
         self, query: str, k: int = 5, system: System | None = None, progress: Progress = silent,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -38,16 +38,17 @@ class Indexed:
 
 def embed(
     run: RunFolder, progress: Progress = silent, *, evaluate: bool = True, store: str | None = None,
-    device: Device = "auto", refit: bool = False,
+    device: Device = "auto", processes: int = 1, refit: bool = False,
 ) -> Indexed:  # fmt: skip
     """Bring the run's index to the documents that its text holds today: what is new or changed is embedded, what is
     gone removed. With `refit` everything is embedded again, and fitted and evaluated over the text of today.
 
-    `store` takes the place of run.yaml's `index.store`. Raises Refusal, also (device-missing) for a device that is not
-    there.
+    `store` takes the place of run.yaml's `index.store`. On a CPU so many `processes` embed. Raises Refusal, also
+    (device-missing) for a device that is not there.
     """
     from farspan.retrieval.build import Task, build
     from farspan.retrieval.index import Recipe
+    from farspan.retrieval.pooling import Processes
     from farspan.retrieval.stores import load as load_store
     from farspan.retrieval.stores import resolve
     from farspan.retrieval.work import IndexWork
@@ -59,18 +60,20 @@ def embed(
     load_store(resolve(recipe.store)[0])
     trained, work = on_device(load_model(run), device), IndexWork(time.monotonic, progress)
     text = _text(run, config, notes(progress))
-    task = Task(
-        path=run.index, model=trained.model, tokenizer=trained.tokenizer, documents=text.documents, train=text.train,
-        origin=origin(run, trained), recipe=recipe, say=notes(progress), work=work, source=text.fingerprint, refit=refit,
-    )  # fmt: skip
-    try:
-        manifest = build(task)
-    finally:
-        progress(Ended())
+    with ExitStack() as stack:
+        stack.callback(progress, Ended())
+        shared_out = processes > 1 and trained.model.tok.weight.device.type == "cpu"
+        manifest = build(Task(
+            path=run.index, model=trained.model, tokenizer=trained.tokenizer, documents=text.documents,
+            train=text.train, origin=origin(run, trained), recipe=recipe, say=notes(progress), work=work,
+            source=text.fingerprint, refit=refit,
+            processes=stack.enter_context(Processes(processes)) if shared_out else None,
+        ))  # fmt: skip
     if work.kept:
         progress(Note(f"embedded {counted(work.embedded, 'text')}; {work.kept:,} had been embedded before"))
     if manifest.fit_is_due:
-        progress(Note(f"much of the text is new since the fit; a new one is due: {command('embed', run.path, '--refit')}"))
+        again = command("embed", run.path, "--refit")
+        progress(Note(f"much of the text is not what the index was fitted to; a new fit is due: {again}"))
     return Indexed(manifest=manifest, embedded=work.embedded, kept=work.kept)
 
 

@@ -7,14 +7,16 @@ events of a run (`domain.results`), the `Work` on an index, and `Ended`, after w
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from farspan.domain.plan import Plan
-from farspan.domain.problems import Problem
-from farspan.domain.trial import Trial
-from farspan.planning.rank import Candidate, Ranking
-from farspan.planning.select import Selection
+if TYPE_CHECKING:  # A search tells notes alone, and is to answer at once.
+    from farspan.domain.plan import Plan
+    from farspan.domain.problems import Problem
+    from farspan.domain.trial import Trial
+    from farspan.planning.rank import Candidate, Ranking
+    from farspan.planning.select import Selection
 
 Progress = Callable[[object], None]
 

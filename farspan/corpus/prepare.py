@@ -83,7 +83,9 @@ class Text(NamedTuple):
     fingerprint: str
 
 
-def read_text(data: DataConfig, tokenizer: TokenizerConfig, prepared: Path, root: Path, *, workers: int, say: Say) -> Text:
+def read_text(
+    data: DataConfig, tokenizer: TokenizerConfig, prepared: Path, root: Path, *, workers: int, say: Say
+) -> Text:
     """What the source of the corpus at `prepared` holds today, without duplicates and split as a corpus is.
 
     Where the source is as it was, these are the corpus's own documents. Refuses what cannot be read.

@@ -1,8 +1,8 @@
-"""An index made, or brought up to its text: only chunks that are new or changed are embedded, what is gone is removed.
+"""An index made, or brought up to its text: chunks that are new or changed are embedded, what is gone is removed.
 
-    documents -> chunks -> vectors -> passages, store, BM25 in a folder of their own -> manifest renamed over the old one
+    documents -> chunks -> vectors -> passages, BM25, store in a new folder -> manifest renamed over the old one
 
-Weights, means and maps stay those of the fit while the text changes; `refit` makes them anew (farspan.retrieval.fitting).
+Weights, means and maps stay those of the fit while the text changes; `refit` makes new ones (`retrieval/fitting.py`).
 What is embedded is kept beside the index until that is whole, so that a build that was stopped goes on where it was.
 """
 
@@ -35,6 +35,7 @@ from farspan.retrieval.fitting import fit_corpus
 from farspan.retrieval.index import FITTED, LEXICAL, MANIFEST, PASSAGES, Fit, IndexManifest, Origin, Recipe
 from farspan.retrieval.lexical import Lexical
 from farspan.retrieval.passages import Damaged, IndexedDocument, Passages, indexed_document, text_hash
+from farspan.retrieval.pooling import Processes
 from farspan.retrieval.stores import Vectors
 from farspan.retrieval.work import IndexWork
 from farspan.runtime.model.decoder import Decoder
@@ -61,6 +62,7 @@ class Task:
     source: str = ""
     #: Fit to the documents of today, whatever the old index was fitted to.
     refit: bool = False
+    processes: Processes | None = None
 
 
 @dataclass(frozen=True)
@@ -74,21 +76,22 @@ class Old:
 
 @dataclass(frozen=True)
 class Chunked:
+    """What the index is of: documents, their chunks, and the hash (N) of what is embedded of each chunk."""
+
     documents: list[IndexedDocument]
     chunks: list[Chunk]
-    #: Hash of what is embedded of each chunk.
-    texts_N: npt.NDArray[np.int64]
+    texts: npt.NDArray[np.int64]
     #: Documents that the old index does not have.
     new: int
 
 
 @dataclass(frozen=True)
 class Embedded:
-    """Vectors (N, E) of the chunks, by what embeds, and which of them the fit was made to."""
+    """Vectors (N, E) of the chunks, what embeds, and of which chunks (N) the fit knows."""
 
     embedder: Embedder
-    vectors_NE: Vectors
-    fitted_N: npt.NDArray[np.bool_]
+    vectors: Vectors
+    fitted: npt.NDArray[np.bool_]
     fit: Fit
     evaluation: Evaluation | None
 
@@ -110,7 +113,7 @@ def build(task: Task) -> IndexManifest:
         manifest, before = _current(task, corpus), _manifest(path)
         kept = building / content_hash(task.origin)
         _sweep(building, {"lock", kept.name, storing.LEFT})
-        _sweep(path, {MANIFEST, before.files if before else ""})
+        _sweep(path, {MANIFEST, before.files if before else ""}, building)
         if manifest is None:
             kept.mkdir(exist_ok=True)
             task.work.folder = kept
@@ -119,7 +122,7 @@ def build(task: Task) -> IndexManifest:
             if before is not None:
                 storing.leave(building, before, manifest)
             save(manifest, path / MANIFEST)
-            _sweep(path, {MANIFEST, manifest.files})
+            _sweep(path, {MANIFEST, manifest.files}, building)
         storing.clear(building, manifest, path, task.say)
         shutil.rmtree(building, ignore_errors=True)
     return manifest
@@ -145,7 +148,7 @@ def _manifest(path: Path) -> IndexManifest | None:
 
 
 def _current(task: Task, corpus: str) -> IndexManifest | None:
-    """The manifest at the path if its index is the one to be made: an evaluated one also where that is not asked for."""
+    """The manifest at the path if its index is the one to be made, or that one with an evaluation."""
     manifest = _manifest(task.path)
     if manifest is None or manifest.origin != task.origin or manifest.corpus != corpus:
         return None
@@ -164,12 +167,14 @@ def _alone(building: Path, path: Path) -> IO[bytes]:
                 return lock
 
 
-def _sweep(folder: Path, kept: set[str]) -> None:
-    """Remove what killed processes have left, and the files of an index of before."""
+def _sweep(folder: Path, kept: set[str], by_way_of: Path | None = None) -> None:
+    """Remove what killed processes have left, and the files of an index of before: these are first moved away whole,
+    as who is just opening them may write to them."""
     folder.mkdir(parents=True, exist_ok=True)
     for entry in folder.iterdir():
         if entry.name not in kept:
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            gone = entry if by_way_of is None else entry.rename(by_way_of / f"gone-{entry.name}")
+            shutil.rmtree(gone, ignore_errors=True) if gone.is_dir() else gone.unlink()
 
 
 def _write(
@@ -185,24 +190,24 @@ def _write(
             remedy="name a source with text: farspan init FOLDER",
         )  # fmt: skip
     task.work.expect("storing", len(chunked.chunks))
-    missing = old is not None and task.recipe.evaluate and not old.manifest.recipe.evaluate
-    embedded = _fitted(task, chunked, corpus) if old is None or task.refit or missing else _followed(task, chunked, old)
-    evaluates = task.recipe.evaluate or (old is not None and embedded.fit == old.manifest.fit and old.manifest.recipe.evaluate)
-    recipe = msgspec.structs.replace(task.recipe, evaluate=evaluates)
+    if old is None or task.refit or (task.recipe.evaluate and not old.manifest.recipe.evaluate):
+        embedded, recipe = _fitted(task, chunked, corpus), task.recipe
+    else:
+        embedded = _followed(task, chunked, old)
+        recipe = msgspec.structs.replace(task.recipe, evaluate=old.manifest.recipe.evaluate)
     manifest = IndexManifest(
         origin=task.origin, recipe=recipe, corpus=corpus, source=task.source, documents=len(documents),
-        chunks=len(chunked.chunks), dim=embedded.vectors_NE.shape[1], fit=embedded.fit,
-        fitted_chunks=int(embedded.fitted_N.sum()), fields=_fields(documents), evaluation=embedded.evaluation,
+        chunks=len(chunked.chunks), dim=embedded.vectors.shape[1], fit=embedded.fit,
+        fitted_chunks=int(embedded.fitted.sum()), fields=_fields(documents), evaluation=embedded.evaluation,
         files=content_hash(task.origin, recipe, corpus, embedded.fit),
         table=storing.table(task.path, recipe.store, embedded.fit.id),
     )  # fmt: skip
     files = building / manifest.files
     (files / PASSAGES).mkdir(parents=True)
-    passages.write(files / PASSAGES, documents, chunked.chunks, embedded.vectors_NE, chunked.texts_N, embedded.fitted_N)
+    passages.write(files / PASSAGES, documents, chunked.chunks, embedded.vectors, chunked.texts, embedded.fitted)
     Lexical.build(f"{document.title}\n{document.text}" for document in task.documents).save(files / LEXICAL)
-    embedder_file = files / FITTED
-    embedded.embedder.save(embedder_file)
-    storing.fill(task.path, building, manifest, before, Passages(files / PASSAGES, len(documents), manifest.chunks, manifest.dim), task.work)
+    embedded.embedder.save(files / FITTED)
+    storing.fill(task.path, building, manifest, before, task.work)
     return manifest
 
 
@@ -221,7 +226,9 @@ def _usable(task: Task, before: IndexManifest | None) -> Old | None:
 
 def _chunked(task: Task, documents: list[IndexedDocument], old: Old | None) -> Chunked:
     """The chunks of every document; those of documents that the old index has are read from it."""
-    known = {document.key: number for number, document in enumerate(old.passages.documents)} if old else {}
+    # Of a document that a source gives twice the first one's chunks have the ids that their content gives them.
+    numbered = list(enumerate(old.passages.documents)) if old else []
+    known = {document.key: number for number, document in reversed(numbered)}
     size = max(min(task.recipe.chunk_tokens, task.model.spec.context - 1), 8)
     chunks: list[Chunk] = []
     for number, (document, text) in enumerate(zip(documents, task.documents, strict=True)):
@@ -252,8 +259,9 @@ def _fitted(task: Task, chunked: Chunked, corpus: str) -> Embedded:
     """Everything embedded, and fitted to the documents of today."""
     task.say(f"embedding {counted(len(chunked.chunks), 'chunk')} of {counted(len(chunked.documents), 'document')}")
     embedder, vectors_NE, evaluation = fit_corpus(
-        task.model, task.tokenizer, task.documents, chunked.chunks, task.train, task.recipe, task.say, task.work
-    )
+        task.model, task.tokenizer, task.documents, chunked.chunks, task.train, task.recipe, task.say, task.work,
+        task.processes,
+    )  # fmt: skip
     fit = Fit(id=_fit_id(task, corpus), documents=len(chunked.documents), chunks=len(chunked.chunks))
     return Embedded(embedder, vectors_NE, np.ones(len(chunked.chunks), bool), fit, evaluation)
 
@@ -261,7 +269,7 @@ def _fitted(task: Task, chunked: Chunked, corpus: str) -> Embedded:
 def _followed(task: Task, chunked: Chunked, old: Old) -> Embedded:
     """What is new or changed embedded under the old fit; vectors of the rest are the old ones."""
     rows_by_text = dict(zip(old.passages.rows_N["text"].tolist(), range(len(old.passages.rows_N)), strict=True))
-    rows_N = np.array([rows_by_text.get(text, -1) for text in chunked.texts_N.tolist()])
+    rows_N = np.array([rows_by_text.get(text, -1) for text in chunked.texts.tolist()])
     new = np.flatnonzero(rows_N < 0)
     gone = old.manifest.documents - (len(chunked.documents) - chunked.new)
     task.say(
@@ -269,7 +277,7 @@ def _followed(task: Task, chunked: Chunked, old: Old) -> Embedded:
     )
     texts = [chunked.chunks[row].indexed for row in new]
     task.work.expect("embedding", sum(map(len, texts)))
-    embedder = Embedder.load(task.model, task.tokenizer, old.files / FITTED, task.work)
+    embedder = Embedder.load(task.model, task.tokenizer, old.files / FITTED, task.work, task.processes)
     vectors_NE = np.asarray(old.passages.vectors_NE)[rows_N]
     vectors_NE[new] = embedder.passages(texts)
     fitted_N = old.passages.rows_N["fitted"][rows_N] & (rows_N >= 0)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,17 +21,19 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from farspan.corpus.tokenizer import Tokenizer
 from farspan.domain.codec import to_json
 from farspan.retrieval.index import FitSettings
+from farspan.retrieval.pooling import Processes, bf16_is_fast, pool_batch
 from farspan.retrieval.stores import Vectors
 from farspan.retrieval.work import IndexWork
 from farspan.runtime.model.decoder import Decoder
 
 #: Texts a batch: enough to fill the cores with chunks of 128 tokens, and activations stay near them.
 _ROWS = 32
+#: Fewer batches are not worth telling other processes of.
+_SHARED_OUT = 8
 #: Whitening scales up no direction that has less than this share of the largest variance.
 _VARIANCE_FLOOR = 1e-6
 #: A token that every text has still counts so much: the mean of a text that has no others stays defined.
@@ -45,26 +47,27 @@ _SHARPNESS = 20.0
 class Embedder:
     """A model and what was fitted to a corpus: token weights (V), means (F) and maps (F, E) of passages and queries.
 
-    `work` keeps what was embedded and counts it.
+    `work` keeps what was embedded and counts it; `processes` share it out.
     """
 
     def __init__(
-        self, model: Decoder, tokenizer: Tokenizer, fitted: dict[str, Tensor], work: IndexWork | None = None
-    ) -> None:
+        self, model: Decoder, tokenizer: Tokenizer, fitted: dict[str, Tensor], work: IndexWork | None = None,
+        processes: Processes | None = None,
+    ) -> None:  # fmt: skip
         self._model, self._tokenizer, self._fitted = model, tokenizer, fitted
-        self._work = work or IndexWork()
+        self._work, self._processes = work or IndexWork(), processes
 
     @classmethod
     def fit(
         cls, model: Decoder, tokenizer: Tokenizer, texts: Sequence[str], titles: Sequence[str], owners: Sequence[int],
-        fit: FitSettings, work: IndexWork | None = None,
+        fit: FitSettings, work: IndexWork | None = None, processes: Processes | None = None,
     ) -> tuple[Embedder, Vectors]:  # fmt: skip
         """Fit to the passages of a corpus, and to titles of which number i belongs to passage `owners[i]`.
 
         Returns the vectors (N, E) of the passages too, which are made on the way.
         """
         fitted = {"weights": inverse_frequency(tokenizer.encode_batch(texts), model.spec.vocab_size)}
-        embedder = cls(model, tokenizer, fitted, work)
+        embedder = cls(model, tokenizer, fitted, work, processes)
         passages_NF, titles_PF = embedder.pool(texts), embedder.pool(titles)
         fitted |= fit_maps(passages_NF, titles_PF, owners, model.spec.d_model, fit, work)
         return embedder, apply_maps(fitted, passages_NF, "passage")
@@ -81,8 +84,11 @@ class Embedder:
         save_file({name: tensor.contiguous() for name, tensor in self._fitted.items()}, path)
 
     @classmethod
-    def load(cls, model: Decoder, tokenizer: Tokenizer, path: Path, work: IndexWork | None = None) -> Embedder:
-        return cls(model, tokenizer, load_file(path), work)
+    def load(
+        cls, model: Decoder, tokenizer: Tokenizer, path: Path, work: IndexWork | None = None,
+        processes: Processes | None = None,
+    ) -> Embedder:  # fmt: skip
+        return cls(model, tokenizer, load_file(path), work, processes)
 
     def pool(self, texts: Sequence[str]) -> Tensor:
         """Weighted means of every stream (N, F), on the CPU; zeros for a text without tokens."""
@@ -91,34 +97,34 @@ class Embedder:
         pooled_NF = torch.zeros(len(ids), (spec.layers + 2) * spec.d_model)
         # Shortest first, so that rows of a batch are of nearly one length.
         order = sorted((row for row, text in enumerate(ids) if len(text)), key=lambda row: len(ids[row]))
+        batches = [order[start : start + _ROWS] for start in range(0, len(order), _ROWS)]
         with self._work.features(self._name(ids)) as features:
             self._work.start("embedding")
-            for rows in (order[start : start + _ROWS] for start in range(0, len(order), _ROWS)):
-                kept = features.read(len(rows) * pooled_NF.shape[1])
+            done = 0
+            while done < len(batches):
+                kept = features.read(len(batches[done]) * pooled_NF.shape[1])
                 if kept is None:
-                    pooled_NF[rows] = self._pool_batch([ids[row] for row in rows])
-                    features.write(pooled_NF[rows].numpy())
-                    self._work.embedded += len(rows)
-                else:
-                    pooled_NF[rows] = torch.from_numpy(kept.copy()).view(len(rows), -1)
-                    self._work.kept += len(rows)
-                self._work.did(sum(len(texts[row]) for row in rows), kept=kept is not None)
+                    break
+                pooled_NF[batches[done]] = torch.from_numpy(kept.copy()).view(len(batches[done]), -1)
+                self._work.kept += len(batches[done])
+                self._work.did(sum(len(texts[row]) for row in batches[done]), kept=True)
+                done += 1
+            rest = batches[done:]
+            for rows, pooled_BF in zip(rest, self._pooled([[ids[r] for r in rows] for rows in rest]), strict=True):
+                pooled_NF[rows] = pooled_BF
+                features.write(pooled_BF.numpy())
+                self._work.embedded += len(rows)
+                self._work.did(sum(len(texts[row]) for row in rows))
         return pooled_NF
 
-    @torch.inference_mode()
-    def _pool_batch(self, ids: Sequence[Tensor]) -> Tensor:
-        """Weighted means of every stream (B, F) of texts that have tokens, on the CPU."""
+    def _pooled(self, batches: list[list[Tensor]]) -> Iterator[Tensor]:
+        """Weighted means (B, F) of each batch, in order: by the processes where there are many, else here."""
         weights_V, end = self._fitted["weights"], self._tokenizer.end_of_text
-        device = self._model.tok.weight.device
-        # Texts follow an end of text, as in training. Padding lies behind them, where causal attention cannot see.
-        tokens_BS = pad_sequence(list(ids), batch_first=True, padding_value=end)
-        weights_BS = pad_sequence([weights_V[text] for text in ids], batch_first=True).to(device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=_bf16_is_fast(device)):
-            streams = list(self._model.streams(F.pad(tokens_BS, (1, 0), value=end).to(device)))
-            streams.append(self._model.norm(streams[-1]))
-        states_LBSD = torch.stack(streams)[:, :, 1:].float()
-        sums_BLD = torch.einsum("bs,lbsd->bld", weights_BS, states_LBSD)
-        return (sums_BLD.flatten(1) / weights_BS.sum(1, keepdim=True)).cpu()
+        if self._processes is None or len(batches) < _SHARED_OUT:
+            for ids in batches:
+                yield pool_batch(self._model, weights_V, end, ids)
+            return
+        yield from self._processes.pooled(self._model, weights_V, end, batches)
 
     def _name(self, ids: Sequence[Tensor]) -> str:
         """The features of these texts are named by all that they are computed from."""
@@ -131,7 +137,7 @@ class Embedder:
     @functools.cached_property
     def _model_digest(self) -> bytes:
         device = self._model.tok.weight.device
-        how = [torch.__version__, device.type, _bf16_is_fast(device), _ROWS, self._tokenizer.end_of_text]
+        how = [torch.__version__, device.type, bf16_is_fast(device), _ROWS, self._tokenizer.end_of_text]
         digest = hashlib.sha256(to_json([self._model.spec, *map(str, how)]))
         for name, tensor in self._model.state_dict().items():
             digest.update(name.encode() + tensor.detach().float().cpu().contiguous().numpy().tobytes())
@@ -207,9 +213,3 @@ def _contrast(
         adam.step()
         work.did(1)
     return maps[0].detach(), maps[1].detach()
-
-
-def _bf16_is_fast(device: torch.device) -> bool:
-    if device.type == "cpu":
-        return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    return device.type == "cuda" and torch.cuda.is_bf16_supported()

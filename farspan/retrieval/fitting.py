@@ -1,4 +1,4 @@
-"""What is fitted to a corpus: weights, means and maps, to its chunks and to titles; and how well that finds documents."""
+"""What is fitted to a corpus: weights, means and maps, to its chunks and titles; and how well that finds documents."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from farspan.retrieval.chunk import Chunk
 from farspan.retrieval.embed import Embedder, steps_to_fit
 from farspan.retrieval.evaluate import Evaluation, ModelVectors, Queries, body_of, choose_queries, evaluate
 from farspan.retrieval.index import Recipe
+from farspan.retrieval.pooling import Processes
 from farspan.retrieval.rank import query_form
 from farspan.retrieval.stores import Vectors
 from farspan.retrieval.work import IndexWork
@@ -24,7 +25,7 @@ _TITLES = 16_384
 
 def fit_corpus(
     model: Decoder, tokenizer: Tokenizer, documents: Sequence[Document], chunks: Sequence[Chunk], train: int,
-    recipe: Recipe, say: Callable[[str], None], work: IndexWork,
+    recipe: Recipe, say: Callable[[str], None], work: IndexWork, processes: Processes | None = None,
 ) -> tuple[Embedder, Vectors, Evaluation | None]:  # fmt: skip
     """What embeds, the vectors (N, E) of the chunks, and the evaluation, if the recipe asks for one and a document has
     a body to be found by. The first `train` documents are the training split."""
@@ -40,14 +41,16 @@ def fit_corpus(
     models = 2 if recipe.evaluate and queries.reported else 1
     work.expect("embedding", models * _chars(fitted, titles, questions) + _chars(heads))
     work.expect("fitting", models * steps_to_fit(len(titles), recipe.fit))
-    embedder, vectors_BE = Embedder.fit(model, tokenizer, fitted, titles, owners, recipe.fit, work)
+    embedder, vectors_BE = Embedder.fit(model, tokenizer, fitted, titles, owners, recipe.fit, work, processes)
     evaluation = None
     if models == 2:
         say(f"embedding the same with an untrained model, to compare over {counted(len(queries.reported), 'title')}")
         blank = untrained(model, recipe.seed)
         sides = {
             "model": _side(embedder, vectors_BE, queries),
-            "untrained": _side(*Embedder.fit(blank, tokenizer, fitted, titles, owners, recipe.fit, work), queries),
+            "untrained": _side(
+                *Embedder.fit(blank, tokenizer, fitted, titles, owners, recipe.fit, work, processes), queries
+            ),
         }
         evaluation = evaluate(texts, np.array([c.document for c in bodies]), queries, sides, recipe.seed)
     vectors_NE = np.empty((len(chunks), vectors_BE.shape[1]), np.float32)

@@ -153,7 +153,8 @@ class Index:
                 # All that a search may need is opened now: a new index may take this one's files away.
                 index._read(vectors)
                 return index
-            except Refusal:
+            except Exception:
+                # A new index may have taken this one's files away meanwhile.
                 if read_manifest(path, command) == manifest:
                     raise
 
@@ -232,7 +233,8 @@ def unknown_field(name: str, fields: tuple[str, ...]) -> Refusal:
 
 def damaged(path: Path, fact: str, command: str) -> Refusal:
     return Refusal(
-        "no-index", what="the index is damaged", where=path, fact=fact, remedy=f"rm -r {shlex.quote(str(path))} && {command}",
+        "no-index", what="the index is damaged", where=path, fact=fact,
+        remedy=f"rm -r {shlex.quote(str(path))} && {command}",
     )  # fmt: skip
 
 

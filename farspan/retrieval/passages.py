@@ -2,7 +2,7 @@
 
 documents.jsonl     one IndexedDocument a line
 chunks.jsonl        one Chunk a line, in the order of their documents and of their places in them
-rows.npy            of each chunk: id, hash of what is embedded, document, first byte in chunks.jsonl, whether the fit saw it
+rows.npy            of each chunk: id, hash of what is embedded, document, first byte in chunks.jsonl, is it in the fit
 vectors.npy         of each chunk: its unit vector (N, E), float32
 """
 

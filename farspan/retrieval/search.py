@@ -43,7 +43,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """Best first, of `total` documents that were found. `system` ranked them; `why` says what made it the one to ask."""
+    """Best first, of `total` documents that were found. `system` ranked them; `why` says why it was asked."""
 
     query: str
     system: System

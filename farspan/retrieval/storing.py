@@ -1,8 +1,8 @@
 """Vectors of an index in its store: filled, followed and cleared.
 
-A store in the index's own folder is copied before it is changed, so that readers of the old index have the old one. At a
-server one table serves both: what is new is added before the new index takes the old one's place, what is gone is
-deleted after, and a search passes over ids that its index does not know.
+A store in the index's own folder is copied before it is changed: who reads the old index has the old one. At a server
+one table serves both: what is new is added before the new index takes the old one's place, what is gone is deleted
+after, and a search passes over ids that its index does not know.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy as np
 from farspan.domain.codec import content_hash, load, save
 from farspan.domain.problems import Refusal
 from farspan.retrieval import stores
-from farspan.retrieval.index import STORE, IndexManifest, field
+from farspan.retrieval.index import PASSAGES, STORE, IndexManifest, field
 from farspan.retrieval.passages import Passages
-from farspan.retrieval.stores import Payload, Spot, Store
+from farspan.retrieval.stores import Ids, Payload, Spot, Store
 from farspan.retrieval.work import IndexWork
 
 #: What is left at a server by the index that was there before.
@@ -45,9 +45,14 @@ def table(path: Path, store: str, fit: str) -> str:
 
 
 def fill(
-    path: Path, building: Path, manifest: IndexManifest, before: IndexManifest | None, passages: Passages, work: IndexWork
+    path: Path,
+    building: Path,
+    manifest: IndexManifest,
+    before: IndexManifest | None,
+    work: IndexWork,
 ) -> None:
-    """Bring the store of the index that is being made at `building` to its passages."""
+    """Bring the store of the index that is being made at `building` to its passages, which are written."""
+    passages = Passages(building / manifest.files / PASSAGES, manifest.documents, manifest.chunks, manifest.dim)
     work.start("storing")
     with closing(_store(path, building, manifest, before, passages)) as store:
         there, ids_N = store.ids(), passages.rows_N["id"]
@@ -72,8 +77,7 @@ def _payload(passages: Passages, row: int, manifest: IndexManifest) -> Payload:
 def _store(
     path: Path, building: Path, manifest: IndexManifest, before: IndexManifest | None, passages: Passages
 ) -> Store:
-    name, location = manifest.store
-    module, spot = stores.load(name), manifest.spot(building)
+    module, spot = stores.load(manifest.store[0]), manifest.spot(building)
     if _is_shared(manifest):
         try:
             return module.open_store(spot)
@@ -82,11 +86,18 @@ def _store(
                 raise
     elif before is not None and (before.store, before.fit) == (manifest.store, manifest.fit):
         old = path / before.files / STORE
-        kept = np.isin(passages.rows_N["id"], np.load(path / before.files / "passages" / "rows.npy")["id"]).mean()
+        kept = np.isin(passages.rows_N["id"], _ids(path, before)).mean()
         if old.is_dir() and kept >= _SHARED_LEAST:
             shutil.copytree(old, spot.folder)
             return module.open_store(spot)
     return module.create(spot, manifest.about)
+
+
+def _ids(path: Path, manifest: IndexManifest) -> Ids:
+    """Ids (N) of the chunks of the index at `path`."""
+    passages = Passages(path / manifest.files / PASSAGES, manifest.documents, manifest.chunks, manifest.dim)
+    ids_N: Ids = passages.rows_N["id"]
+    return ids_N
 
 
 def _is_shared(manifest: IndexManifest) -> bool:
@@ -105,11 +116,9 @@ def clear(building: Path, manifest: IndexManifest, path: Path, say: Callable[[st
     left = load(building / LEFT, Left) if (building / LEFT).exists() else None
     try:
         if manifest.table:
-            name, _ = manifest.store
-            with closing(stores.load(name).open_store(manifest.spot(path))) as store:
+            with closing(stores.load(manifest.store[0]).open_store(manifest.spot(path))) as store:
                 there = store.ids()
-                ids_N = np.load(path / manifest.files / "passages" / "rows.npy")["id"]
-                store.delete(there[~np.isin(there, ids_N)].tolist())
+                store.delete(there[~np.isin(there, _ids(path, manifest))].tolist())
         if left is not None and left.table != manifest.table:
             name, location = stores.resolve(left.store)
             stores.load(name).drop(Spot(folder=building, location=location, name=left.table))

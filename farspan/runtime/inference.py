@@ -65,8 +65,8 @@ def on_device(trained: Trained, device: Literal["auto", "cpu", "cuda", "mps"]) -
     chosen = next(kind for kind, there in here.items() if there) if device == "auto" else device
     if not here[chosen]:
         raise Refusal(
-            "device-missing", what=f"this machine has no {chosen} device that PyTorch can use", where=f"--device {chosen}",
-            fact=str(installed()), remedy="leave --device out, or look: farspan doctor",
+            "device-missing", what=f"this machine has no {chosen} device that PyTorch can use",
+            where=f"--device {chosen}", fact=str(installed()), remedy="leave --device out, or look: farspan doctor",
         )  # fmt: skip
     place = torch.device(chosen, gpus[0]) if chosen == "cuda" else torch.device(chosen)
     return replace(trained, model=trained.model.to(place))

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from farspan.retrieval.embed import Embedder, _contrast
 from farspan.retrieval.index import FitSettings
+from farspan.retrieval.pooling import Processes
 
 TEXTS = ["short", "a text of several words, and some more", "listen " * 90, "", "the server's port is open\n\nnow"]
 TITLES, OWNERS = [" open port", " server words", " some text"], [4, 4, 1]
@@ -30,14 +31,14 @@ def by_hand(model, tokenizer, texts, corpus) -> np.ndarray:
 
 
 def test_features_are_weighted_means_of_every_stream(model, tokenizer, monkeypatch):
-    monkeypatch.setattr("farspan.retrieval.embed._bf16_is_fast", lambda device: False)
+    monkeypatch.setattr("farspan.retrieval.pooling.bf16_is_fast", lambda device: False)
     embedder, _ = Embedder.fit(model, tokenizer, TEXTS, TITLES, OWNERS, FitSettings())
     for texts in (TEXTS, TITLES):
         np.testing.assert_allclose(embedder.pool(texts), by_hand(model, tokenizer, texts, TEXTS), atol=1e-5)
 
 
 def test_without_pairs_vectors_keep_the_angles_of_whitened_features(model, tokenizer, documents, monkeypatch):
-    monkeypatch.setattr("farspan.retrieval.embed._bf16_is_fast", lambda device: False)
+    monkeypatch.setattr("farspan.retrieval.pooling.bf16_is_fast", lambda device: False)
     texts = [document.text for document in documents]
     embedder, vectors = Embedder.fit(model, tokenizer, texts, [], [], FitSettings(size=10_000))
     features = embedder.pool(texts).double().numpy()
@@ -90,3 +91,11 @@ def test_equal_and_empty_texts_still_get_finite_vectors(model, tokenizer):
     assert np.isfinite(vectors).all()
     assert np.isfinite(embedder.passages(["", "same", "other"])).all()
     assert np.isfinite(embedder.queries(["", "same", "other"])).all()
+
+
+def test_processes_give_what_one_gives(model, tokenizer, documents):
+    texts = [f"{document.text} {n}" for n in range(6) for document in documents]
+    embedder, _ = Embedder.fit(model, tokenizer, texts, TITLES, OWNERS, FitSettings())
+    with Processes(2) as processes:
+        shared = Embedder(model, tokenizer, embedder._fitted, processes=processes).passages(texts)
+    np.testing.assert_allclose(shared, embedder.passages(texts), atol=1e-5)

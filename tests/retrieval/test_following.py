@@ -60,7 +60,9 @@ def test_any_changes_give_the_index_of_what_is_there_in_the_end(folder: Path, se
                     text = documents[at].text.replace("objects", f"things of turn {turn}")
                     documents[at] = msgspec.structs.replace(documents[at], text=text)
                 case 2:
-                    new = msgspec.structs.replace(NEW, title=f"Quokka {turn} {len(documents)}", metadata={"turn": str(turn)})
+                    new = msgspec.structs.replace(
+                        NEW, title=f"Quokka {turn} {rng.random()}", metadata={"turn": str(turn)}
+                    )
                     documents.insert(rng.randrange(len(documents)), new)
                 case 3:
                     rng.shuffle(documents)

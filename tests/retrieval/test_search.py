@@ -6,9 +6,9 @@ import pytest
 
 from farspan.domain.corpus import Document
 from farspan.domain.problems import Refusal
+from farspan.retrieval.build import Task, build
 from farspan.retrieval.chunk import Chunk
 from farspan.retrieval.evaluate import Evaluation
-from farspan.retrieval.build import Task, build
 from farspan.retrieval.index import Index, IndexManifest, Origin, Recipe, read_manifest
 from farspan.retrieval.rank import query_form
 from farspan.retrieval.search import SNIPPET_CHARS, search, snippet
@@ -99,7 +99,9 @@ def test_a_build_that_fails_leaves_the_old_index(tmp_path, model, tokenizer, doc
     path = tmp_path / "index"
     first, _ = make(path, model, tokenizer, documents)
     with pytest.raises(Refusal) as refusal:
-        make(path, model, tokenizer, [Document(title="t", text=" ", origin="o")], origin=Origin(model="x", tokenizer="y"))
+        make(
+            path, model, tokenizer, [Document(title="t", text=" ", origin="o")], origin=Origin(model="x", tokenizer="y")
+        )
     assert refusal.value.problem.code == "no-documents"
     index = opened(path, model, tokenizer)
     assert index.manifest == first

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from farspan.cli.arguments import find_run, takes_run
+from farspan.cli.arguments import find_run, positive, takes_run
 from farspan.cli.console import Console
 from farspan.domain.problems import command
 
@@ -28,6 +28,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="what embeds (default: the fastest)"
     )
 
+    parser.add_argument("--processes", type=positive, default=1, help="processes that embed on a CPU (default: 1)")
+
 
 def run(given: argparse.Namespace, console: Console) -> None:
     folder = find_run(given, console)
@@ -37,8 +39,9 @@ def run(given: argparse.Namespace, console: Console) -> None:
 
     with Show(console) as show:
         indexed = embed(
-            folder, show, evaluate=not given.no_eval, store=given.store, device=given.device, refit=given.refit
-        )
+            folder, show, evaluate=not given.no_eval, store=given.store, device=given.device,
+            processes=given.processes, refit=given.refit,
+        )  # fmt: skip
     if indexed.manifest.evaluation is not None:
         console.say(table(indexed.manifest.evaluation))
     console.say(f"index: {folder.index}; next: {command('search', '...', '--run', folder.path)}")

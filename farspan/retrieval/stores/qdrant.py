@@ -1,4 +1,7 @@
-"""Qdrant Edge: Qdrant's engine inside the process. Write-ahead log, payloads, filters; HNSW for many vectors."""
+"""Qdrant Edge: Qdrant's engine inside the process. Payloads, filters, exact or quantized search.
+
+It has no write-ahead log: that would let one process alone open it, and several may search an index at once.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,12 @@ class QdrantStore:
         points = {int(number): qdrant.Point(int(number), vector, dict(payload)) for number, vector, payload in rows}
         if points:
             self._shard.update(qdrant.UpdateOperation.upsert_points([*points.values()]))
+            self._shard.flush()
 
     def delete(self, ids: Sequence[int]) -> None:
         if len(ids):
             self._shard.update(qdrant.UpdateOperation.delete_points([int(number) for number in ids]))
+            self._shard.flush()
 
     def search(self, vector_D: Vectors, k: int, where: Payload | None = None) -> list[Hit]:
         equal = (where or {}).items()
@@ -73,6 +78,7 @@ def create(spot: Spot, about: About) -> QdrantStore:
     config = qdrant.EdgeConfig(
         vectors=qdrant.EdgeVectorParams(about.dim, qdrant.Distance.Dot),
         optimizers=qdrant.EdgeOptimizersConfig(indexing_threshold=EXACT_BYTES // 1000, default_segment_number=1),
+        wal_enabled=False,
     )
     shard = qdrant.EdgeShard.create(str(spot.folder / _SHARD), config)
     save(about, spot.folder / _ABOUT)

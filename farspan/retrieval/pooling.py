@@ -1,0 +1,103 @@
+"""Weighted means of a model's streams over the tokens of texts, in this process or shared out over several.
+
+Shapes: B texts, S positions, D size of a state, L streams, F = L D features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from farspan.corpus.processes import spawned
+from farspan.domain.codec import load, save
+from farspan.domain.model import ModelSpec
+from farspan.runtime.model.decoder import Decoder
+
+#: Batches that wait in each process: enough that none is idle, and few, as each holds its result until it is taken.
+_AHEAD = 4
+_WEIGHTS = "weights"
+
+
+@torch.inference_mode()
+def pool_batch(model: Decoder, weights_V: Tensor, end: int, ids: Sequence[Tensor]) -> Tensor:
+    """Weighted means of every stream (B, F) of texts that have tokens, on the CPU. `end` is the end-of-text token."""
+    device = model.tok.weight.device
+    # Texts follow an end of text, as in training. Padding lies behind them, where causal attention cannot see.
+    tokens_BS = pad_sequence(list(ids), batch_first=True, padding_value=end)
+    weights_BS = pad_sequence([weights_V[text] for text in ids], batch_first=True).to(device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=bf16_is_fast(device)):
+        streams = list(model.streams(F.pad(tokens_BS, (1, 0), value=end).to(device)))
+        streams.append(model.norm(streams[-1]))
+    states_LBSD = torch.stack(streams)[:, :, 1:].float()
+    sums_BLD = torch.einsum("bs,lbsd->bld", weights_BS, states_LBSD)
+    return (sums_BLD.flatten(1) / weights_BS.sum(1, keepdim=True)).cpu()
+
+
+def bf16_is_fast(device: torch.device) -> bool:
+    if device.type == "cpu":
+        return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    return device.type == "cuda" and torch.cuda.is_bf16_supported()
+
+
+class Processes:
+    """Processes of one thread each that pool batches: `with Processes(4) as processes: Embedder(..., processes)`."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._pool = spawned(count)
+
+    def __enter__(self) -> Processes:
+        self._folder = tempfile.TemporaryDirectory(prefix="farspan-embed-")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        self._folder.cleanup()
+
+    def pooled(
+        self, model: Decoder, weights_V: Tensor, end: int, batches: Sequence[Sequence[Tensor]]
+    ) -> Iterator[Tensor]:
+        """What `pool_batch` gives for each batch, in order."""
+        with tempfile.TemporaryDirectory(dir=self._folder.name) as folder:
+            _write(Path(folder), model, weights_V)
+            tasks = (self._pool.submit(_pool, folder, end, [text.numpy() for text in batch]) for batch in batches)
+            waiting: list[Future[npt.NDArray[np.float32]]] = list(itertools.islice(tasks, _AHEAD * self._count))
+            while waiting:
+                yield torch.from_numpy(waiting.pop(0).result())
+                waiting += itertools.islice(tasks, 1)
+
+
+def _write(folder: Path, model: Decoder, weights_V: Tensor) -> None:
+    save(model.spec, folder / "spec.json")
+    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
+    save_file({_WEIGHTS: weights_V.contiguous()}, folder / "weights.safetensors")
+
+
+@functools.lru_cache(maxsize=1)
+def _read(folder: str) -> tuple[Decoder, Tensor]:
+    """Remembered: a process pools many batches with one model."""
+    torch.set_num_threads(1)
+    model = Decoder(load(Path(folder) / "spec.json", ModelSpec)).eval()
+    model.load_state_dict(load_file(Path(folder) / "model.safetensors"))
+    return model, load_file(Path(folder) / "weights.safetensors")[_WEIGHTS]
+
+
+def _pool(folder: str, end: int, ids: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.float32]:
+    model, weights_V = _read(folder)
+    pooled: npt.NDArray[np.float32] = pool_batch(
+        model, weights_V, end, [torch.from_numpy(text) for text in ids]
+    ).numpy()
+    return pooled
