@@ -46,6 +46,7 @@ def embed(
     `store` takes the place of run.yaml's `index.store`. On a CPU so many `processes` embed. Raises Refusal, also
     (device-missing) for a device that is not there.
     """
+    from farspan.launch.trust import seal_server
     from farspan.retrieval.build import Task, build
     from farspan.retrieval.index import Recipe
     from farspan.retrieval.pooling import Processes
@@ -69,6 +70,8 @@ def embed(
             source=text.fingerprint, refit=refit,
             processes=stack.enter_context(Processes(processes)) if shared_out else None,
         ))  # fmt: skip
+    if manifest.table:
+        seal_server(run.index / manifest.files / "seal", manifest.recipe.store)
     if work.kept:
         progress(Note(f"embedded {counted(work.embedded, 'text')}; {work.kept:,} had been embedded before"))
     if manifest.fit_is_due:
@@ -96,7 +99,8 @@ def _text(run: RunFolder, config: RunConfig, say: Callable[[str], None]) -> Text
 
 def opened(run: RunFolder, *, vectors: bool = True) -> closing[Index]:
     """The run's index, ready to be searched; without `vectors` by words alone."""
-    from farspan.retrieval.index import Index
+    from farspan.launch.trust import require_server
+    from farspan.retrieval.index import Index, read_manifest
 
     def embedder(fitted: Path, of: Origin) -> QueryEmbedder:
         from farspan.retrieval.embed import Embedder
@@ -106,7 +110,14 @@ def opened(run: RunFolder, *, vectors: bool = True) -> closing[Index]:
         refuse_other_model(run, of, origin(run, trained))
         return Embedder.load(trained.model, trained.tokenizer, fitted)
 
-    return closing(Index.open(run.index, embedder, command=command("embed", run.path), vectors=vectors))
+    again = command("embed", run.path)
+    manifest = read_manifest(run.index, again)
+    if manifest.table and vectors:
+        store = manifest.recipe.store
+        require_server(
+            run.index / manifest.files / "seal", store, f"look whether it is yours, then: {again} --store {store}"
+        )
+    return closing(Index.open(run.index, embedder, command=again, vectors=vectors))
 
 
 def refuse_other_model(run: RunFolder, index: Origin, today: Origin) -> None:

@@ -1,7 +1,8 @@
-"""Whether a run folder may start what its cluster.json says: commands that enter hosts, and their Pythons.
+"""Whether a run folder may start what its cluster.json says: commands that enter hosts, and their Pythons; and whether
+its index may be searched at a server.
 
 A folder that this user made on this machine carries a seal that nobody else can make: a signature over cluster.json and
-run.json by a key that lies in the user's own state folder.
+run.json, or over the server's location, by a key that lies in the user's own state folder.
 """
 
 from __future__ import annotations
@@ -58,13 +59,31 @@ def _commands(run: RunFolder) -> list[str]:
     return list(dict.fromkeys(joined))
 
 
+def seal_server(path: Path, location: str) -> None:
+    """Mark with a seal at `path` that this user put an index's vectors at a server."""
+    write_atomically(path, _sealed(b"server", location.encode()).encode())
+
+
+def require_server(path: Path, location: str, remedy: str) -> None:
+    """Raises Refusal (run-untrusted) where searching an index would send queries, and the password that this user's
+    environment has for it, to a server that somebody else may have named."""
+    if not path.exists() or not hmac.compare_digest(read_bytes(path), _sealed(b"server", location.encode()).encode()):
+        raise Refusal(
+            "run-untrusted", what="this index was not made by you on this machine, and its vectors lie at a server",
+            where=path.parent, fact=f"it would ask {location}", remedy=remedy,
+        )  # fmt: skip
+
+
 def _signature(run: RunFolder) -> str:
+    return _sealed(read_bytes(run.cluster), read_bytes(run.record))
+
+
+def _sealed(*parts: bytes) -> str:
+    """A signature over this machine and some contents."""
     machine = platform.node()
     with suppress(OSError):
         machine = Path("/etc/machine-id").read_text().strip() or machine
-    content = b"".join(len(part).to_bytes(8, "big") + part for part in (
-        machine.encode(), read_bytes(run.cluster), read_bytes(run.record)
-    ))  # fmt: skip
+    content = b"".join(len(part).to_bytes(8, "big") + part for part in (machine.encode(), *parts))
     return hmac.new(_key(), content, hashlib.sha256).hexdigest()
 
 

@@ -32,7 +32,17 @@ from farspan.retrieval.chunk import Chunk, chunk_document
 from farspan.retrieval.embed import Embedder
 from farspan.retrieval.evaluate import Evaluation
 from farspan.retrieval.fitting import fit_corpus
-from farspan.retrieval.index import FITTED, LEXICAL, MANIFEST, PASSAGES, Fit, IndexManifest, Origin, Recipe
+from farspan.retrieval.index import (
+    FITTED,
+    LEXICAL,
+    MANIFEST,
+    PASSAGES,
+    Fit,
+    IndexManifest,
+    Origin,
+    Recipe,
+    passages_of,
+)
 from farspan.retrieval.lexical import Lexical
 from farspan.retrieval.passages import Damaged, IndexedDocument, Passages, indexed_document, text_hash
 from farspan.retrieval.pooling import Processes
@@ -218,9 +228,10 @@ def _usable(task: Task, before: IndexManifest | None) -> Old | None:
     same = msgspec.structs.replace(before.recipe, store=task.recipe.store, evaluate=task.recipe.evaluate)
     if same != task.recipe:
         return None
-    files = task.path / before.files
     with suppress(Damaged):
-        return Old(before, files, Passages(files / PASSAGES, before.documents, before.chunks, before.dim))
+        old = Old(before, task.path / before.files, passages_of(task.path, task.path, before))
+        # Who reads all of it now finds what is damaged while everything can still be made again.
+        return old if old.passages.documents and sum(1 for _ in old.passages) else None
     return None
 
 

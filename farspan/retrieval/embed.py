@@ -19,12 +19,14 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from farspan.corpus.tokenizer import Tokenizer
 from farspan.domain.codec import to_json
 from farspan.retrieval.index import FitSettings
+from farspan.retrieval.passages import Damaged
 from farspan.retrieval.pooling import Processes, bf16_is_fast, pool_batch
 from farspan.retrieval.stores import Vectors
 from farspan.retrieval.work import IndexWork
@@ -88,7 +90,15 @@ class Embedder:
         cls, model: Decoder, tokenizer: Tokenizer, path: Path, work: IndexWork | None = None,
         processes: Processes | None = None,
     ) -> Embedder:  # fmt: skip
-        return cls(model, tokenizer, load_file(path), work, processes)
+        spec, fitted = model.spec, _read_fitted(path)
+        features = (spec.layers + 2) * spec.d_model
+        shapes = {name: tuple(tensor.shape) for name, tensor in fitted.items()}
+        maps = {shapes.get(f"{kind}_map", ()) for kind in ("passage", "query")}
+        means = {shapes.get(f"{kind}_mean", ()) for kind in ("passage", "query")}
+        right = shapes.get("weights") == (spec.vocab_size,) and means == {(features,)} and len(maps) == 1
+        if not right or next(iter(maps))[:1] != (features,):
+            raise Damaged(path.parents[1], f"{path.name} does not fit this model: {shapes}")
+        return cls(model, tokenizer, fitted, work, processes)
 
     def pool(self, texts: Sequence[str]) -> Tensor:
         """Weighted means of every stream (N, F), on the CPU; zeros for a text without tokens."""
@@ -142,6 +152,13 @@ class Embedder:
         for name, tensor in self._model.state_dict().items():
             digest.update(name.encode() + tensor.detach().float().cpu().contiguous().numpy().tobytes())
         return digest.digest()
+
+
+def _read_fitted(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise Damaged(path.parents[1], f"{path.name}: {error}") from None
 
 
 def inverse_frequency(ids: Sequence[Sequence[int]], vocab_size: int) -> Tensor:

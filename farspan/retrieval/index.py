@@ -11,7 +11,6 @@ here imports PyTorch: words alone are searched without a model.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -133,10 +132,7 @@ class Index:
         self.path, self.manifest, self._embedder, self._command = path, manifest, embedder, command
         self._files = path / manifest.files
         self._opened: Store | None = None
-        try:
-            self.passages = Passages(self._files / PASSAGES, manifest.documents, manifest.chunks, manifest.dim)
-        except Damaged as error:
-            raise damaged(path, str(error), command) from None
+        self.passages = passages_of(path, path, manifest)
 
     @classmethod
     def open(
@@ -164,19 +160,16 @@ class Index:
 
     @cached_property
     def documents(self) -> list[IndexedDocument]:
-        try:
-            return self.passages.documents
-        except Damaged as error:
-            raise damaged(self.path, str(error), self._command) from None
+        return self.passages.documents
 
     @cached_property
     def lexical(self) -> Lexical:
         try:
             lexical = Lexical.load(self._files / LEXICAL)
-        except (OSError, ValueError, KeyError, EOFError) as error:
-            raise damaged(self.path, f"{LEXICAL}: {error}", self._command) from None
+        except Exception as error:  # What damaged files lead to is not said.
+            raise Damaged(self.path, f"{LEXICAL}: {error}") from None
         if lexical.count != self.manifest.documents:
-            raise damaged(self.path, f"{LEXICAL} is of {lexical.count} documents", self._command)
+            raise Damaged(self.path, f"{LEXICAL} is of {lexical.count} documents")
         return lexical
 
     @cached_property
@@ -231,11 +224,9 @@ def unknown_field(name: str, fields: tuple[str, ...]) -> Refusal:
     )  # fmt: skip
 
 
-def damaged(path: Path, fact: str, command: str) -> Refusal:
-    return Refusal(
-        "no-index", what="the index is damaged", where=path, fact=fact,
-        remedy=f"rm -r {shlex.quote(str(path))} && {command}",
-    )  # fmt: skip
+def passages_of(index: Path, folder: Path, manifest: IndexManifest) -> Passages:
+    """The passages of the index at `index`, whose files are in `folder`. Raises Damaged."""
+    return Passages(index, folder / manifest.files / PASSAGES, manifest.documents, manifest.chunks, manifest.dim)
 
 
 def read_manifest(path: Path, command: str) -> IndexManifest:

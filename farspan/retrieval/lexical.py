@@ -56,8 +56,15 @@ class Lexical:
 
     @classmethod
     def load(cls, folder: Path) -> Lexical:
-        """What `save` wrote, memory-mapped."""
-        return cls(bm25s.BM25.load(folder, mmap=True, show_progress=False))
+        """What `save` wrote, memory-mapped. Raises whatever damaged files lead to, and ValueError."""
+        index = bm25s.BM25.load(folder, mmap=True, show_progress=False)
+        starts, texts, count = index.scores["indptr"], index.scores["indices"], int(index.scores["num_docs"])
+        ordered = len(starts) > 0 and starts[0] == 0 and starts[-1] == len(texts) == len(index.scores["data"])
+        if not ordered or (np.diff(starts) < 0).any() or (len(texts) and not 0 <= texts.min() <= texts.max() < count):
+            raise ValueError("the places of words are out of order")
+        if max(index.vocab_dict.values(), default=0) >= len(starts):
+            raise ValueError("there are more words than places of words")
+        return cls(index)
 
     def save(self, folder: Path) -> None:
         self._index.save(folder, show_progress=False)

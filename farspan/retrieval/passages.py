@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+import shlex
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +22,7 @@ import numpy.typing as npt
 
 from farspan.domain.codec import content_hash
 from farspan.domain.corpus import Document
+from farspan.domain.problems import Refusal, command
 from farspan.retrieval.chunk import Chunk
 from farspan.retrieval.stores import Ids, Vectors
 
@@ -29,8 +31,14 @@ ROW = np.dtype([("id", "<i8"), ("text", "<i8"), ("document", "<i4"), ("byte", "<
 Rows = npt.NDArray[Any]
 
 
-class Damaged(Exception):
-    """The files of an index do not belong together."""
+class Damaged(Refusal):
+    """A file of the index at `index`, in the folder of its run, is not what it was."""
+
+    def __init__(self, index: Path, fact: str) -> None:
+        super().__init__(
+            "no-index", what="the index is damaged", where=index, fact=fact,
+            remedy=f"rm -r {shlex.quote(str(index))} && {command('embed', index.parent)}",
+        )  # fmt: skip
 
 
 class IndexedDocument(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,35 +79,33 @@ def write(
 
 
 class Passages:
-    """Opened for reading. Raises Damaged where sizes contradict each other, or what `chunks` and `dim` promise."""
+    """The passages of the index at `index`, in `folder`, opened for reading. Raises Damaged where sizes contradict each
+    other, or what the manifest says of `documents`, `chunks` and `dim`."""
 
-    def __init__(self, folder: Path, documents: int, chunks: int, dim: int) -> None:
-        self._folder = folder
+    def __init__(self, index: Path, folder: Path, documents: int, chunks: int, dim: int) -> None:
+        self._index, self._folder, self._count = index, folder, documents
         try:
             self.rows_N: Rows = np.load(folder / _ROWS, allow_pickle=False)
             self.vectors_NE: Vectors = np.load(folder / _VECTORS, mmap_mode="r", allow_pickle=False)
             self._size = (folder / _CHUNKS).stat().st_size
-        except (OSError, ValueError, EOFError) as error:
-            raise Damaged(str(error)) from None
-        self._count = documents
+        except Exception as error:  # What a damaged header leads to is not said.
+            raise Damaged(index, f"{_ROWS}, {_VECTORS}: {error}") from None
         right = self.rows_N.dtype == ROW and self.rows_N.shape == (chunks,) and self.vectors_NE.shape == (chunks, dim)
         if not right or self.vectors_NE.dtype != np.float32:
-            raise Damaged(f"{_ROWS} and {_VECTORS} do not hold {chunks} chunks of {dim} numbers")
+            raise Damaged(index, f"{_ROWS} and {_VECTORS} do not hold {chunks} chunks of {dim} numbers")
         numbers, bytes_N = self.rows_N["document"], self.rows_N["byte"]
-        within = bool(chunks == 0 or (numbers[0] >= 0 and numbers[-1] < documents and bytes_N[0] == 0))
+        within = bool(numbers[0] >= 0 and numbers[-1] < documents and bytes_N[0] == 0 and bytes_N[-1] < self._size)
         if not (within and (np.diff(numbers) >= 0).all() and (np.diff(bytes_N) > 0).all()):
-            raise Damaged(f"the places in {_ROWS} are out of order")
-        if chunks and bytes_N[-1] >= self._size:
-            raise Damaged(f"{_CHUNKS} is shorter than {_ROWS} says")
+            raise Damaged(index, f"the places in {_ROWS} are not those of {_CHUNKS}")
 
     @cached_property
     def documents(self) -> list[IndexedDocument]:
         try:
             lines = msgspec.json.Decoder(IndexedDocument).decode_lines((self._folder / _DOCUMENTS).read_bytes())
-        except (OSError, msgspec.MsgspecError) as error:
-            raise Damaged(f"{_DOCUMENTS}: {error}") from None
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            raise Damaged(self._index, f"{_DOCUMENTS}: {error}") from None
         if len(lines) != self._count:
-            raise Damaged(f"{_DOCUMENTS} has {len(lines)} documents and not {self._count}")
+            raise Damaged(self._index, f"{_DOCUMENTS} has {len(lines)} documents and not {self._count}")
         return lines
 
     @cached_property
@@ -111,9 +117,12 @@ class Passages:
         start = int(self.rows_N["byte"][row])
         stop = int(self.rows_N["byte"][row + 1]) if row + 1 < len(self.rows_N) else self._size
         try:
-            return msgspec.json.decode(self._bytes[start:stop], type=Chunk)
-        except msgspec.MsgspecError as error:
-            raise Damaged(f"{_CHUNKS}, byte {start}: {error}") from None
+            chunk = msgspec.json.decode(self._bytes[start:stop], type=Chunk)
+        except (ValueError, msgspec.MsgspecError) as error:
+            raise Damaged(self._index, f"{_CHUNKS}, byte {start}: {error}") from None
+        if chunk.document != self.rows_N["document"][row]:
+            raise Damaged(self._index, f"{_CHUNKS}, byte {start}: a chunk of document {chunk.document}")
+        return chunk
 
     def __iter__(self) -> Iterator[Chunk]:
         return map(self.chunk, range(len(self.rows_N)))

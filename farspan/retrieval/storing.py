@@ -18,7 +18,7 @@ import numpy as np
 from farspan.domain.codec import content_hash, load, save
 from farspan.domain.problems import Refusal
 from farspan.retrieval import stores
-from farspan.retrieval.index import PASSAGES, STORE, IndexManifest, field
+from farspan.retrieval.index import STORE, IndexManifest, field, passages_of
 from farspan.retrieval.passages import Passages
 from farspan.retrieval.stores import Ids, Payload, Spot, Store
 from farspan.retrieval.work import IndexWork
@@ -52,7 +52,7 @@ def fill(
     work: IndexWork,
 ) -> None:
     """Bring the store of the index that is being made at `building` to its passages, which are written."""
-    passages = Passages(building / manifest.files / PASSAGES, manifest.documents, manifest.chunks, manifest.dim)
+    passages = passages_of(path, building, manifest)
     work.start("storing")
     with closing(_store(path, building, manifest, before, passages)) as store:
         there, ids_N = store.ids(), passages.rows_N["id"]
@@ -95,8 +95,7 @@ def _store(
 
 def _ids(path: Path, manifest: IndexManifest) -> Ids:
     """Ids (N) of the chunks of the index at `path`."""
-    passages = Passages(path / manifest.files / PASSAGES, manifest.documents, manifest.chunks, manifest.dim)
-    ids_N: Ids = passages.rows_N["id"]
+    ids_N: Ids = passages_of(path, path, manifest).rows_N["id"]
     return ids_N
 
 
