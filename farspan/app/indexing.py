@@ -29,9 +29,11 @@ Device = Literal["auto", "cpu", "cuda", "mps"]
 
 @dataclass(frozen=True, kw_only=True)
 class Indexed:
-    """An index as its manifest tells it, and how many texts were embedded for it now and before."""
+    """An index as its manifest tells it, whether it was fitted and evaluated now, and how many texts were embedded for
+    it now and before."""
 
     manifest: IndexManifest
+    fitted: bool
     embedded: int
     kept: int
 
@@ -61,6 +63,7 @@ def embed(
     load_store(resolve(recipe.store)[0])
     trained, work = on_device(load_model(run), device), IndexWork(time.monotonic, progress)
     text = _text(run, config, notes(progress))
+    before = _there(run)
     with ExitStack() as stack:
         stack.callback(progress, Ended())
         shared_out = processes > 1 and trained.model.tok.weight.device.type == "cpu"
@@ -77,19 +80,31 @@ def embed(
     if manifest.fit_is_due:
         again = command("embed", run.path, "--refit")
         progress(Note(f"much of the text is not what the index was fitted to; a new fit is due: {again}"))
-    return Indexed(manifest=manifest, embedded=work.embedded, kept=work.kept)
+    fitted = before is None or (before.fit, before.evaluation) != (manifest.fit, manifest.evaluation)
+    return Indexed(manifest=manifest, fitted=fitted, embedded=work.embedded, kept=work.kept)
+
+
+def _there(run: RunFolder) -> IndexManifest | None:
+    """The index that is there; None where there is none that can be read."""
+    from farspan.retrieval.index import read_manifest
+
+    with suppress(Refusal):
+        return read_manifest(run.index, "")
+    return None
 
 
 def _text(run: RunFolder, config: RunConfig, say: Callable[[str], None]) -> Text:
     """The documents of today; those that the run was trained on where its text cannot be found."""
     from farspan.corpus.documents import read_documents
     from farspan.corpus.prepare import Text, read_text
+    from farspan.corpus.processes import usable_cores
 
     prepared = Path(load(run.record, RunRecord).corpus)
     try:
         return read_text(
-            config.data_config, config.tokenizer_config, prepared, cache_folder() / "corpora", workers=1, say=say
-        )
+            config.data_config, config.tokenizer_config, prepared, cache_folder() / "corpora", workers=usable_cores(),
+            say=say,
+        )  # fmt: skip
     except Refusal as refusal:
         if refusal.problem.code != "path-missing":
             raise

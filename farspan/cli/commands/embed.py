@@ -42,7 +42,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
             folder, show, evaluate=not given.no_eval, store=given.store, device=given.device,
             processes=given.processes, refit=given.refit,
         )  # fmt: skip
-    if indexed.manifest.evaluation is not None:
+    if indexed.fitted and indexed.manifest.evaluation is not None:
         console.say(table(indexed.manifest.evaluation))
     console.say(f"index: {folder.index}; next: {command('search', '...', '--run', folder.path)}")
     console.answer({

@@ -83,7 +83,8 @@ def create(spot: Spot, about: About) -> QdrantStore:
     config = qdrant.EdgeConfig(
         # m=0: no graph. It costs minutes to build for a hundred thousand vectors and saves two milliseconds.
         vectors=qdrant.EdgeVectorParams(
-            about.dim, qdrant.Distance.Dot,
+            about.dim,
+            qdrant.Distance.Dot,
             quantization_config=qdrant.ScalarQuantizationConfig(qdrant.ScalarType.Int8, memory=qdrant.Memory.Cached),
             hnsw_config=qdrant.HnswIndexConfig(m=0, ef_construct=4, full_scan_threshold=EXACT_BYTES),
         ),
