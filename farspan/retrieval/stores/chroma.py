@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -57,7 +57,7 @@ class ChromaStore:
         return [there.get(text, {}) for text in texts]
 
     def delete(self, ids: Sequence[int]) -> None:
-        texts = [str(int(number)) for number in ids]
+        texts = [*dict.fromkeys(str(int(number)) for number in ids)]
         for start in range(0, len(texts), self._at_once):
             with _answers(self._where):
                 self._collection.delete(ids=texts[start : start + self._at_once])
@@ -169,7 +169,7 @@ def _store(client: Any, collection: Any, spot: Spot, wanted: About | None) -> Ch
     where = spot.location or str(spot.folder)
     try:
         about = claimed((collection.metadata or {}).get(MARK), f"{where}, collection {spot.name}", wanted)
-        space = collection.configuration["hnsw"]["space"]
+        space = collection.configuration_json["hnsw"]["space"]
         if space != GRAPH["space"]:
             raise foreign(where, "the collection has another measure of likeness", f"{space}, not {GRAPH['space']}")
     except Refusal:
@@ -182,9 +182,8 @@ def drop(spot: Spot) -> None:
     """Remove the collection from a server, if it is farspan's; in a folder there is nothing to do."""
     if not spot.location:
         return
-    client = _client(spot)
-    collection = _find(client, spot)
-    if collection is not None and MARK in (collection.metadata or {}):
-        with _answers(spot.location):
-            client.delete_collection(spot.name)
-    client.close()
+    with closing(_client(spot)) as client:
+        collection = _find(client, spot)
+        if collection is not None and MARK in (collection.metadata or {}):
+            with _answers(spot.location):
+                client.delete_collection(spot.name)
