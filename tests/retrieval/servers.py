@@ -81,9 +81,9 @@ def postgres() -> Iterator[str]:
             shutil.chown(folder, user)
         (folder / "password").write_text(PASSWORD)
         (folder / "password").chmod(0o644)
-        initdb = [install / "bin/initdb", "-D", folder / "data", "-U", USER, "--encoding=UTF8", "--locale=C", "--no-sync"]
-        initdb += ["--auth=scram-sha-256", f"--pwfile={folder / 'password'}"]
-        subprocess.run([str(word) for word in initdb], check=True, capture_output=True, user=user, cwd="/", timeout=60)
+        initdb = [str(install / "bin/initdb"), "-D", str(folder / "data"), "-U", USER, "--no-sync"]
+        initdb += ["--encoding=UTF8", "--locale=C", "--auth=scram-sha-256", f"--pwfile={folder / 'password'}"]
+        subprocess.run(initdb, check=True, capture_output=True, user=user, cwd="/", timeout=60)
         port = free_port()
         words = [str(install / "bin/postgres"), "-D", str(folder / "data"), "-p", str(port), "-k", str(folder)]
         words += ["-c", "listen_addresses=127.0.0.1", "-c", "fsync=off"]

@@ -1,7 +1,7 @@
 """Vector stores, one file each: vectors with payloads, and the nearest to a query.
 
-A module has `shared(location)`, `create(spot, about)`, `open_store(spot)` and `drop(spot)`. `index.store` of run.yaml names it as
-`NAME` or `NAME:LOCATION`. Listing the stores imports none of them.
+A module has `shared(location)`, `create(spot, about)`, `open_store(spot)` and `drop(spot)`. `index.store` of run.yaml
+names it as `NAME` or `NAME:LOCATION`. Listing the stores imports none of them.
 """
 
 from __future__ import annotations
@@ -145,6 +145,7 @@ def load(name: str) -> StoreModule:
         if error.name is None or error.name.startswith("farspan"):
             raise
         raise Refusal(
-            "extra-missing", what=f"the store {name} needs a library that is not installed", where=f"index.store: {name}",
-            fact=f"there is no module {error.name}", remedy=f"pip install 'farspan[{name}]'", key="index.store",
+            "extra-missing", what=f"the store {name} needs a library that is not installed",
+            where=f"index.store: {name}", fact=f"there is no module {error.name}",
+            remedy=f"pip install 'farspan[{name}]'", key="index.store",
         ) from None  # fmt: skip

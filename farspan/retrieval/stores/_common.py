@@ -34,7 +34,7 @@ def rows_to_add(
         raise ValueError(f"{len(ids)} ids, {len(vectors_ND)} vectors and {len(payloads)} payloads")
     check_vectors(vectors_ND, dim)
     if min(last) < 0 or max(last) >= 2**63:
-        raise _mismatch("an id is out of range", f"ids from {min(last)} to {max(last)}; from 0 to below 2**63 are taken")
+        raise _mismatch("an id is not from 0 to below 2**63", f"ids from {min(last)} to {max(last)}")
     check_keys({key for payload in payloads for key in payload})
     kept = [*last.values()]
     return [*last], np.ascontiguousarray(vectors_ND[kept]), [dict(payloads[row]) for row in kept]
@@ -42,8 +42,8 @@ def rows_to_add(
 
 def check_vectors(vectors_ND: Vectors, dim: int) -> None:
     """Refuses (store-mismatch) vectors of another length than `dim`, and a NaN or infinity in one."""
-    if vectors_ND.shape[-1] != dim:
-        raise _mismatch("vectors are of another length than the store's", f"store: {dim}, vectors: {vectors_ND.shape[-1]}")
+    if (length := vectors_ND.shape[-1]) != dim:
+        raise _mismatch("vectors are of another length than the store's", f"store: {dim}, vectors: {length}")
     if not np.isfinite(vectors_ND).all():
         raise _mismatch("a vector holds a NaN or an infinity", "nothing was written or searched")
 

@@ -53,7 +53,8 @@ class ChromaStore:
     def _fields(self, texts: list[str]) -> list[dict[str, None]]:
         """The fields that these ids have, as what removes them: an upsert leaves those that it does not name."""
         found = self._collection.get(ids=texts, include=["metadatas"])
-        there = {text: dict.fromkeys(fields or {}) for text, fields in zip(found["ids"], found["metadatas"], strict=True)}
+        rows = zip(found["ids"], found["metadatas"], strict=True)
+        there = {text: dict.fromkeys(fields or {}) for text, fields in rows}
         return [there.get(text, {}) for text in texts]
 
     def delete(self, ids: Sequence[int]) -> None:
@@ -96,7 +97,7 @@ class ChromaStore:
 
 @contextmanager
 def _answers(where: str) -> Iterator[None]:
-    """Refuses (no-index) a collection that is not there, (store-unreachable) a server that does not do what is asked."""
+    """Refuses (no-index) a collection that is not there, and (store-unreachable) a server that fails or refuses."""
     try:
         yield
     except NotFoundError as error:
@@ -114,7 +115,8 @@ def _client(spot: Spot) -> Any:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise Refusal(
             "out-of-range", what="this is no location of a Chroma server", where="run.yaml, key index.store",
-            fact=f"location: {spot.location}", remedy="set index.store: chroma:http://localhost:8000", key="index.store",
+            fact=f"location: {spot.location}", remedy="set index.store: chroma:http://localhost:8000",
+            key="index.store",
         )  # fmt: skip
     secure = parts.scheme == "https"
     with _answers(spot.location):

@@ -92,7 +92,7 @@ class FaissStore:
     def _write(self, change: _Change) -> None:
         """Append to the log, on disk when this returns; then change what is in memory."""
         if self._log is None:
-            self._log = open(self._generation() / _LOG, "r+b")
+            self._log = open(self._generation() / _LOG, "r+b")  # noqa: SIM115 - closed by close()
             self._log.truncate(self._end)
             self._log.seek(self._end)
         body = msgspec.msgpack.encode(change)

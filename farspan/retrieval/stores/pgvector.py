@@ -97,7 +97,7 @@ class PgvectorStore:
 
     def count(self) -> int:
         with _answers(self._where):
-            return int(self._asks("SELECT count(*) FROM {table}").fetchone()[0])  # type: ignore[index]
+            return int(next(self._asks("SELECT count(*) FROM {table}"))[0])
 
     def describe(self) -> About:
         return self._about
@@ -183,6 +183,11 @@ def _connect(spot: Spot) -> psycopg.Connection[Any]:
     return connection
 
 
+_NO_EXTENSION = (
+    psycopg.errors.FeatureNotSupported, psycopg.errors.UndefinedFile, psycopg.errors.InsufficientPrivilege
+)  # fmt: skip
+
+
 def _extend(connection: psycopg.Connection[Any], where: str) -> None:
     """Have the extension in the database. Refuses (extra-missing) where it cannot be, (version-mismatch) an old one."""
     version = "SELECT extversion FROM pg_extension WHERE extname = 'vector'"
@@ -191,12 +196,12 @@ def _extend(connection: psycopg.Connection[Any], where: str) -> None:
             connection.execute("CREATE EXTENSION IF NOT EXISTS vector")
     except psycopg.errors.UniqueViolation:
         pass  # Somebody else has made it meanwhile.
-    except (psycopg.errors.FeatureNotSupported, psycopg.errors.UndefinedFile, psycopg.errors.InsufficientPrivilege) as e:
+    except _NO_EXTENSION as error:
         raise Refusal(
-            "extra-missing", what="the database has no pgvector", where=where, fact=str(e).splitlines()[0],
+            "extra-missing", what="the database has no pgvector", where=where, fact=str(error).splitlines()[0],
             remedy=f"psql '{where}' -U postgres -c 'CREATE EXTENSION vector'", key="index.store",
         ) from None  # fmt: skip
-    (found,) = connection.execute(version).fetchone()  # type: ignore[misc]
+    (found,) = next(connection.execute(version))
     if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
         raise Refusal(
             "version-mismatch", what="the database has an old pgvector", where=where,

@@ -34,10 +34,12 @@ class QdrantStore:
         check_vectors(vector_D, self._about.dim)
         equal = dict(where or {})
         check_keys({*equal})
-        must = [qdrant.FieldCondition(key, match=qdrant.MatchValue(value)) for key, value in equal.items()]
         request = qdrant.QueryRequest(
-            limit=k, query=qdrant.Query.Nearest(vector_D.tolist()), with_payload=True, filter=qdrant.Filter(must=must)
-        )
+            limit=k, query=qdrant.Query.Nearest(vector_D.tolist()), with_payload=True,
+            filter=qdrant.Filter(
+                must=[qdrant.FieldCondition(key, match=qdrant.MatchValue(value)) for key, value in equal.items()]
+            ),
+        )  # fmt: skip
         hits = self._shard.query(request)
         return [Hit(id=int(hit.id), score=hit.score, payload=hit.payload or {}) for hit in hits]
 

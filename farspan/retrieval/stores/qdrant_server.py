@@ -33,14 +33,14 @@ from farspan.retrieval.stores._common import (
     unreachable,
 )
 
-#: Up to so many bytes of vectors a server compares every one; beyond that it keeps so many candidates while it searches.
+#: Up to so many bytes of vectors a server compares every one; beyond, it keeps so many candidates while it searches.
 EXACT_BYTES, SEARCH_EF = 128_000_000, 256
 #: Qdrant's own limit.
 MOST_NUMBERS = 65_536
 #: Vectors in one request: as JSON, some megabytes.
 AT_ONCE = 500
 ANSWER_S, FINISH_S = 30, 3600
-_DATA = "meta.json"
+_DATA, _METRIC = "meta.json", qdrant.Distance.DOT
 
 
 class QdrantServerStore:
@@ -56,7 +56,7 @@ class QdrantServerStore:
                 self._client.upsert(self._name, batch, wait=True)
 
     def delete(self, ids: Sequence[int]) -> None:
-        numbers: list[int | str] = [int(number) for number in ids]
+        numbers = [int(number) for number in ids]
         if numbers:
             with _answers(self._where):
                 self._client.delete(self._name, qdrant.PointIdsList(points=numbers), wait=True)
@@ -141,9 +141,6 @@ def _claim(client: QdrantClient, spot: Spot, wanted: About | None = None) -> Abo
     if not isinstance(vectors, qdrant.VectorParams) or (vectors.size, vectors.distance) != (about.dim, _METRIC):
         raise foreign(where, "the collection is not of vectors as farspan makes them", f"its vectors: {vectors}")
     return about
-
-
-_METRIC = qdrant.Distance.DOT
 
 
 def shared(location: str) -> bool:
