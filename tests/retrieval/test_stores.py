@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -482,6 +483,22 @@ def test_a_table_of_other_vectors_is_refused_and_one_of_the_same_is_gone_on_with
     module.drop(spot)
     refused("no-index", lambda: module.open_store(spot))
     module.drop(spot)
+
+
+def test_two_who_make_one_table_at_once_both_have_it(tmp_path, location):
+    place = place_of("pgvector", location, tmp_path)
+    with ThreadPoolExecutor(4) as pool:
+        made = [*pool.map(lambda _: place.module.create(place.spot(), ABOUT), range(4))]
+    made[0].add([1], unit_vectors(1), [{}])
+    assert [store.count() for store in made] == [1, 1, 1, 1]
+    for store in made:
+        store.close()
+
+
+def test_qdrant_in_a_folder_is_open_once(tmp_path, location):
+    place = place_of("qdrant_server-local", location, tmp_path)
+    with place.store():
+        refused("run-busy", lambda: place.module.open_store(place.spot()))
 
 
 @pytest.mark.parametrize("kind", ["chroma-server", "pgvector", "qdrant_server-local"])

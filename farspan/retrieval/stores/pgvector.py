@@ -5,6 +5,7 @@ The location is a URL such as postgresql://user@host/database. A password comes 
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import psycopg
 from pgvector.psycopg import register_vector
-from psycopg.conninfo import conninfo_to_dict
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.sql import SQL, Composed, Identifier, Literal
 from psycopg.types.json import Jsonb
 
@@ -29,9 +30,11 @@ from farspan.retrieval.stores._common import (
 )
 
 #: Up to so many bytes of vectors every one is compared: exact.
-EXACT_BYTES = 32_000_000
+EXACT_BYTES = 128_000_000
 #: Neighbours of a vector in the graph, and candidates that are kept while it is built and searched.
 NEIGHBOURS, BUILD_EF, SEARCH_EF = 24, 200, 400
+#: Of the server's memory, at most, while it builds the graph.
+BUILD_BYTES = 2_000_000_000
 #: pgvector's limits: numbers a vector, and numbers of one that a graph can hold.
 MOST_NUMBERS, MOST_IN_GRAPH = 16_000, 2_000
 #: PostgreSQL cuts names at 63 bytes; the indexes' names are longer than the table's.
@@ -103,7 +106,8 @@ class PgvectorStore:
         return self._about
 
     def finish(self) -> None:
-        graph = self.count() * self._about.dim * 4 > EXACT_BYTES and self._about.dim <= MOST_IN_GRAPH
+        size = self.count() * self._about.dim * 4
+        graph = size > EXACT_BYTES and self._about.dim <= MOST_IN_GRAPH
         with _answers(self._where), self._connection.transaction():
             self._asks("SET LOCAL statement_timeout = 0")
             self._asks(
@@ -111,6 +115,10 @@ class PgvectorStore:
                 index=Identifier(f"{self._name}_payload"),
             )
             if graph:
+                # Past this memory a build is many times slower. Shared among processes it is often more than there may
+                # be: containers have 64 MB.
+                self._asks("SET LOCAL max_parallel_maintenance_workers = 0")
+                self._asks(f"SET LOCAL maintenance_work_mem = '{min(BUILD_BYTES, 64_000_000 + 2 * size) // 1000}kB'")
                 self._asks(
                     "CREATE INDEX IF NOT EXISTS {index} ON {table} USING hnsw (embedding vector_ip_ops) "
                     f"WITH (m = {NEIGHBOURS}, ef_construction = {BUILD_EF})",
@@ -140,7 +148,7 @@ def _answers(where: str) -> Iterator[None]:
             remedy="free some on the server's disk; what was written stays",
         ) from None  # fmt: skip
     except (psycopg.OperationalError, psycopg.InterfaceError, psycopg.errors.InsufficientPrivilege) as error:
-        raise unreachable(where, error, f"psql '{where}' -c 'SELECT 1'") from None
+        raise unreachable(where, error, _psql(where, "SELECT 1")) from None
 
 
 def _words(spot: Spot) -> dict[str, Any]:
@@ -160,8 +168,12 @@ def _words(spot: Spot) -> dict[str, Any]:
 
 
 def _where(spot: Spot) -> str:
-    words = {key: value for key, value in _words(spot).items() if key in ("user", "host", "port", "dbname")}
-    return " ".join(f"{key}={value}" for key, value in words.items())
+    words = _words(spot)
+    return make_conninfo(**{key: words[key] for key in ("user", "host", "port", "dbname") if key in words})
+
+
+def _psql(where: str, statement: str) -> str:
+    return shlex.join(["psql", where, "-c", statement])
 
 
 def _connect(spot: Spot) -> psycopg.Connection[Any]:
@@ -199,14 +211,14 @@ def _extend(connection: psycopg.Connection[Any], where: str) -> None:
     except _NO_EXTENSION as error:
         raise Refusal(
             "extra-missing", what="the database has no pgvector", where=where, fact=str(error).splitlines()[0],
-            remedy=f"psql '{where}' -U postgres -c 'CREATE EXTENSION vector'", key="index.store",
+            remedy=_psql(make_conninfo(where, user="postgres"), "CREATE EXTENSION vector"), key="index.store",
         ) from None  # fmt: skip
     (found,) = next(connection.execute(version))
     if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
         raise Refusal(
             "version-mismatch", what="the database has an old pgvector", where=where,
             fact=f"{found}; {'.'.join(map(str, OLDEST))} or newer is needed",
-            remedy=f"psql '{where}' -c 'ALTER EXTENSION vector UPDATE'", key="index.store",
+            remedy=_psql(where, "ALTER EXTENSION vector UPDATE"), key="index.store",
         )  # fmt: skip
 
 
@@ -238,7 +250,8 @@ def create(spot: Spot, about: About) -> PgvectorStore:
                 for statement in _making(spot, about):
                     connection.execute(statement)
         claimed(_find(connection, spot)[1], f"{_where(spot)}, table {spot.name}", about)
-    except psycopg.errors.DuplicateTable:
+    except (psycopg.errors.DuplicateTable, psycopg.errors.UniqueViolation):
+        # Somebody else has made it meanwhile.
         connection.close()
         return create(spot, about)
     except Refusal:

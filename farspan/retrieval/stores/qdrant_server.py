@@ -120,7 +120,7 @@ def _answers(where: str) -> Iterator[None]:
 
 def _client(spot: Spot) -> QdrantClient:
     if not spot.location:
-        return QdrantClient(path=str(spot.folder))
+        return _in_folder(spot)
     if not spot.location.startswith(("http://", "https://")):
         raise Refusal(
             "out-of-range", what="this is no location of a Qdrant server", where="run.yaml, key index.store",
@@ -129,6 +129,16 @@ def _client(spot: Spot) -> QdrantClient:
         )  # fmt: skip
     key = os.environ.get("QDRANT_API_KEY")
     return QdrantClient(url=spot.location, api_key=key, timeout=ANSWER_S, check_compatibility=False)
+
+
+def _in_folder(spot: Spot) -> QdrantClient:
+    try:
+        return QdrantClient(path=str(spot.folder))
+    except RuntimeError as error:
+        raise Refusal(
+            "run-busy", what="another process has this vector store open", where=spot.folder,
+            fact=str(error).split(".")[0], remedy="end that process, or set index.store: qdrant", key="index.store",
+        ) from None  # fmt: skip
 
 
 def _claim(client: QdrantClient, spot: Spot, wanted: About | None = None) -> About:
