@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -124,7 +125,7 @@ def foreign(where: object, what: str, fact: str) -> Refusal:
     """A folder, table or collection that is not this index's: it is left as it is."""
     remedy = "name another database or server in run.yaml, key index.store"
     if isinstance(where, Path):
-        remedy = f"move it away: mv {where} {where}.other"
+        remedy = shlex.join(["mv", str(where), f"{where}.other"])
     return Refusal("store-foreign", what=what, where=where, fact=fact, remedy=remedy, key="index.store")
 
 

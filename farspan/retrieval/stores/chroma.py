@@ -103,6 +103,8 @@ def _answers(where: str) -> Iterator[None]:
     except NotFoundError as error:
         raise missing(where, str(error)) from None
     except (ChromaError, httpx.HTTPError) as error:
+        if not where.startswith("http"):
+            raise
         raise unreachable(where, error, f"curl {where}/api/v2/heartbeat") from None
 
 

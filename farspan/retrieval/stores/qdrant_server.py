@@ -46,6 +46,7 @@ _DATA, _METRIC = "meta.json", qdrant.Distance.DOT
 class QdrantServerStore:
     def __init__(self, client: QdrantClient, spot: Spot, about: About) -> None:
         self._client, self._name, self._about, self._where = client, spot.name, about, _where(spot)
+        self._shared = shared(spot.location)
 
     def add(self, ids: Sequence[int], vectors_ND: Vectors, payloads: Sequence[Payload]) -> None:
         numbers, vectors_ND, kept = rows_to_add(ids, vectors_ND, payloads, self._about.dim)
@@ -66,10 +67,12 @@ class QdrantServerStore:
         equal = dict(where or {})
         check_keys({*equal})
         must = [qdrant.FieldCondition(key=key, match=qdrant.MatchValue(value=value)) for key, value in equal.items()]
+        # The engine in a folder has no graph, and warns of what is said to it.
+        graph = qdrant.SearchParams(hnsw_ef=max(SEARCH_EF, k)) if self._shared else None
         with _answers(self._where):
             points = self._client.query_points(
                 self._name, query=vector_D.tolist(), limit=k, with_payload=True, query_filter=qdrant.Filter(must=must),
-                search_params=qdrant.SearchParams(hnsw_ef=max(SEARCH_EF, k)),
+                search_params=graph,
             ).points  # fmt: skip
         return [Hit(id=int(point.id), score=point.score, payload=point.payload or {}) for point in points]
 
