@@ -135,7 +135,7 @@ def _keep(streams: list[Tensor]) -> Any:
 
 
 def _query_form(text: str) -> str:
-    """Names split, one space before each word as inside a text: `torch.nn.CrossEntropyLoss` as ` torch nn cross ...`."""
+    """Names split, one space before each word as inside a text: `torch.nn.CrossEntropyLoss` as ` torch nn cross...`."""
     pieces = (piece for word in text.split() for piece in _SEPARATOR.split(word))
     return "".join(f" {part.lower()}" for piece in pieces for part in _CAMEL.split(piece) if part)
 

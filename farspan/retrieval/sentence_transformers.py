@@ -1,4 +1,4 @@
-"""The embedder as a folder that sentence-transformers loads: the Hugging Face folder, the maps, and a module for both."""
+"""The embedder as a folder that sentence-transformers loads: the Hugging Face folder, the maps, a module for both."""
 
 from __future__ import annotations
 
