@@ -112,6 +112,19 @@ def _text(run: RunFolder, config: RunConfig, say: Callable[[str], None]) -> Text
     return Text(list(read_documents(prepared)), load(run.corpus, CorpusManifest).train.documents, "")
 
 
+def write_vectors(run: RunFolder, path: Path) -> Path:
+    """Write ids, vectors, texts and fields of the run's index to a .parquet, .jsonl or .npy file, and beside it the
+    commands that load it elsewhere: the path of these. Refuses (no-index) where there is no index, and like
+    `farspan.retrieval.transfer.write_vectors`."""
+    from farspan.retrieval import transfer
+    from farspan.retrieval.index import passages_of, read_manifest
+
+    manifest = read_manifest(run.index, command("embed", run.path))
+    passages = passages_of(run.index, run.index, manifest)
+    transfer.write_vectors(path, transfer.rows(passages, manifest.fields), manifest.about)
+    return transfer.files(path)[-1]
+
+
 def opened(run: RunFolder, *, vectors: bool = True) -> closing[Index]:
     """The run's index, ready to be searched; without `vectors` by words alone."""
     from farspan.launch.trust import require_server
