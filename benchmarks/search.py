@@ -38,8 +38,10 @@ RESULTS = Path(__file__).parent / "results" / "search.json"
 FARSPAN = (sys.executable, "-m", "farspan")
 VECTORS, DIM, K, AT_ONCE = 100_000, 384, 10, 1024
 FILES = 10_000
-QUERIES = ("read a file line by line", "cross entropy loss of a classifier", "wait for several threads to finish",
-           "parse a date", "join two paths", "sort a list by key", "open a socket", "random numbers with a seed")  # fmt: skip
+QUERIES = (
+    "read a file line by line", "cross entropy loss of a classifier", "wait for several threads to finish",
+    "parse a date", "join two paths", "sort a list by key", "open a socket", "random numbers with a seed",
+)  # fmt: skip
 RATE, SECONDS = 20, 60
 
 
@@ -203,10 +205,14 @@ def embed(run: Path) -> dict[str, Any]:
                 encode(texts)
                 seconds[name].append(time.perf_counter() - start)
         pooling.bf16_is_fast = fast
-    ratios = {name: statistics.median(t / o for t, o in zip(seconds["theirs"], seconds[name], strict=True))
-              for name in ("ours", "ours, fp32")}  # fmt: skip
-    return {"passages": len(texts), "threads": torch.get_num_threads(), "passages_per_s": {
-        name: len(texts) / statistics.median(took) for name, took in seconds.items()}, "times_theirs": ratios}  # fmt: skip
+    ratios = {
+        name: statistics.median(t / o for t, o in zip(seconds["theirs"], seconds[name], strict=True))
+        for name in ("ours", "ours, fp32")
+    }
+    return {
+        "passages": len(texts), "threads": torch.get_num_threads(), "times_theirs": ratios,
+        "passages_per_s": {name: len(texts) / statistics.median(took) for name, took in seconds.items()},
+    }  # fmt: skip
 
 
 PARTS = {"store": store, "follow": follow, "cold": cold, "server": server, "embed": embed}
