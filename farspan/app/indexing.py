@@ -171,10 +171,16 @@ def search(
     refuse_empty(query)
     from farspan.retrieval.search import search as search_index
 
-    with opened(run, vectors=system != "bm25") as index:
-        if is_stale(run, index.manifest):
-            progress(Note(f"the text has changed since it was indexed; to follow it: {command('embed', run.path)}"))
-        return search_index(index, query, k, system, where)
+    while True:
+        with opened(run, vectors=system != "bm25") as index:
+            if is_stale(run, index.manifest):
+                progress(Note(f"the text has changed since it was indexed; to follow it: {command('embed', run.path)}"))
+            try:
+                return search_index(index, query, k, system, where)
+            except Refusal:
+                # A new index may have taken the files of this one away before the model was loaded.
+                if _there(run) in (None, index.manifest):
+                    raise
 
 
 def is_stale(run: RunFolder, manifest: IndexManifest) -> bool:
