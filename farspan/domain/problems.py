@@ -49,6 +49,7 @@ EXIT_CODES = {
     "device-unusable": 43,
     "not-running": 44,
     "superseded": 45,
+    "port-taken": 49,
     "interrupted": 130,
 }
 
