@@ -52,7 +52,8 @@ def served(run: RunFolder) -> Served:
 
     plan, corpus, record = run.load_plan(), load(run.corpus, CorpusManifest), load(run.record, RunRecord)
     return Served(
-        name=run.path.resolve().name, report=run.report, created=int(datetime.fromisoformat(record.created).timestamp()),
+        name=run.path.resolve().name, report=run.report,
+        created=int(datetime.fromisoformat(record.created).timestamp()),
         model=ModelAbout(line=model_line(plan), parameters=parameters(plan.model), context=plan.model.context),
         text=TextAbout(
             source=corpus.source, documents=corpus.train.documents + corpus.val.documents,

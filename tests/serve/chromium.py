@@ -85,9 +85,9 @@ class Browser:
         return done["result"].get("value")
 
     def until(self, code: str) -> Any:
-        """Wait until an expression is true: its value."""
+        """Wait until an expression is true: its value, of an element true."""
         deadline = time.monotonic() + WAIT_S
-        while not (value := self.run(code)):
+        while not (value := self.run(f"((value) => value instanceof Node || value)({code})")):
             assert time.monotonic() < deadline, f"{code} stays {value!r}; {self.complaints}"
             time.sleep(0.03)
         return value

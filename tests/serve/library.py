@@ -162,9 +162,13 @@ def texts() -> list[Text]:
     """Rivers for several pages of results, and text that is hard to show."""
     rivers = [
         Text(
-            title=f"The {name} {part}", origin=f"rivers/{name.lower()}.md", line=3 + 10 * number, page=0,
-            headings=("Rivers of Europe", name), metadata={"lang": "en", "kind": "note" if number else "essay"},
-            text=f"The {name} is a river.\n\nIts {part} is where the water of the {name} is {'slow' if number else 'cold'}"
+            title=f"The {name} {part}",
+            origin=f"rivers/{name.lower()}.md",
+            line=3 + 10 * number,
+            page=0,
+            headings=("Rivers of Europe", name),
+            metadata={"lang": "en", "kind": "note" if number else "essay"},
+            text=f"The {name} is a river.\n\nIts {part} is where the water of the {name} is {('cold', 'slow')[number]}"
             f" and people of {name}land keep boats. A barge takes grain down to the sea, and salt on its way back.",
         )
         for name in RIVERS

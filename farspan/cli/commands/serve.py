@@ -13,7 +13,7 @@ HELP = "search the documents in a browser, and an API"
 def configure(parser: argparse.ArgumentParser) -> None:
     takes_run(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, this machine)")
-    parser.add_argument("--port", type=_port, default=8000, help="port to listen on; 0 takes a free one (default: 8000)")
+    parser.add_argument("--port", type=_port, default=8000, help="port to listen on, 0 for any (default: 8000)")
     parser.add_argument("--token", help="who asks must know it; others on the network need one (or $FARSPAN_TOKEN)")
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import ipaddress
 from contextlib import suppress
 from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
@@ -154,7 +153,10 @@ class Guard:
                 while True:
                     message = await receive()
                     if message["type"] != "http.request":
-                        raise Turned(400, "usage", what="the request broke off", where="body", fact="the client has gone", remedy="send it again")
+                        raise Turned(
+                            400, "usage", what="the request broke off", where="body", fact="the client has gone",
+                            remedy="send it again",
+                        )  # fmt: skip
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
                     if size > self._limits.body_bytes:
@@ -196,10 +198,6 @@ def _host_name(host: str) -> str:
         return (urlsplit(f"//{host}").hostname or "").lower()
     except ValueError:
         return ""
-
-
-def is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
 
 
 def _forbidden(what: str, fact: str, remedy: str) -> Turned:

@@ -183,6 +183,6 @@ def _map(searcher: Searcher) -> bytes:
 
 def _nothing(place: str) -> Turned:
     return Turned(
-        404, "path-missing", what="there is nothing at this address", where=place, fact="no page and no call of the API",
-        remedy="see /openapi.json for what there is",
+        404, "path-missing", what="there is nothing at this address", where=place,
+        fact="no page and no call of the API has it", remedy="see /openapi.json for what there is",
     )  # fmt: skip

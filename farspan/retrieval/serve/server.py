@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import ipaddress
 import re
+import signal
 import socket
-from collections.abc import Callable
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,19 +67,30 @@ def serve(
             say(f"serving {address.run} at {url}{query}")
             say("Ctrl-C ends it")
             try:
-                # uvicorn raises a signal again once it has ended.
-                with suppress(KeyboardInterrupt):
-                    uvicorn.Server(config).run(sockets=[listener])
+                _Server(config).run(sockets=[listener])
             finally:
                 beside.remove(address.run, there)
     say("ended")
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's own raises a signal again once it has ended; to be asked to end is how this one ends."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def _listening(address: Address) -> socket.socket:
     host, port = address.host, address.port
     try:
         family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.create_server(where[:2], family=family, backlog=2048)  # type: ignore[arg-type]
+        listener = socket.create_server(where[:2], family=family, backlog=2048)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             other = port + 1 if port < 65535 else 0

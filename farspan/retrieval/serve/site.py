@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from farspan.domain.codec import parse_json
-from farspan.retrieval.search import Answer
+from farspan.domain.problems import Refusal
+from farspan.retrieval.search import Answer, Result
 from farspan.retrieval.serve import forms
 from farspan.retrieval.serve.current import Current
 from farspan.retrieval.serve.lanes import Lane
@@ -22,14 +23,13 @@ T = TypeVar("T")
 
 ANSWERS = (
     Answer, forms.Similar, forms.Map, forms.About, forms.Generate, forms.Generated, forms.Embed, forms.Embeddings,
-    forms.Models, forms.Healthy, Trouble, OpenAITrouble, forms.Result,
+    forms.Models, forms.Healthy, Trouble, OpenAITrouble, Result,
 )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """A run as it is served: `name` is also the name of its model; `created`, in seconds since the epoch, the model's.
-    """
+    """A run as it is served: `name` is also the name of its model; `created`, in seconds since the epoch, the model's."""
 
     name: str
     created: int
@@ -67,7 +67,11 @@ class Site:
 
 def parsed(body: bytes, kind: type[T], place: str) -> T:
     """The body of a request; refuses one that is not as it should be, and says where."""
-    return parse_json(body, kind, place)
+    try:
+        return parse_json(body, kind, place)
+    except Refusal as refusal:
+        what = refusal.problem.what.replace("the file", "the body")
+        raise Refusal.of(msgspec.structs.replace(refusal.problem, what=what)) from None
 
 
 def at_most(value: int, most: int, what: str, place: str) -> None:
@@ -78,7 +82,7 @@ def at_most(value: int, most: int, what: str, place: str) -> None:
         )  # fmt: skip
 
 
-def given(kind: type) -> dict[str, Any]:
+def given(kind: type) -> dict[int | str, dict[str, Any]]:
     """How a route says that it answers with `kind`."""
     return {200: {"description": " ".join((kind.__doc__ or "").split()), "content": {"application/json": _ref(kind)}}}
 

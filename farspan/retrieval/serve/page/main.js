@@ -12,7 +12,7 @@ const OWN = ["q", "k", "offset", "system"];
 //: A search that is quicker shows no sign of being busy.
 const PATIENCE_MS = 150;
 const seen = new Map();
-let about = null, running = null;
+let about = null, running = null, choice = [];
 
 const state = () => new URLSearchParams(location.search);
 const filters = (query = state()) => [...query].filter(([name]) => !OWN.includes(name));
@@ -39,7 +39,11 @@ async function search({ focus = false } = {}) {
   at("system").value = query.get("system") ?? "";
   showFilters();
   if (!words.trim()) return showStart();
-  const busy = setTimeout(() => { at("results").setAttribute("aria-busy", "true"); say("searching"); }, PATIENCE_MS);
+  const busy = setTimeout(() => sayBusy("searching"), PATIENCE_MS);
+  const waiting = (seconds) => {
+    clearTimeout(busy);
+    sayBusy(`The server is busy; asking again in ${counted(seconds, "second")}.`);
+  };
   query.set("k", PAGE);
   try {
     const answer = await ask(`/api/search?${query}`, { signal: mine.signal, waiting });
@@ -54,9 +58,9 @@ async function search({ focus = false } = {}) {
   }
 }
 
-function waiting(seconds) {
+function sayBusy(text) {
   at("results").setAttribute("aria-busy", "true");
-  say(`The server is busy; asking again in ${counted(seconds, "second")}.`);
+  say(text);
 }
 
 const say = (text) => { at("status").textContent = text; };
@@ -65,7 +69,7 @@ function show(answer) {
   learn(answer.results);
   document.title = `${answer.query} · ${document.querySelector("h1").textContent} · farspan`;
   map.highlight(answer.results.map((result) => result.id));
-  say(answer.results.length ? results.told(answer, offset()) : "nothing found");
+  say(results.told(answer, offset()));
   const fields = about?.fields ?? [];
   at("found").replaceChildren(answer.results.length
     ? results.hits(answer, offset(), { open, filter: addFilter, fields })
@@ -91,7 +95,7 @@ function showStart() {
   at("pager").hidden = true;
   map.highlight([]);
   at("results").removeAttribute("aria-busy");
-  at("found").replaceChildren(about ? results.start(about) : "");
+  at("found").replaceChildren(about ? results.start(about, choice, open) : "");
 }
 
 function showFilters() {
@@ -160,6 +164,7 @@ function setUp() {
   at("search").addEventListener("submit", (event) => {
     event.preventDefault();
     go((query) => query.set("q", at("query").value));
+    scrollTo({ top: 0 });
   });
   at("filter").addEventListener("submit", (event) => {
     event.preventDefault();
@@ -174,7 +179,7 @@ function setUp() {
   addEventListener("popstate", () => search());
   addEventListener("keydown", pressed);
   passage.setUp(writeOn);
-  map.setUp(open);
+  map.setUp(open, (corpus) => { choice = results.choice(corpus); if (at("found").querySelector(".start")) showStart(); });
   setUpWriting();
 }
 

@@ -5,7 +5,9 @@ import { at, make } from "./text.js";
 
 const LISTED = 100;
 const REACH = 18;
-let corpus = null, found = new Set(), chosen = -1, listed = 0, openPassage = () => {};
+//: Of the plane, in pixels; a legend or a point at its edge keeps clear of it.
+const MARGIN = 12;
+let corpus = null, bounds = null, found = new Set(), chosen = -1, listed = 0, openPassage = () => {}, arrived = () => {};
 
 /** Mark the points of these passages. */
 export function highlight(ids) {
@@ -13,8 +15,10 @@ export function highlight(ids) {
   draw();
 }
 
-export function setUp(open) {
+/** `open` opens a passage; `come` is told the map, once it is there. */
+export function setUp(open, come) {
   openPassage = open;
+  arrived = come;
   const canvas = at("plane");
   new IntersectionObserver((entries, observer) => {
     if (entries.some((entry) => entry.isIntersecting)) { observer.disconnect(); load(); }
@@ -33,6 +37,8 @@ export function setUp(open) {
 async function load() {
   try {
     corpus = await ask("/api/map", { waiting: () => { at("map-said").textContent = "The server is busy; the map will come."; } });
+    bounds = boundsOf(corpus.xy);
+    arrived(corpus);
     at("map-said").textContent = corpus.ids.length ? "Passages that are alike lie close together." : "The index has no passages.";
     draw();
     if (at("map-list").open) more();
@@ -41,10 +47,21 @@ async function load() {
   }
 }
 
-const spot = ([x, y]) => {
-  const { clientWidth: width, clientHeight: height } = at("plane");
-  return [width / 2 + x * (width / 2 - 10), height / 2 - y * (height / 2 - 10)];
-};
+/** The least and the largest of each coordinate. */
+function boundsOf(points) {
+  const bounds = [[Infinity, -Infinity], [Infinity, -Infinity]];
+  for (const point of points) {
+    point.forEach((value, axis) => { bounds[axis] = [Math.min(bounds[axis][0], value), Math.max(bounds[axis][1], value)]; });
+  }
+  return bounds;
+}
+
+/** Where a point is drawn: the points fill the plane. */
+function spot([x, y]) {
+  const { clientWidth: width, clientHeight: height } = at("plane"), [[left, right], [low, high]] = bounds;
+  const across = (width - 2 * MARGIN) / (right - left || 1), up = (height - 2 * MARGIN) / (high - low || 1);
+  return [width / 2 + (x - (left + right) / 2) * across, height / 2 - (y - (low + high) / 2) * up];
+}
 
 function draw() {
   const canvas = at("plane"), scale = devicePixelRatio || 1;
@@ -109,7 +126,9 @@ function choose(row) {
     tip.dir = "auto";
     tip.style.left = left ? "auto" : `${x + 12}px`;
     tip.style.right = left ? `${at("plane").clientWidth - x + 12}px` : "auto";
-    tip.style.top = `${Math.max(4, y - 14)}px`;
+    const low = y > at("plane").clientHeight / 2;
+    tip.style.top = low ? "auto" : `${y - 6}px`;
+    tip.style.bottom = low ? `${at("plane").clientHeight - y - 6}px` : "auto";
   }
   draw();
 }

@@ -56,7 +56,16 @@ export function nothing(query, filters, clear) {
     narrowed ? make("button", { type: "button", onclick: clear, textContent: "Search without filters" }) : null);
 }
 
-export function start(about) {
+const BEGIN_WITH = 8;
+
+/** Some passages of unlike documents, evenly over the index: [id, title]. */
+export function choice(corpus) {
+  const titled = new Map(corpus.ids.map((id, row) => [corpus.titles[row] || corpus.origins[row], id]));
+  const all = [...titled], step = Math.max(1, Math.floor(all.length / BEGIN_WITH));
+  return all.filter((_, row) => row % step === 0).slice(0, BEGIN_WITH);
+}
+
+export function start(about, begin, open) {
   const index = about.index, evaluation = index.evaluation, tiles = [
     ["Documents", number(index.documents), about.text ? `from ${about.text.source}` : ""],
     ["Passages", number(index.chunks), `vectors of ${number(index.dim)} numbers`],
@@ -67,7 +76,11 @@ export function start(about) {
   }
   return make("div", { className: "start" },
     make("dl", { className: "tiles" }, ...tiles.map(([name, value, more]) => make("div", {},
-      make("dt", { textContent: name }), make("dd", { textContent: value }), make("dd", { textContent: more, dir: "auto" })))));
+      make("dt", { textContent: name }), make("dd", { textContent: value }), make("dd", { textContent: more, dir: "auto" })))),
+    begin.length ? make("h2", { textContent: "Or begin with one of these" }) : null,
+    make("ul", { className: "begin" }, ...begin.map(([title, id]) => make("li", {}, make("button", {
+      type: "button", className: "open", dir: "auto", textContent: title, onclick: (event) => open(id, event.currentTarget),
+    })))));
 }
 
 /** What the server refuses, and why; `again` asks once more. */
