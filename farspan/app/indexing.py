@@ -125,8 +125,9 @@ def write_vectors(run: RunFolder, path: Path) -> Path:
     return transfer.files(path)[-1]
 
 
-def opened(run: RunFolder, *, vectors: bool = True) -> closing[Index]:
-    """The run's index, ready to be searched; without `vectors` by words alone."""
+def opened(run: RunFolder, *, vectors: bool = True, trained: Trained | None = None) -> closing[Index]:
+    """The run's index, ready to be searched; without `vectors` by words alone. `trained`: the run's model, where it is
+    loaded already."""
     from farspan.launch.trust import require_server
     from farspan.retrieval.index import Index, read_manifest
 
@@ -134,9 +135,9 @@ def opened(run: RunFolder, *, vectors: bool = True) -> closing[Index]:
         from farspan.retrieval.embed import Embedder
         from farspan.runtime.inference import load as load_model
 
-        trained = load_model(run)
-        refuse_other_model(run, of, origin(run, trained))
-        return Embedder.load(trained.model, trained.tokenizer, fitted)
+        model = trained or load_model(run)
+        refuse_other_model(run, of, origin(run, model))
+        return Embedder.load(model.model, model.tokenizer, fitted)
 
     again = command("embed", run.path)
     manifest = read_manifest(run.index, again)

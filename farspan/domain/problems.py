@@ -52,6 +52,7 @@ EXIT_CODES = {
     "store-unreachable": 46,
     "store-foreign": 47,
     "store-mismatch": 48,
+    "port-taken": 49,
     "interrupted": 130,
 }
 

@@ -1,0 +1,74 @@
+"""A run's index as a web application: a page to search in, and an API for programs."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from farspan.app.updates import Progress, notes, silent
+from farspan.domain.codec import load
+from farspan.domain.corpus import CorpusManifest
+from farspan.domain.problems import Refusal
+from farspan.domain.run import RunFolder, RunRecord
+
+if TYPE_CHECKING:
+    from farspan.retrieval.serve.opened import IndexSearcher
+    from farspan.retrieval.serve.site import Served
+
+#: The variable that may hold the token: other users see what a command is given.
+TOKEN = "FARSPAN_TOKEN"
+
+
+def serve(
+    run: RunFolder, progress: Progress = silent, *, host: str = "127.0.0.1", port: int = 8000, token: str | None = None
+) -> None:
+    """Serve the run's index until the process is asked to end. `token` may also be in $FARSPAN_TOKEN.
+
+    Raises Refusal, also for an address that others can reach without a token (out-of-range), and where another program
+    listens there (port-taken).
+    """
+    try:
+        from farspan.retrieval.serve.server import Address
+        from farspan.retrieval.serve.server import serve as serve_at
+    except ModuleNotFoundError as error:
+        if error.name not in ("fastapi", "starlette", "uvicorn"):
+            raise
+        raise Refusal(
+            "extra-missing", what="the server needs a library that is not installed", where="farspan serve",
+            fact=f"there is no module {error.name}", remedy="pip install 'farspan[serve]'",
+        ) from None  # fmt: skip
+    address = Address(run=run.path, host=host, port=port, token=token or os.environ.get(TOKEN) or None)
+    serve_at(address, served(run), lambda: searcher(run), notes(progress))
+
+
+def served(run: RunFolder) -> Served:
+    """What the page and the API tell of the run."""
+    from farspan.domain.model import parameters
+    from farspan.report.text import model_line
+    from farspan.retrieval.serve.forms import ModelAbout, TextAbout
+    from farspan.retrieval.serve.site import Served
+
+    plan, corpus, record = run.load_plan(), load(run.corpus, CorpusManifest), load(run.record, RunRecord)
+    return Served(
+        name=run.path.resolve().name, report=run.report,
+        created=int(datetime.fromisoformat(record.created).timestamp()),
+        model=ModelAbout(line=model_line(plan), parameters=parameters(plan.model), context=plan.model.context),
+        text=TextAbout(
+            source=corpus.source, documents=corpus.train.documents + corpus.val.documents,
+            bytes=corpus.train.text_bytes + corpus.val.text_bytes,
+        ),
+    )  # fmt: skip
+
+
+def searcher(run: RunFolder) -> IndexSearcher:
+    """The run's index as it is now, with the model that it is of."""
+    from farspan.app.indexing import opened
+    from farspan.retrieval.serve.opened import IndexSearcher
+    from farspan.runtime.inference import load as load_model
+
+    trained = load_model(run)
+    with ExitStack() as stack:
+        index = stack.enter_context(opened(run, trained=trained))
+        return IndexSearcher(index, trained.model, trained.tokenizer, stack.pop_all().close)

@@ -1,0 +1,122 @@
+"""The index that is searched now. A new one on disk is opened beside it and takes its place; the old one is closed
+after its last request."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from farspan.domain.problems import Problem, Refusal
+from farspan.retrieval.serve.searcher import Searcher
+
+
+@dataclass(eq=False)
+class _Open:
+    searcher: Searcher
+    stamp: object
+    #: Requests that use it.
+    users: int = 0
+    retired: bool = False
+    #: What was computed of this index once.
+    kept: dict[str, Any] = field(default_factory=dict)
+
+
+class Current:
+    """`open_searcher` opens the index that is on disk. Looks for another one at most every `look_s` seconds, and only
+    when somebody asks; one that cannot be opened is tried again after `retry_s`."""
+
+    def __init__(self, open_searcher: Callable[[], Searcher], *, look_s: float, retry_s: float) -> None:
+        self._open_searcher, self._look_s, self._retry_s = open_searcher, look_s, retry_s
+        self._lock = threading.Lock()
+        self._now, self._next_look = self._opened(), time.monotonic() + look_s
+        #: What the index on disk could not be opened for.
+        self.trouble: Problem | None = None
+        self._closed = False
+
+    @contextmanager
+    def lease(self) -> Iterator[Searcher]:
+        """The searcher of today; it stays open until the block ends."""
+        with self._leased() as one:
+            yield one.searcher
+
+    def once(self, name: str, make: Callable[[Searcher], Any]) -> Any:
+        """What `make` returns, made once for each index."""
+        with self._leased() as one:
+            if name not in one.kept:
+                one.kept[name] = make(one.searcher)
+            return one.kept[name]
+
+    @contextmanager
+    def _leased(self) -> Iterator[_Open]:
+        self._look()
+        with self._lock:
+            one = self._now
+            one.users += 1
+        try:
+            yield one
+        finally:
+            with self._lock:
+                one.users -= 1
+            self._close_unused(one)
+
+    def close(self) -> None:
+        """Close the index once nobody uses it. What is opened meanwhile is closed at once."""
+        with self._lock:
+            self._closed = self._now.retired = True
+        self._close_unused(self._now)
+
+    def _opened(self) -> _Open:
+        searcher = self._open_searcher()
+        return _Open(searcher, searcher.stamp())
+
+    def _look(self) -> None:
+        with self._lock:
+            if self._closed or time.monotonic() < self._next_look:
+                return
+            self._next_look = time.monotonic() + self._look_s
+            now = self._now
+        try:
+            if now.searcher.stamp() == now.stamp:
+                return
+        except (OSError, Refusal):
+            return  # It is being replaced, or has gone: the open one goes on.
+        with self._lock:
+            # Nobody else looks until this one is open.
+            self._next_look = float("inf")
+        threading.Thread(target=self._swap, name="new-index", daemon=True).start()
+
+    def _swap(self) -> None:
+        try:
+            new = self._opened()
+        except Exception as error:
+            self.trouble = _told(error)
+            print(f"the new index cannot be opened: {self.trouble.fact}", file=sys.stderr, flush=True)
+            self._next_look = time.monotonic() + self._retry_s
+            return
+        with self._lock:
+            old, self._now = self._now, new
+            old.retired, new.retired, self.trouble = True, self._closed, None
+            self._next_look = time.monotonic() + self._look_s
+        for one in (old, new):
+            self._close_unused(one)
+
+    def _close_unused(self, one: _Open) -> None:
+        with self._lock:
+            if not one.retired or one.users:
+                return
+            one.users = -1  # Nobody closes it twice.
+        one.searcher.close()
+
+
+def _told(error: Exception) -> Problem:
+    if isinstance(error, Refusal):
+        return error.problem
+    return Problem(
+        code="no-index", what="the new index cannot be opened", where="the run's index", fact=repr(error),
+        remedy="make it again: farspan embed",
+    )  # fmt: skip

@@ -1,0 +1,36 @@
+"""What one server takes on: sizes, times, and how many requests wait."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    body_bytes: int = 1_000_000
+    #: Of the address after its `?`: a query of `query_chars` fits in any script.
+    address_bytes: int = 32_000
+    query_chars: int = 2_000
+    prompt_chars: int = 8_000
+    #: Results at once, and how deep paging goes.
+    k: int = 100
+    offset: int = 10_000
+    #: Texts of one request for vectors, and tokens to write at most.
+    batch: int = 256
+    tokens: int = 512
+    #: Threads that search, and threads that write and embed; requests that may wait for each.
+    searching: int = 1
+    writing: int = 1
+    searching_waiting: int = 32
+    writing_waiting: int = 4
+    #: How long a search may take with its waiting, and how long what the second kind of threads does.
+    search_s: float = 30.0
+    write_s: float = 120.0
+    #: How long the body of a request may take to come.
+    body_s: float = 10.0
+    #: How often it is looked whether there is a new index; after one that could not be opened, how much later again.
+    look_s: float = 1.0
+    retry_s: float = 30.0
+    #: What runs when the server is asked to end has so long.
+    end_s: float = 5.0
+    #: Connections at once; more are turned away.
+    connections: int = 256

@@ -1,0 +1,94 @@
+// A page of results, and what stands there instead: the start, nothing found, a refusal.
+
+import { counted, excerptStart, make, marked, number, place } from "./text.js";
+
+const SYSTEMS = { bm25: "words", model: "vectors", fused: "words and vectors" };
+
+export function hits(answer, offset, { open, filter, fields }) {
+  const most = (name) => Math.max(...answer.results.map((result) => result[name] ?? 0), 1e-9);
+  const top = { word: most("word_score"), vector: most("vector_score") };
+  const list = answer.results.map((result, row) => make("li", { className: "hit" },
+    make("h3", {}, make("button", {
+      type: "button", className: "open", dir: "auto", textContent: result.title || result.origin,
+      onclick: (event) => open(result, event.currentTarget),
+    })),
+    make("p", { className: "place", dir: "auto", textContent: place(result) }),
+    make("p", { className: "excerpt", dir: "auto" }, ...marked(result, excerptStart(result))),
+    make("div", { className: "why", attributes: { "aria-label": `Why this is number ${offset + row + 1}` } },
+      score("words", "words", result.word_score, top.word),
+      score("vector", "vector", result.vector_score, top.vector),
+      chips(result.metadata, fields, filter)),
+  ));
+  return make("ol", { className: "hits", start: offset + 1 }, ...list);
+}
+
+function score(kind, name, value, most) {
+  if (value === null || value === undefined) return null;
+  const meter = make("meter", { className: kind, min: 0, max: 1, value: Math.max(0, value) / most });
+  meter.setAttribute("aria-hidden", "true");
+  const title = kind === "words" ? "BM25: how much the words of the query say about the document"
+    : "cosine of the query's vector and the passage's";
+  return make("span", { className: "score", title }, `${name} ${value.toFixed(2)}`, meter);
+}
+
+/** The document's metadata; a click narrows the search to it. */
+function chips(metadata, fields, filter) {
+  const shown = Object.entries(metadata).filter(([name, value]) => fields.includes(name) && value.length < 80);
+  if (!shown.length) return null;
+  return make("ul", { className: "chips" }, ...shown.slice(0, 6).map(([name, value]) => make("li", {},
+    make("button", {
+      type: "button", className: "chip", dir: "auto", title: `only ${name} = ${value}`, onclick: () => filter(name, value),
+    }, `${name} `, make("b", { textContent: value })))));
+}
+
+/** "12 documents, ranked by words: asked for". */
+export function told(answer, offset) {
+  const shown = answer.results.length;
+  const range = answer.total > shown && shown ? `${number(offset + 1)} to ${number(offset + shown)} of ` : "";
+  return `${range}${counted(answer.total, "document")}, ranked by ${SYSTEMS[answer.system]} (${answer.why})`;
+}
+
+export function nothing(query, filters, clear) {
+  const narrowed = filters.length > 0;
+  return make("div", { className: "empty" },
+    make("h2", { dir: "auto", textContent: `Nothing found for “${query}”` }),
+    make("p", { textContent: narrowed ? "No document with these filters has such words." : "No document is like it. Try other words, or a whole sentence." }),
+    narrowed ? make("button", { type: "button", onclick: clear, textContent: "Search without filters" }) : null);
+}
+
+const BEGIN_WITH = 8;
+
+/** Some passages of unlike documents, evenly over the index: [id, title]. */
+export function choice(corpus) {
+  const titled = new Map(corpus.ids.map((id, row) => [corpus.titles[row] || corpus.origins[row], id]));
+  const all = [...titled], step = Math.max(1, Math.floor(all.length / BEGIN_WITH));
+  return all.filter((_, row) => row % step === 0).slice(0, BEGIN_WITH);
+}
+
+export function start(about, begin, open) {
+  const index = about.index, evaluation = index.evaluation, tiles = [
+    ["Documents", number(index.documents), about.text ? `from ${about.text.source}` : ""],
+    ["Passages", number(index.chunks), `vectors of ${number(index.dim)} numbers`],
+  ];
+  if (evaluation) {
+    const [bm25, fused] = ["bm25", "fused"].map((name) => evaluation.systems[name].ndcg_at_10);
+    tiles.push(["nDCG@10", Math.max(bm25, fused).toFixed(3), `words ${bm25.toFixed(3)}, with vectors ${fused.toFixed(3)}`]);
+  }
+  return make("div", { className: "start" },
+    make("dl", { className: "tiles" }, ...tiles.map(([name, value, more]) => make("div", {},
+      make("dt", { textContent: name }), make("dd", { textContent: value }), make("dd", { textContent: more, dir: "auto" })))),
+    begin.length ? make("h2", { textContent: "Or begin with one of these" }) : null,
+    make("ul", { className: "begin" }, ...begin.map(([title, id]) => make("li", {}, make("button", {
+      type: "button", className: "open", dir: "auto", textContent: title, onclick: (event) => open(id, event.currentTarget),
+    })))));
+}
+
+/** What the server refuses, and why; `again` asks once more. */
+export function refusal(problem, again) {
+  const rows = [["where", problem.where], ["fact", problem.fact], ["fix", problem.remedy]].filter(([, text]) => text);
+  return make("div", { className: "notice failed", attributes: { role: "alert" } },
+    make("h2", {}, problem.what.charAt(0).toUpperCase() + problem.what.slice(1),
+      make("span", { className: "code", textContent: problem.code })),
+    make("dl", {}, ...rows.flatMap(([name, text]) => [make("dt", { textContent: name }), make("dd", { textContent: text, dir: "auto" })])),
+    again ? make("button", { type: "button", onclick: again, textContent: "Try again" }) : null);
+}

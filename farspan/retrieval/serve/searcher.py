@@ -1,0 +1,57 @@
+"""What the web application needs of an index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from farspan.retrieval.index import IndexManifest
+    from farspan.retrieval.rank import System
+    from farspan.retrieval.search import Answer, Result
+
+Kind = Literal["query", "document"]
+#: Points of a map at most.
+POINTS = 5_000
+
+
+class Searcher(Protocol):
+    """An index that is open, and its model. Several threads may ask at once.
+
+    `search`, `similar` and `passage` raise Refusal (usage) for a field or an id that there is not.
+    """
+
+    @property
+    def manifest(self) -> IndexManifest: ...
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """What a search can be narrowed by."""
+
+    def search(
+        self, query: str, k: int, system: System | None = None, where: Mapping[str, str] | None = None, offset: int = 0
+    ) -> Answer: ...
+
+    def passage(self, chunk_id: str) -> Result: ...
+
+    def similar(self, chunk_id: str, k: int) -> tuple[Result, ...]: ...
+
+    def map(self) -> tuple[list[str], npt.NDArray[np.floating]]:
+        """At most POINTS passages: their ids, and where they lie in a plane (N x 2)."""
+
+    def embed(self, texts: list[str], kind: Kind) -> tuple[npt.NDArray[np.float32], list[int], int]:
+        """Unit vectors (N x E), the tokens that each text was cut by, and the tokens that were read."""
+
+    def generate(
+        self, prompt: str, tokens: int, temperature: float, top_k: int, seed: int,
+        enough: Callable[[], bool] = lambda: False,
+    ) -> str:  # fmt: skip
+        """What the model writes after the prompt; it stops early once it is `enough`."""
+
+    def stamp(self) -> object:
+        """Another value once a new index has taken this one's place on disk."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,188 @@
+"""A searcher over a list of documents in RUN/index/index.json: simple, and quick to open."""
+
+from __future__ import annotations
+
+import re
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from farspan.domain.codec import load, write_atomically
+from farspan.domain.problems import Refusal
+from farspan.retrieval.index import Fit, IndexManifest, Origin, Recipe, unknown_field
+from farspan.retrieval.rank import System
+from farspan.retrieval.search import Answer, Result
+from farspan.retrieval.serve.searcher import Kind
+
+DIM = 32
+#: The model reads so many words of a text.
+CONTEXT = 50
+
+
+class Text(msgspec.Struct, frozen=True, kw_only=True):
+    title: str
+    text: str
+    origin: str
+    line: int = 0
+    page: int = 0
+    headings: tuple[str, ...] = ()
+    metadata: dict[str, str] = {}
+
+
+def words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
+
+
+def vector(text: str) -> np.ndarray:
+    """A unit vector: words at random directions."""
+    total = np.full(DIM, 1e-6, np.float32)
+    for word in words(text)[:CONTEXT]:
+        total += np.random.default_rng(zlib.crc32(word.encode())).standard_normal(DIM).astype(np.float32)
+    return total / np.linalg.norm(total)
+
+
+def put(run: Path, texts: list[Text]) -> None:
+    """Make these the texts of the run's index."""
+    (run / "index").mkdir(parents=True, exist_ok=True)
+    write_atomically(run / "index" / "index.json", msgspec.json.encode(texts))
+
+
+class ListSearcher:
+    """A query that begins with `sleep SECONDS` takes so long, and `fault` is one of the searcher's own."""
+
+    def __init__(self, run: Path) -> None:
+        self._path = run / "index" / "index.json"
+        self._stamp = self.stamp()
+        self.texts = load(self._path, list[Text])
+        self.vectors = np.array([vector(f"{text.title} {text.text}") for text in self.texts])
+        self.rows = {f"{zlib.crc32(text.title.encode()):016x}": row for row, text in enumerate(self.texts)}
+        self.ids = list(self.rows)
+        self.closed = False
+        names = {name for text in self.texts for name in text.metadata}
+        self.manifest = IndexManifest(
+            origin=Origin(model="m", tokenizer="t"), recipe=Recipe(evaluate=False), corpus="c", source="",
+            documents=len(self.texts), chunks=len(self.texts), dim=DIM,
+            fit=Fit(id="f", documents=len(self.texts), chunks=len(self.texts)), fitted_chunks=len(self.texts),
+            fields=("origin", "title", *sorted(names)), evaluation=None, files="0" * 16, table="",
+        )  # fmt: skip
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        return self.manifest.fields
+
+    def search(
+        self, query: str, k: int, system: System | None = None, where: Mapping[str, str] | None = None, offset: int = 0
+    ) -> Answer:
+        assert not self.closed
+        if found := re.match(r"sleep ([\d.]+)", query):
+            time.sleep(float(found[1]))
+        if query == "fault":
+            raise ZeroDivisionError("/etc/secret")
+        for name in where or {}:
+            if name not in self.fields:
+                raise unknown_field(name, self.fields)
+        terms, near = {*words(query)}, self.vectors @ vector(query)
+        found_rows = []
+        for row, text in enumerate(self.texts):
+            has = {"title": text.title, "origin": text.origin, **text.metadata}
+            count = sum(word in terms for word in words(f"{text.title} {text.text}"))
+            if all(has.get(name) == value for name, value in (where or {}).items()) and (count or system == "model"):
+                found_rows.append((count if system != "model" else float(near[row]), row))
+        found_rows.sort(reverse=True)
+        results = [
+            self._result(row, terms, score, None if system == "bm25" else float(near[row]))
+            for score, row in found_rows[offset : offset + k]
+        ]
+        why = "asked for" if system else "counted"
+        return Answer(query=query, system=system or "bm25", why=why, results=tuple(results), total=len(found_rows))
+
+    def _result(self, row: int, terms: set[str], score: float, near: float | None) -> Result:
+        text = self.texts[row]
+        marks = tuple(m.span() for m in re.finditer(r"\w+", text.text) if m[0].lower() in terms)
+        return Result(
+            id=self.ids[row], title=text.title, score=score, word_score=score, vector_score=near,
+            text=" ".join(text.text.split())[:200], passage=text.text, origin=text.origin, line=text.line,
+            page=text.page, headings=text.headings, marks=marks, metadata=text.metadata,
+        )  # fmt: skip
+
+    def _row(self, chunk_id: str) -> int:
+        if chunk_id not in self.rows:
+            raise Refusal(
+                "usage", what="there is no passage of this id", where=chunk_id, fact="none", remedy="search again"
+            )
+        return self.rows[chunk_id]
+
+    def passage(self, chunk_id: str) -> Result:
+        return self._result(self._row(chunk_id), set(), 0.0, None)
+
+    def similar(self, chunk_id: str, k: int) -> tuple[Result, ...]:
+        row = self._row(chunk_id)
+        near = self.vectors @ self.vectors[row]
+        return tuple(self._result(o, set(), float(near[o]), float(near[o])) for o in np.argsort(-near) if o != row)[:k]
+
+    def map(self) -> tuple[list[str], np.ndarray]:
+        return self.ids, self.vectors[:, :2]
+
+    def embed(self, texts: list[str], kind: Kind) -> tuple[np.ndarray, list[int], int]:
+        counts = [len(words(text)) for text in texts]
+        sign = 1 if kind == "document" else -1
+        vectors = np.array([sign * vector(text) for text in texts], np.float32)
+        return vectors, [max(count - CONTEXT, 0) for count in counts], sum(min(count, CONTEXT) for count in counts)
+
+    def generate(
+        self, prompt: str, tokens: int, temperature: float, top_k: int, seed: int,
+        enough: Callable[[], bool] = lambda: False,
+    ) -> str:  # fmt: skip
+        """`tokens` words; a prompt `slow` takes a tenth of a second for each."""
+        written = []
+        for number in range(tokens):
+            if enough():
+                break
+            time.sleep(0.1 if prompt == "slow" else 0)
+            written.append(f"word{(number + seed) % 7}")
+        return " " + " ".join(written)
+
+    def stamp(self) -> tuple[int, int]:
+        there = self._path.stat()
+        return there.st_mtime_ns, there.st_ino
+
+    def close(self) -> None:
+        self.closed = True
+
+
+NASTY = '<img src=x onerror="document.title=1"><script>document.title="owned"</script>'
+RIVERS = ["Rhine", "Danube", "Elbe", "Loire", "Tagus", "Ebro", "Po", "Vistula", "Oder", "Dnieper", "Volga", "Don"]
+
+
+def texts() -> list[Text]:
+    """Rivers for several pages of results, and text that is hard to show."""
+    rivers = [
+        Text(
+            title=f"The {name} {part}",
+            origin=f"rivers/{name.lower()}.md",
+            line=3 + 10 * number,
+            page=0,
+            headings=("Rivers of Europe", name),
+            metadata={"lang": "en", "kind": "note" if number else "essay"},
+            text=f"The {name} is a river.\n\nIts {part} is where the water of the {name} is {('cold', 'slow')[number]}"
+            f" and people of {name}land keep boats. A barge takes grain down to the sea, and salt on its way back.",
+        )
+        for name in RIVERS
+        for number, part in enumerate(("source", "mouth"))
+    ]
+    hard = [
+        Text(title="שלום עולם", text="נהר הוא זרם מים טבעי. הנהר זורם אל הים, והמים מתוקים.", origin="hebrew.txt",
+             metadata={"lang": "he"}),
+        Text(title="Boats 🚣 and 👩‍👩‍👧 families", origin="emoji 🎉.md", metadata={"lang": "en"},
+             text="🚣🚣🚣 A family in a kayak 👩‍👩‍👧 goes down the stream 🌊 past a heron."),
+        Text(title=f"Hostile {NASTY}", text=f"A hostile text {NASTY} with kayak in it.", origin=f"x/{NASTY}.html",
+             headings=(NASTY,), metadata={"lang": NASTY[:40]}),
+        Text(title="Long words", text="kayak " + "w" * 900 + " " + "and so on " * 300 + "the end", origin="long.pdf",
+             page=12, line=40),
+        Text(title="", text="A text without a title, about a heron.", origin="untitled.txt", line=1),
+    ]  # fmt: skip
+    return rivers + hard

@@ -1,0 +1,51 @@
+"""A server process: `python -m tests.serve.serving RUN JSON`, the JSON being host, port, token and limits."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from farspan.domain.problems import Refusal
+from farspan.retrieval.serve.forms import ModelAbout, TextAbout
+from farspan.retrieval.serve.limits import Limits
+from farspan.retrieval.serve.server import Address, serve
+from farspan.retrieval.serve.site import Served
+from tests.serve.library import ListSearcher
+
+
+class Setting(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    host: str = "127.0.0.1"
+    port: int = 0
+    token: str | None = None
+    limits: Limits = Limits()
+    #: Opening an index takes so long.
+    opening_s: float = 0.0
+
+
+def main(run: Path, setting: Setting) -> int:
+    def opened() -> ListSearcher:
+        time.sleep(setting.opening_s)
+        searcher = ListSearcher(run)
+        close = searcher.close
+        searcher.close = lambda: (close(), print(f"closed {len(searcher.texts)}", flush=True))[0]
+        return searcher
+
+    served = Served(
+        name=run.name, created=1, report=run / "report.html",
+        model=ModelAbout(line="llama-like, 2 layers x 32, 0.1 M parameters", parameters=100_000, context=64),
+        text=TextAbout(source="papers", documents=29, bytes=12_345),
+    )  # fmt: skip
+    address = Address(run=run, host=setting.host, port=setting.port, token=setting.token)
+    try:
+        serve(address, served, opened, lambda line: print(line, flush=True), setting.limits)
+    except Refusal as refusal:
+        print(refusal.problem, file=sys.stderr)
+        return refusal.problem.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=Setting)))

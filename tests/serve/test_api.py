@@ -1,0 +1,219 @@
+"""The API: what it answers, what it refuses and how, and that its schema is true of it."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from http.client import HTTPConnection
+from urllib.parse import quote
+
+import pytest
+from jsonschema import Draft202012Validator
+from referencing import Registry, Resource
+from referencing.jsonschema import DRAFT202012
+
+from tests.serve.conftest import Server
+from tests.serve.library import NASTY, RIVERS, texts
+
+
+def search(server: Server, q: str, **parameters) -> dict:
+    answer = server.get("/api/search", params={"q": q, **parameters})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def problem(answer) -> dict:
+    """The problem that an answer is, without a traceback in it."""
+    assert answer.headers["content-type"] == "application/json"
+    assert "Traceback" not in answer.text and "line " not in answer.json()["problem"]["fact"]
+    told = answer.json()["problem"]
+    assert all(told[key] for key in ("code", "what", "where", "fact", "remedy")), told
+    return told
+
+
+def test_an_answer_carries_what_one_cites(server):
+    answer = search(server, "rhine barge")
+    assert answer["total"] == 2 * len(RIVERS)
+    assert {"query": "rhine barge", "system": "bm25", "why": "counted"}.items() <= answer.items()
+    first = answer["results"][0]
+    assert (first["title"], first["origin"]) == ("The Rhine mouth", "rivers/rhine.md")
+    assert (first["line"], first["page"], first["headings"]) == (13, 0, ["Rivers of Europe", "Rhine"])
+    assert first["metadata"] == {"lang": "en", "kind": "note"} and len(first["id"]) == 16
+    assert {first["passage"][start:stop].lower() for start, stop in first["marks"]} == {"rhine", "barge"}
+    whole = server.get(f"/api/passages/{first['id']}").json()
+    assert whole["passage"] == first["passage"]
+    similar = server.get(f"/api/passages/{first['id']}/similar", params={"k": 3}).json()
+    assert similar["id"] == first["id"] and len(similar["results"]) == 3
+    assert first["id"] not in [result["id"] for result in similar["results"]]
+
+
+def test_pages_follow_one_another(server):
+    ids = [r["id"] for offset in range(0, 30, 7) for r in search(server, "river", k=7, offset=offset)["results"]]
+    assert len(ids) == len({*ids}) == search(server, "river")["total"]
+    assert search(server, "river", offset=500)["results"] == []
+
+
+def test_a_search_is_narrowed_by_fields_and_by_a_system(server):
+    essays = search(server, "river", kind="essay", lang="en", k=100)
+    assert essays["total"] == len(RIVERS)
+    assert {result["metadata"]["kind"] for result in essays["results"]} == {"essay"}
+    assert search(server, "river", system="model")["system"] == "model"
+    told = problem(server.get("/api/search", params={"q": "river", "langg": "en"}))
+    assert told["code"] == "usage" and told["remedy"] == "filter by lang"
+    assert "twice" in problem(server.get("/api/search?q=river&lang=en&lang=de"))["what"]
+
+
+@pytest.mark.parametrize(
+    ("address", "code", "words"),
+    [
+        ("/api/search", "out-of-range", "parameter q"),
+        ("/api/search?q=%20", "usage", "nothing to search for"),
+        ("/api/search?q=a&k=0", "out-of-range", "set k=1"),
+        ("/api/search?q=a&k=101", "out-of-range", "set k=100"),
+        ("/api/search?q=a&k=many", "out-of-range", "'many' is given"),
+        ("/api/search?q=a&offset=-1", "out-of-range", "set offset=0"),
+        ("/api/search?q=a&system=google", "out-of-range", "parameter system"),
+        ("/api/search?q=" + 2001 * "a", "out-of-range", "shorten q to 2,000 characters"),
+        ("/api/passages/0000000000000000/similar?k=1000", "out-of-range", "set k=100"),
+    ],
+)
+def test_a_parameter_that_cannot_be_is_refused_with_what_can(server, address, code, words):
+    answer = server.get(address)
+    assert answer.status_code == 422
+    told = problem(answer)
+    assert told["code"] == code and words in " ".join(told.values())
+
+
+def test_a_query_may_be_2000_characters_of_any_script(server):
+    assert search(server, "🚣" * 2000)["total"] == 0
+    assert search(server, "נהר")["results"][0]["origin"] == "hebrew.txt"
+    boats = search(server, "kayak 🚣")["results"]
+    emoji = next(result for result in boats if result["origin"].startswith("emoji"))
+    assert [emoji["passage"][start:stop] for start, stop in emoji["marks"]] == ["kayak"]
+
+
+@pytest.mark.parametrize("q", [NASTY, "'; DROP TABLE x; --", "\x00\x1b[31m", "{{7*7}}", "%s%n", "../../etc", "\udcff"])
+def test_a_hostile_query_is_a_query(server, q):
+    answer = server.get("/api/search?q=" + quote(q, errors="surrogatepass") + "&title=" + quote(NASTY))
+    assert answer.status_code == 200 and answer.json()["total"] == 0
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/static/../app.py", "/static/..%2f..%2fapp.py", "/static/%2e%2e/app.py", "/static/search.html",
+     "/static/__init__.py", "/static//etc/passwd", "/api/passages/..%2f..%2fserve.json", "/serve.json", "/docs",
+     "/redoc", "/report/../serve.json", "/api/passages/" + 100 * "a"],
+)  # fmt: skip
+def test_no_address_leads_to_the_disk(server, path):
+    with closing(HTTPConnection("127.0.0.1", server.port, timeout=10)) as connection:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        assert answer.status in (404, 422)
+        assert json.loads(answer.read())["problem"]["code"] in ("path-missing", "usage", "out-of-range")
+
+
+def test_a_passage_that_is_not_there_is_not_found(server):
+    for path in ("/api/passages/0123456789abcdef", "/api/passages/x/similar"):
+        answer = server.get(path)
+        assert answer.status_code == 404 and "no passage" in problem(answer)["what"]
+
+
+def test_the_map_has_every_passage(server):
+    found = server.get("/api/map").json()
+    assert found["titles"] == [text.title for text in texts()]
+    assert len(found["ids"]) == len(found["xy"]) == len(found["origins"]) == len(texts())
+
+
+def test_what_is_served(server):
+    about = server.get("/api/about").json()
+    assert about["name"] == "papers" and about["index"]["documents"] == len(texts())
+    assert about["fields"] == ["origin", "title", "kind", "lang"] and about["report"] is True
+    assert about["trouble"] is None and about["limits"]["k"] == 100
+    assert server.get("/healthz").json() == {"status": "ok"}
+    report = server.get("/report")
+    assert "it went well" in report.text and "sandbox allow-scripts" in report.headers["content-security-policy"]
+
+
+def test_the_model_writes(server):
+    form = {"prompt": "The river", "tokens": 3, "temperature": 0, "top_k": 5, "seed": 1}
+    assert server.post("/api/generate", form).json() == {"prompt": "The river", "text": " word1 word2 word3"}
+    assert server.post("/api/generate", {"tokens": 1}).json()["prompt"] == ""
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        (b'{"tokens": 513}', 422, "at most 512"),
+        (b'{"tokens": 0}', 422, "tokens"),
+        (b'{"tokens": "many"}', 422, "tokens"),
+        (b'{"promt": "a"}', 422, "use prompt instead of promt"),
+        (b'{"prompt": "' + b"a" * 8001 + b'"}', 422, "at most 8,000"),
+        (b'{"prompt": ', 400, "JSON"),
+        (b'{"prompt": "\xff"}', 400, "JSON"),
+        (b"", 400, "JSON"),
+        (b"[" * 100_000, 422, "the body"),
+    ],
+)
+def test_a_body_that_cannot_be_is_refused(server, body, status, words):
+    answer = server.client.post(
+        f"{server.url}/api/generate", content=body, headers={"content-type": "application/json"}
+    )
+    assert answer.status_code == status, answer.text
+    assert words in " ".join(problem(answer).values())
+
+
+def test_a_fault_is_said_without_its_traceback(server):
+    answer = server.get("/api/search", params={"q": "fault"})
+    assert answer.status_code == 500 and problem(answer)["code"] == "fault"
+    assert "secret" not in answer.text
+    assert search(server, "river")["total"]
+
+
+def test_another_way_to_ask_is_refused(server):
+    asked = (("POST", "/api/search"), ("GET", "/api/generate"), ("DELETE", "/"), ("OPTIONS", "/api/search"))
+    for method, path in asked:
+        headers = {"content-type": "application/json"}
+        answer = server.client.request(method, server.url + path, headers=headers, content=b"{}")
+        assert answer.status_code == 405, (method, path)
+        problem(answer)
+
+
+def test_many_at_once_get_their_own_answers(server):
+    def ask(number: int) -> bool:
+        name = RIVERS[number % len(RIVERS)]
+        return search(server, f"{name} source", k=1)["results"][0]["title"] == f"The {name} source"
+
+    with ThreadPoolExecutor(16) as pool:
+        assert all(pool.map(ask, range(200)))
+
+
+def test_the_schema_is_valid_and_true_of_the_answers(server):
+    schema = server.get("/openapi.json").json()
+    assert schema["openapi"].startswith("3.1")
+    registry = Registry().with_resource("urn:api", Resource.from_contents(schema, DRAFT202012))
+    for one in schema["components"]["schemas"].values():
+        Draft202012Validator.check_schema(one)
+    refs = {ref.split('"')[0] for ref in json.dumps(schema).split('"$ref": "#/components/schemas/')[1:]}
+    assert refs <= {*schema["components"]["schemas"]}
+    some = search(server, "river", k=1)["results"][0]["id"]
+    asked = {
+        "/api/search": "/api/search?q=river", "/api/passages/{id}": f"/api/passages/{some}",
+        "/api/passages/{id}/similar": f"/api/passages/{some}/similar", "/api/map": "/api/map",
+        "/api/about": "/api/about", "/v1/models": "/v1/models", "/healthz": "/healthz",
+    }  # fmt: skip
+    assert {*asked} | {"/api/generate", "/v1/embeddings"} == {*schema["paths"]}
+    for path, address in asked.items():
+        _check(schema["paths"][path]["get"], server.get(address), registry)
+    _check(schema["paths"]["/api/generate"]["post"], server.post("/api/generate", {"prompt": "a"}), registry)
+    form = {"model": "papers", "input": "a"}
+    _check(schema["paths"]["/v1/embeddings"]["post"], server.post("/v1/embeddings", form), registry)
+    _check(schema["paths"]["/api/search"]["get"], server.get("/api/search?q="), registry)
+
+
+def _check(told: dict, answer, registry: Registry) -> None:
+    wanted = told["responses"][str(answer.status_code)]["content"]["application/json"]["schema"]
+    wanted = {"$ref": f"urn:api{wanted['$ref']}"}
+    Draft202012Validator(wanted, registry=registry).validate(answer.json())
