@@ -165,17 +165,23 @@ def search(
     progress: Progress = silent,
 ) -> Answer:  # fmt: skip
     """The `k` documents that answer a query best, by the `system` that was measured to find them best unless another is
-    named, among those with the values of `where` in its fields.
+    named, among those with the values of `where` in its fields. A running server of the run is asked first.
 
     Raises Refusal (usage) for an empty query and an unknown field, and (no-index) where there is no index.
     """
     refuse_empty(query)
+    from farspan.retrieval.serve import client
+
+    if (manifest := _there(run)) is not None and is_stale(run, manifest):
+        progress(Note(f"the text has changed since it was indexed; to follow it: {command('embed', run.path)}"))
+    return client.ask(run.path, query, k, system, where or {}) or _search_here(run, query, k, system, where)
+
+
+def _search_here(run: RunFolder, query: str, k: int, system: System | None, where: Mapping[str, str] | None) -> Answer:
     from farspan.retrieval.search import search as search_index
 
     while True:
         with opened(run, vectors=system != "bm25") as index:
-            if is_stale(run, index.manifest):
-                progress(Note(f"the text has changed since it was indexed; to follow it: {command('embed', run.path)}"))
             try:
                 return search_index(index, query, k, system, where)
             except Refusal:

@@ -29,7 +29,7 @@ ANSWERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """A run as it is served: `name` is also the name of its model; `created`, in seconds since the epoch, the model's."""
+    """A run as it is served: `name` is also its model's; `created` is the model's, in seconds since the epoch."""
 
     name: str
     created: int
