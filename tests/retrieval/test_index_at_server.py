@@ -1,4 +1,4 @@
-"""An index whose vectors lie at a server: it follows its text there, leaves nothing behind, and trusts no crafted folder."""
+"""An index whose vectors lie at a server: it follows its text there, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -66,9 +66,7 @@ def test_a_new_fit_and_another_store_leave_no_table_behind(server: str, tmp_path
     index.close()
 
 
-def test_a_build_that_ends_before_it_cleared_the_server_is_cleared_by_the_next(
-    server: str, tmp_path: Path, monkeypatch
-):
+def test_what_a_killed_build_did_not_clear_is_cleared_by_the_next(server: str, tmp_path: Path, monkeypatch):
     folder, before = tmp_path / "index", tables(server)
     making.make(folder, evaluate=False, store=server)
 
