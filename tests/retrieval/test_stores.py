@@ -585,6 +585,24 @@ def test_half_a_change_at_the_end_of_a_log_is_passed_over_and_written_over(tmp_p
     store.close()
 
 
+def test_what_a_killed_finish_leaves_is_passed_over_and_swept_away(tmp_path, location):
+    place = place_of("faiss", location, tmp_path)
+    vectors = unit_vectors(3)
+    with place.store() as store:
+        store.add([0, 1], vectors[:2], [{}, {}])
+        generations = place.spot().folder / "generations"
+        shutil.copytree(generations / "1", generations / "3.making")
+        store.finish()
+        shutil.copytree(generations / "2", generations / "1")
+        (generations / "3.making").mkdir(exist_ok=True)
+    store = place.module.open_store(place.spot())
+    assert store.ids().tolist() == [0, 1]
+    store.add([2], vectors[2:], [{}])
+    store.finish()
+    store.close()
+    assert [path.name for path in generations.iterdir()] == ["3"]
+
+
 def test_an_unknown_store_is_refused_with_the_nearest():
     assert stores.resolve("auto") == (stores.DEFAULT, "")
     assert stores.resolve("chroma:http://localhost:8000") == ("chroma", "http://localhost:8000")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
@@ -11,7 +12,7 @@ import chromadb
 import httpx
 import numpy as np
 from chromadb.config import Settings
-from chromadb.errors import ChromaError, NotFoundError
+from chromadb.errors import ChromaError, InternalError, NotFoundError
 
 from farspan.domain.problems import Refusal
 from farspan.retrieval.stores import About, Hit, Ids, Payload, Spot, Vectors
@@ -33,7 +34,8 @@ CONNECT_S, ANSWER_S = 5.0, 60.0
 #: Chroma searches a graph at any size: neighbours of a vector, and candidates while it is built and searched. With its
 #: own values (16, 100, 100) it found a third of the neighbours of 20,000 random vectors.
 GRAPH = {"space": "ip", "max_neighbors": 32, "ef_construction": 200, "ef_search": 800}
-_DATA = "chroma.sqlite3"
+PAUSES_S = (0.05, 0.2, 1.0)
+_DATA, _NOT_YET = "chroma.sqlite3", "Nothing found on disk"
 
 
 class ChromaStore:
@@ -69,13 +71,24 @@ class ChromaStore:
         check_keys({*equal})
         terms = [{key: {"$eq": value}} for key, value in equal.items()]
         with _answers(self._where):
-            found = self._collection.query(
+            found = self._query(
                 query_embeddings=[vector_D], n_results=k, include=["metadatas", "distances"],
                 where=terms[0] if len(terms) == 1 else {"$and": terms} if terms else None,
             )  # fmt: skip
         hits = zip(found["ids"][0], found["distances"][0], found["metadatas"][0], strict=True)
         # Its distance is 1 less the inner product.
         return [Hit(id=int(text), score=1 - distance, payload=dict(fields or {})) for text, distance, fields in hits]
+
+    def _query(self, **what: Any) -> Any:
+        """Asked again where a collection gets its first vectors at this moment: a search then fails (1.5.9)."""
+        for pause_s in PAUSES_S:
+            try:
+                return self._collection.query(**what)
+            except InternalError as error:
+                if _NOT_YET not in str(error):
+                    raise
+            time.sleep(pause_s)
+        return self._collection.query(**what)
 
     def ids(self) -> Ids:
         with _answers(self._where):

@@ -24,8 +24,8 @@ import numpy.typing as npt
 from farspan.retrieval.stores import About, Hit, Ids, Payload, Spot, Vectors
 from farspan.retrieval.stores._common import check_keys, check_vectors, new_folder, own_folder, rows_to_add
 
-#: Up to so many bytes of vectors every one is compared: exact, and still a few milliseconds a search.
-EXACT_BYTES = 128_000_000
+#: Up to so many bytes of vectors every one is compared: exact, and some 0.05 s a search at the most.
+EXACT_BYTES = 512_000_000
 #: Neighbours of a vector in the graph, and candidates that are kept while it is built and searched.
 NEIGHBOURS, BUILD_EF, SEARCH_EF = 32, 200, 512
 _GENERATIONS, _VECTORS, _ROWS, _LOG = "generations", "vectors.faiss", "rows", "log"
