@@ -55,6 +55,21 @@ def embed(run: RunFolder, progress: Progress = silent, *, evaluate: bool = True)
     return Indexed(manifest=manifest, embedded=work.embedded, kept=work.kept)
 
 
+def write_vectors(run: RunFolder, path: Path) -> None:
+    """Write the vectors of the run's index to a file for other databases, as `farspan.retrieval.transfer` does. Raises
+    Refusal (no-index) where there is no index."""
+    import hashlib
+
+    from farspan.retrieval.index import read_manifest
+    from farspan.retrieval.stores import About
+    from farspan.retrieval.transfer import rows, write_vectors
+
+    manifest = read_manifest(run.index, command("embed", run.path))
+    tokenizer = hashlib.sha256(run.tokenizer.read_bytes()).hexdigest()[:16]
+    about = About(model=manifest.origin.model, tokenizer=tokenizer, fit=manifest.files, dim=manifest.dim)
+    write_vectors(path, rows(run.index / manifest.files), about)
+
+
 def opened(run: RunFolder) -> closing[Index]:
     """The run's index, ready to be searched."""
     from farspan.retrieval.index import Index

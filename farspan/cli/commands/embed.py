@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from farspan.cli.arguments import find_run, takes_run
 from farspan.cli.console import Console
@@ -17,18 +18,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--no-eval", action="store_true",
         help="do not measure how well it finds documents: that takes as long again,\nand searches answer with bm25",
     )  # fmt: skip
+    parser.add_argument(
+        "--to", metavar="FILE", help="also write the vectors for other databases: FILE.parquet, .jsonl or .npy"
+    )
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
     folder = find_run(given, console)
-    from farspan.app.indexing import embed
+    from farspan.app.indexing import embed, write_vectors
     from farspan.cli.show import Show
     from farspan.retrieval.evaluate import table
+    from farspan.retrieval.transfer import files_of
 
+    if given.to:
+        files_of(Path(given.to))
     with Show(console) as show:
         indexed = embed(folder, show, evaluate=not given.no_eval)
     if indexed.manifest.evaluation is not None:
         console.say(table(indexed.manifest.evaluation))
+    if given.to:
+        write_vectors(folder, Path(given.to))
+        console.say(f"wrote {given.to}; {given.to}.load.md says how databases load it")
     console.say(f"index: {folder.index}; next: {command('search', '...', '--run', folder.path)}")
     console.answer({
         "run": str(folder.path), "index": str(folder.index), "manifest": indexed.manifest,
