@@ -122,7 +122,7 @@ def write_vectors(run: RunFolder, path: Path) -> Path:
     manifest = read_manifest(run.index, command("embed", run.path))
     passages = passages_of(run.index, run.index, manifest)
     transfer.write_vectors(path, transfer.rows(passages, manifest.fields), manifest.about)
-    return transfer.files(path)[-1]
+    return path.with_name(f"{path.name}.load.md")
 
 
 def opened(run: RunFolder, *, vectors: bool = True, trained: Trained | None = None) -> closing[Index]:

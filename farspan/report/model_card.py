@@ -62,9 +62,9 @@ queries.
 
 ## Limits
 
-Vectors tell texts like its own apart, and of other texts little. Of a text only the first {tokens} tokens count:
-farspan's own index has passages of up to 128. The model in the folder may repeat its text word for word. People who may
-not read the text should not get it.
+Vectors tell texts like its own apart, and of other texts little. Of a text only the first {tokens} tokens count, so
+split longer ones first. The model in the folder may repeat its text word for word. People who may not read the text
+should not get it.
 """
 
 

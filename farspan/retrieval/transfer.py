@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
@@ -56,40 +57,44 @@ def rows(passages: Passages, fields: Sequence[str]) -> Iterator[Row]:
 def write_vectors(path: Path, rows: Iterable[Row], about: About) -> None:
     """Write rows to `path`, and beside it how databases load them; what is written appears whole.
 
-    The payload of each row has the keys of the first. Refuses (out-of-range) another ending, (run-exists) to write over
-    a file, (path-missing) a folder that is not there, and (extra-missing) Parquet without pyarrow. Raises ValueError
-    for a vector that is not of `about.dim` numbers, and for other keys.
+    The payload of each row has the keys of the first. Refuses as `files_of` does. Raises ValueError for a vector that
+    is not of `about.dim` numbers, and for other keys.
     """
-    written = files(path)
-    refuse_target(path)
+    files = files_of(path)
     write = _FORMATS[path.suffix]
-    with _appearing(written) as temporary:
+    with _appearing(files) as temporary:
         facts = _Facts(about.dim)
         write(temporary, facts.seen(rows), about)
         text = targets.page(path.name, about, facts.fields, facts.largest)
         temporary[-1].write_text(text, encoding="utf-8")
 
 
-def files(path: Path) -> list[Path]:
-    """The files that are written for `path`: itself, the keys beside vectors alone, and the commands."""
-    beside = [path.with_suffix(".jsonl")] if path.suffix == ".npy" else []
-    return [path, *beside, path.with_name(f"{path.name}.load.md")]
+def files_of(path: Path) -> list[Path]:
+    """The files that are written for `path`: itself, the keys beside vectors alone, and the commands.
 
-
-def refuse_target(path: Path) -> None:
-    """Refuses what `write_vectors` would: to be asked before vectors are made for it."""
+    Refuses (out-of-range) another ending, (run-exists) to write over a file, (path-missing) a folder that is not there,
+    and (extra-missing) Parquet without pyarrow.
+    """
     if path.suffix not in _FORMATS:
         raise Refusal(
             "out-of-range", what=f"vectors cannot be written as {path.suffix or 'a file without an ending'}",
             where=path, fact=f"formats: {', '.join(_FORMATS)}", remedy=f"name it {path.with_suffix('.parquet').name}",
         )  # fmt: skip
-    if there := [file for file in files(path) if os.path.lexists(file)]:
+    beside = [path.with_suffix(".jsonl")] if path.suffix == ".npy" else []
+    files = [path, *beside, path.with_name(f"{path.name}.load.md")]
+    if there := [file for file in files if os.path.lexists(file)]:
         raise Refusal(
             "run-exists", what="this file exists already", where=there[0], fact="nothing is ever written over",
             remedy=f"name another file, such as {path.stem}-2{path.suffix}",
         )  # fmt: skip
     if not path.absolute().parent.is_dir():
         raise missing_path(path.absolute().parent)
+    if path.suffix == ".parquet" and find_spec("pyarrow") is None:
+        raise Refusal(
+            "extra-missing", what="writing Parquet needs pyarrow", where=sys.executable,
+            fact="pyarrow is not installed there", remedy="pip install 'farspan[parquet]'",
+        )  # fmt: skip
+    return files
 
 
 @contextmanager
@@ -159,14 +164,9 @@ def _write_header(file: IO[bytes], count: int, dim: int) -> int:
 
 
 def _write_parquet(files: list[Path], rows: Iterator[Row], about: About) -> None:
-    try:
-        import pyarrow as pa
-        from pyarrow import parquet
-    except ModuleNotFoundError as error:
-        raise Refusal(
-            "extra-missing", what="writing Parquet needs a library that is not installed", where=sys.executable,
-            fact=f"there is no module {error.name}", remedy="pip install 'farspan[parquet]'",
-        ) from None  # fmt: skip
+    import pyarrow as pa
+    from pyarrow import parquet
+
     first = next(rows, None)
     types = {} if first is None else {name: type(value) for name, value in first.payload.items()}
     schema = pa.schema(

@@ -28,7 +28,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="what embeds (default: the fastest)"
     )
-
     parser.add_argument(
         "--to", metavar="FILE", type=Path,
         help="also write vectors and passages to a .parquet, .jsonl or .npy file,\nfor other databases",
@@ -41,10 +40,10 @@ def run(given: argparse.Namespace, console: Console) -> None:
     from farspan.app.indexing import embed, write_vectors
     from farspan.cli.show import Show
     from farspan.retrieval.evaluate import table
-    from farspan.retrieval.transfer import refuse_target
+    from farspan.retrieval.transfer import files_of
 
     if given.to is not None:
-        refuse_target(given.to)
+        files_of(given.to)
     with Show(console) as show:
         indexed = embed(
             folder, show, evaluate=not given.no_eval, store=given.store, device=given.device,
