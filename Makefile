@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 RUN ?= runs/demo
 
-.PHONY: demo test check gradients bench quality lab-table chaos gpu clean
+.PHONY: demo test check stores gradients bench quality lab-table chaos gpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/farspan demo --run $(RUN)
@@ -29,6 +29,10 @@ check: $(VENV)/.test
 	$(BIN)/ruff format --check farspan farspan_lab farspan_studies tests benchmarks tools
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The contract of stores on every store there is, with its speed: a few minutes. Writes benchmarks/results/stores.md.
+stores: $(VENV)/.stores
+	$(BIN)/python -m benchmarks.stores
 
 # Hundreds of plans, by hand, of every technique and at random, twenty steps of each against one process. With five steps
 # it took a quarter of an hour.
@@ -78,6 +82,11 @@ $(VENV)/.demo: constraints.txt pyproject.toml | $(VENV)/.made
 $(VENV)/.test: constraints.txt pyproject.toml | $(VENV)/.demo
 	$(BIN)/python tools/download_size.py '.[all,test]'
 	$(PIP) install -c constraints.txt -e '.[all,test]'
+	touch $@
+
+$(VENV)/.stores: constraints.txt pyproject.toml | $(VENV)/.test
+	$(BIN)/python tools/download_size.py '.[all,test,stores]'
+	$(PIP) install -c constraints.txt -e '.[all,test,stores]'
 	touch $@
 
 $(VENV)/.made:

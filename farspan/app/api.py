@@ -18,7 +18,7 @@ from farspan.app.configs import configured, default_name
 from farspan.app.plans import planned_before
 from farspan.app.reporting import Report
 from farspan.app.updates import Progress, notes, silent
-from farspan.app.using import export, generate
+from farspan.app.using import Format, export, generate
 from farspan.domain.cluster import Cluster
 from farspan.domain.config import RunConfig
 from farspan.domain.corpus import CorpusManifest
@@ -96,9 +96,13 @@ class Run:
         """Text that the model writes after a prompt."""
         return generate(self.folder, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)[0]
 
-    def export(self, out: str | os.PathLike[str] | None = None, *, dtype: Literal["fp32", "bf16"] = "fp32") -> Path:
-        """The model as a folder that transformers loads."""
-        return export(self.folder, None if out is None else Path(out), dtype=dtype)[0]
+    def export(
+        self, out: str | os.PathLike[str] | None = None, *, dtype: Literal["fp32", "bf16"] = "fp32",
+        format: Format = "huggingface",
+    ) -> Path:  # fmt: skip
+        """The model as a folder that transformers loads, or the embedder of its index as one that sentence-transformers
+        loads."""
+        return export(self.folder, None if out is None else Path(out), dtype=dtype, format=format)[0]
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"

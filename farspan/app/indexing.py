@@ -29,9 +29,11 @@ Device = Literal["auto", "cpu", "cuda", "mps"]
 
 @dataclass(frozen=True, kw_only=True)
 class Indexed:
-    """An index as its manifest tells it, and how many texts were embedded for it now and before."""
+    """An index as its manifest tells it, whether it was fitted and evaluated now, and how many texts were embedded for
+    it now and before."""
 
     manifest: IndexManifest
+    fitted: bool
     embedded: int
     kept: int
 
@@ -61,6 +63,7 @@ def embed(
     load_store(resolve(recipe.store)[0])
     trained, work = on_device(load_model(run), device), IndexWork(time.monotonic, progress)
     text = _text(run, config, notes(progress))
+    before = _there(run)
     with ExitStack() as stack:
         stack.callback(progress, Ended())
         shared_out = processes > 1 and trained.model.tok.weight.device.type == "cpu"
@@ -77,24 +80,49 @@ def embed(
     if manifest.fit_is_due:
         again = command("embed", run.path, "--refit")
         progress(Note(f"much of the text is not what the index was fitted to; a new fit is due: {again}"))
-    return Indexed(manifest=manifest, embedded=work.embedded, kept=work.kept)
+    fitted = before is None or (before.fit, before.evaluation) != (manifest.fit, manifest.evaluation)
+    return Indexed(manifest=manifest, fitted=fitted, embedded=work.embedded, kept=work.kept)
+
+
+def _there(run: RunFolder) -> IndexManifest | None:
+    """The index that is there; None where there is none that can be read."""
+    from farspan.retrieval.index import read_manifest
+
+    with suppress(Refusal):
+        return read_manifest(run.index, "")
+    return None
 
 
 def _text(run: RunFolder, config: RunConfig, say: Callable[[str], None]) -> Text:
     """The documents of today; those that the run was trained on where its text cannot be found."""
     from farspan.corpus.documents import read_documents
     from farspan.corpus.prepare import Text, read_text
+    from farspan.corpus.processes import usable_cores
 
     prepared = Path(load(run.record, RunRecord).corpus)
     try:
         return read_text(
-            config.data_config, config.tokenizer_config, prepared, cache_folder() / "corpora", workers=1, say=say
-        )
+            config.data_config, config.tokenizer_config, prepared, cache_folder() / "corpora", workers=usable_cores(),
+            say=say,
+        )  # fmt: skip
     except Refusal as refusal:
         if refusal.problem.code != "path-missing":
             raise
         say(f"{config.data_config.source} is not there: indexing the documents that the run was trained on")
     return Text(list(read_documents(prepared)), load(run.corpus, CorpusManifest).train.documents, "")
+
+
+def write_vectors(run: RunFolder, path: Path) -> Path:
+    """Write ids, vectors, texts and fields of the run's index to a .parquet, .jsonl or .npy file, and beside it the
+    commands that load it elsewhere: the path of these. Refuses (no-index) where there is no index, and like
+    `farspan.retrieval.transfer.write_vectors`."""
+    from farspan.retrieval import transfer
+    from farspan.retrieval.index import passages_of, read_manifest
+
+    manifest = read_manifest(run.index, command("embed", run.path))
+    passages = passages_of(run.index, run.index, manifest)
+    transfer.write_vectors(path, transfer.rows(passages, manifest.fields), manifest.about)
+    return path.with_name(f"{path.name}.load.md")
 
 
 def opened(run: RunFolder, *, vectors: bool = True, trained: Trained | None = None) -> closing[Index]:
@@ -137,17 +165,29 @@ def search(
     progress: Progress = silent,
 ) -> Answer:  # fmt: skip
     """The `k` documents that answer a query best, by the `system` that was measured to find them best unless another is
-    named, among those with the values of `where` in its fields.
+    named, among those with the values of `where` in its fields. A running server of the run is asked first.
 
     Raises Refusal (usage) for an empty query and an unknown field, and (no-index) where there is no index.
     """
     refuse_empty(query)
+    from farspan.retrieval.serve import client
+
+    if (manifest := _there(run)) is not None and is_stale(run, manifest):
+        progress(Note(f"the text has changed since it was indexed; to follow it: {command('embed', run.path)}"))
+    return client.ask(run.path, query, k, system, where or {}) or _search_here(run, query, k, system, where)
+
+
+def _search_here(run: RunFolder, query: str, k: int, system: System | None, where: Mapping[str, str] | None) -> Answer:
     from farspan.retrieval.search import search as search_index
 
-    with opened(run, vectors=system != "bm25") as index:
-        if is_stale(run, index.manifest):
-            progress(Note(f"the text has changed since it was indexed; to follow it: {command('embed', run.path)}"))
-        return search_index(index, query, k, system, where)
+    while True:
+        with opened(run, vectors=system != "bm25") as index:
+            try:
+                return search_index(index, query, k, system, where)
+            except Refusal:
+                # A new index may have taken the files of this one away before the model was loaded.
+                if _there(run) in (None, index.manifest):
+                    raise
 
 
 def is_stale(run: RunFolder, manifest: IndexManifest) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,13 +56,14 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
 def prepare(config: RunConfig, progress: Progress = silent) -> tuple[Path, CorpusManifest]:
     """Tokenizer and token files of the run's text, made or found: their folder and what is in it."""
     from farspan.corpus.prepare import prepare as prepare_corpus
+    from farspan.corpus.processes import usable_cores
     from farspan.planning.quantities import check
 
     check(config)
-    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     folder, manifest = prepare_corpus(
-        config.data_config, config.tokenizer_config, cache_folder() / "corpora", workers=workers, say=notes(progress)
-    )
+        config.data_config, config.tokenizer_config, cache_folder() / "corpora", workers=usable_cores(),
+        say=notes(progress),
+    )  # fmt: skip
     for kinds in manifest.skipped_kinds:
         progress(Note(f"skipped {kinds}"))
     return folder, manifest

@@ -1,13 +1,19 @@
-"""A trained model in use: text after a prompt, and the model as a Hugging Face folder."""
+"""A trained model in use: text after a prompt, and the model as a folder that other programs load."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from farspan.app.checks import refuse_existing
-from farspan.domain.problems import command
+from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder
+
+if TYPE_CHECKING:
+    from farspan.runtime.inference import Trained
+
+#: What loads an exported folder: transformers, or sentence-transformers.
+Format = Literal["huggingface", "sentence-transformers"]
 
 
 def generate(run: RunFolder, prompt: str, *, tokens: int, temperature: float, top_k: int, seed: int) -> tuple[str, int]:
@@ -22,21 +28,54 @@ def generate(run: RunFolder, prompt: str, *, tokens: int, temperature: float, to
     return text, trained.step
 
 
-def export(run: RunFolder, out: Path | None = None, *, dtype: Literal["fp32", "bf16"] = "fp32") -> tuple[Path, int]:
-    """Write the model as a Hugging Face folder that transformers loads, with a model card (by default RUN/export): the
-    folder, and the step that its weights are from."""
-    out = out or run.path / "export"
-    refuse_existing(out, command("export", run.path, "--out", f"{out}-2"))
+def export(
+    run: RunFolder, out: Path | None = None, *, dtype: Literal["fp32", "bf16"] = "fp32", format: Format = "huggingface"
+) -> tuple[Path, int]:
+    """Write the model, with a model card, as a Hugging Face folder that transformers loads (by default RUN/export), or
+    the embedder of the run's index as one that sentence-transformers loads (by default RUN/sentence-transformers).
+
+    Returns the folder, and the step that its weights are from. Refuses (run-exists) a folder that has something in it,
+    and (no-index) an embedder where there is no index, or one of other weights.
+    """
+    embedder = format == "sentence-transformers"
+    out = out or run.path / ("sentence-transformers" if embedder else "export")
+    options = ["--format", format] if embedder else []
+    refuse_existing(out, command("export", run.path, *options, "--out", f"{out}-2"))
+    from farspan.runtime.inference import load
+
+    (_write_embedder if embedder else _write_model)(run, trained := load(run), out, dtype)
+    return out, trained.step
+
+
+def _write_model(run: RunFolder, trained: Trained, out: Path, dtype: Literal["fp32", "bf16"]) -> None:
     from farspan.report.history import open_run
     from farspan.report.model_card import model_card
-    from farspan.runtime.inference import load
     from farspan.runtime.model.huggingface import export as write
 
-    trained = load(run)
     out.mkdir(parents=True, exist_ok=True)
     (out / "README.md").write_text(model_card(open_run(run.path), trained.step))
     write(
         out, trained.model.state_dict(), trained.model.spec, tokenizer=run.tokenizer,
         end_of_text=trained.tokenizer.end_of_text, dtype=dtype,
     )  # fmt: skip
-    return out, trained.step
+
+
+def _write_embedder(run: RunFolder, trained: Trained, out: Path, dtype: Literal["fp32", "bf16"]) -> None:
+    """Refuses (no-index) where there is no index of these weights."""
+    from farspan.report.history import open_run
+    from farspan.report.model_card import embedder_card
+    from farspan.retrieval.index import read_manifest
+    from farspan.retrieval.sentence_transformers import FITTED, write_sentence_transformers
+
+    remedy = command("embed", run.path)
+    manifest = read_manifest(run.index, remedy)
+    if manifest.origin.model != trained.weights:
+        raise Refusal(
+            "no-index", what="the index is of other weights than the run's best", where=run.index,
+            fact=f"index: {manifest.origin.model}, run: {trained.weights}", remedy=remedy,
+        )  # fmt: skip
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "README.md").write_text(embedder_card(open_run(run.path), trained.step, manifest.dim))
+    write_sentence_transformers(
+        out, trained, tokenizer=run.tokenizer, fitted=run.index / manifest.files / FITTED, dtype=dtype
+    )

@@ -95,7 +95,7 @@ def read_text(
     known = _known(root, _key(source, data, tokenizer))
     if known is not None and known[0] == prepared:
         return Text(list(read_documents(prepared)), known[1].train.documents, fingerprint)
-    say(f"the text has changed since the corpus was made: reading {data.source}")
+    say("the text has changed since the corpus was made")
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root, prefix=".text-") as folder:
         stems = [Path(folder) / f"{number:05}" for number in range(len(_spool(source, data, Path(folder), say)))]

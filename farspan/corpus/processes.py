@@ -14,6 +14,11 @@ from multiprocessing.context import SpawnContext, SpawnProcess
 _STARTING = threading.Lock()
 
 
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class _Process(SpawnProcess):
     """A new process that does not import the program's own script again.
 

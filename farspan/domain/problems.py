@@ -49,6 +49,9 @@ EXIT_CODES = {
     "device-unusable": 43,
     "not-running": 44,
     "superseded": 45,
+    "store-unreachable": 46,
+    "store-foreign": 47,
+    "store-mismatch": 48,
     "port-taken": 49,
     "interrupted": 130,
 }

@@ -1,7 +1,8 @@
-"""The model card of an exported model: what it is, what it was trained on, how far, and how it is loaded."""
+"""The model cards of exported models: what it is, what it was trained on, how far, and how it is loaded."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import PurePath
 
 from farspan._version import __version__
@@ -11,9 +12,9 @@ from farspan.report import losses
 from farspan.report.history import RunHistory
 from farspan.report.measure import measure
 
-CARD = """---
-library_name: transformers
-pipeline_tag: text-generation
+_HEAD = """---
+library_name: {library}
+pipeline_tag: {task}
 tags:
 - farspan
 ---
@@ -21,8 +22,7 @@ tags:
 # {name}
 
 A decoder in the style of {family}: {layers} of width {width}, {parameters} parameters, a context of {context} tokens.
-farspan {version} pretrained it on somebody's own text. It is a base model: it goes on with text, and follows no
-instructions.
+farspan {version} pretrained it on somebody's own text. {kind}
 
 | | |
 |---|---|
@@ -30,7 +30,9 @@ instructions.
 
 ## How to load it
 
-```python
+"""
+_KIND = "It is a base model: it goes on with text, and follows no\ninstructions."
+_USE = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained(FOLDER)
@@ -44,10 +46,47 @@ print(tokenizer.decode(model.generate(**ids, max_new_tokens=50)[0]))
 It knows what its text says, right or wrong, and may repeat passages of it word for word. People who may not read
 the text should not get the model.
 """
+_EMBEDDER_KIND = "Here it turns texts into vectors, by maps that were fitted to\ntitles and passages of that text."
+_EMBEDDER_USE = """```python
+from sentence_transformers import SentenceTransformer
+
+model = SentenceTransformer(FOLDER, trust_remote_code=True)
+passages = model.encode_document(["A passage of the text", "Another"])
+queries = model.encode_query(["what is looked for"])
+print(model.similarity(queries, passages))
+```
+
+It needs sentence-transformers 5.4 or later. `trust_remote_code` lets it run `farspan_embedding.py`, which lies in the
+folder. `encode` gives vectors of passages. Where only `encode` can be called, `prompt_name="query"` gives those of
+queries.
+
+## Limits
+
+Vectors tell texts like its own apart, and of other texts little. Of a text only the first {tokens} tokens count, so
+split longer ones first. The model in the folder may repeat its text word for word. People who may not read the text
+should not get it.
+"""
 
 
 def model_card(run: RunHistory, step: int) -> str:
     """The card of a run's model after a step. Of the text it names the folder alone: paths are nobody else's matter."""
+    head = _head(run, step, library="transformers", task="text-generation", kind=_KIND)
+    return head + _USE
+
+
+def embedder_card(run: RunHistory, step: int, dim: int) -> str:
+    """The same of a folder for sentence-transformers, whose vectors have `dim` numbers."""
+    head = _head(
+        run, step, library="sentence-transformers", task="sentence-similarity", kind=_EMBEDDER_KIND,
+        more=[("vectors", f"{counted(dim, 'number')} each, of length 1, to be compared by cosine")],
+    )  # fmt: skip
+    return head + _EMBEDDER_USE.format(tokens=run.plan.model.context - 1)
+
+
+def _head(
+    run: RunHistory, step: int, *, library: str, task: str, kind: str, more: Sequence[tuple[str, str]] = ()
+) -> str:
+    """What a card says above how the folder is loaded."""
     plan, corpus = run.plan, run.corpus
     train, source = plan.train, corpus.source
     read = step * train.tokens_per_step
@@ -61,8 +100,10 @@ def model_card(run: RunHistory, step: int) -> str:
     if (measured := measure(run)) is not None and measured.val_loss is not None:
         loss = losses.exact(measured.val_loss, measured.val_standard_error)
         rows.append(("validation loss", f"{loss} nats a token, {measured.bits_per_byte:.3f} bits a byte"))
-    return CARD.format(
-        name=run.folder.resolve().name, family={"gpt2": "GPT-2", "llama": "Llama"}.get(plan.model.family, "GPT-2"),
+    rows += more
+    return _HEAD.format(
+        library=library, task=task, kind=kind, name=run.folder.resolve().name,
+        family={"gpt2": "GPT-2", "llama": "Llama"}.get(plan.model.family, "GPT-2"),
         layers=counted(plan.model.layers, "layer"), width=plan.model.d_model, context=plan.model.context,
         parameters=format_count(parameters(plan.model)), version=__version__,
         rows="\n".join(f"| {name} | {value} |" for name, value in rows),

@@ -46,12 +46,12 @@ from farspan.retrieval.index import (
 from farspan.retrieval.lexical import Lexical
 from farspan.retrieval.passages import Damaged, IndexedDocument, Passages, indexed_document, text_hash
 from farspan.retrieval.pooling import Processes
-from farspan.retrieval.stores import Vectors
+from farspan.retrieval.stores import FIELD, Vectors
 from farspan.retrieval.work import IndexWork
 from farspan.runtime.model.decoder import Decoder
 
-#: Names of columns that searches can be narrowed by, at most.
-_FIELDS = 64
+#: Columns that searches can be narrowed by, at most, and what payloads hold beside them.
+_FIELDS, _OWN = 64, {"title", "origin", "text"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,5 +296,6 @@ def _followed(task: Task, chunked: Chunked, old: Old) -> Embedded:
 
 
 def _fields(documents: Sequence[IndexedDocument]) -> tuple[str, ...]:
-    columns = Counter(name for document in documents for name in document.metadata)
-    return ("title", "origin", *(name for name, _ in columns.most_common(_FIELDS) if name not in ("title", "origin")))
+    """What searches can be narrowed by: columns whose names every store takes for no more than names."""
+    columns = Counter(name for document in documents for name in document.metadata if FIELD.fullmatch(name))
+    return ("title", "origin", *[name for name, _ in columns.most_common(_FIELDS) if name not in _OWN])

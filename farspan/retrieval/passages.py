@@ -85,8 +85,8 @@ class Passages:
     def __init__(self, index: Path, folder: Path, documents: int, chunks: int, dim: int) -> None:
         self._index, self._folder, self._count = index, folder, documents
         try:
-            self.rows_N: Rows = np.load(folder / _ROWS, allow_pickle=False)
-            self.vectors_NE: Vectors = np.load(folder / _VECTORS, mmap_mode="r", allow_pickle=False)
+            self.rows_N: Rows = np.load(folder / _ROWS)
+            self.vectors_NE: Vectors = np.load(folder / _VECTORS, mmap_mode="r")
             self._size = (folder / _CHUNKS).stat().st_size
         except Exception as error:  # What a damaged header leads to is not said.
             raise Damaged(index, f"{_ROWS}, {_VECTORS}: {error}") from None

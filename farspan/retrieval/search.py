@@ -66,9 +66,9 @@ def search(
     words_N = index.lexical.scores(query)
     # Who gives a document's whole title means that document, and not those that mention it.
     words_N[index.named.get(query.strip().lower(), [])] += words_N.max(initial=0)
+    chosen, why = (system, "asked for") if system else _better(index.manifest, bool(words_N.any()))
     if mask_N is not None:
         words_N = np.where(mask_N, words_N, np.float32(0))
-    chosen, why = (system, "asked for") if system else _better(index.manifest, bool(words_N.any()))
     scores_N, vector_E = words_N, None
     if chosen != "bm25":
         vector_E = index.embedder.queries([query_form(query)])[0]
@@ -162,10 +162,11 @@ def _of_chunk(
     index: Index, row: int, query: str, *, score: float, word_score: float, vector_score: float | None
 ) -> Result:
     chunk: Chunk = index.passages.chunk(row)
+    text = chunk.text.strip("\n")
     return Result(
         id=f"{chunk.id:016x}", title=chunk.title, score=score, word_score=word_score, vector_score=vector_score,
-        text=snippet(chunk.text, query), origin=chunk.origin, line=chunk.line, page=chunk.page,
-        headings=chunk.headings, passage=chunk.text, marks=tuple(marks(chunk.text, query)),
+        text=snippet(text, query), origin=chunk.origin, line=chunk.line, page=chunk.page,
+        headings=chunk.headings, passage=text, marks=tuple(marks(text, query)),
         metadata=index.documents[chunk.document].metadata,
     )  # fmt: skip
 

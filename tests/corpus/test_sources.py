@@ -100,12 +100,25 @@ def test_every_kind_of_text_file_is_read(tmp_path: Path) -> None:
     documents = [part for document in source.documents() for part in cut(document)]
     assert [d.title for d in documents] == ["a", "The heading", "Title of it", "Page & one", *["T0", "T1", "T2"] * 3]
     assert documents[0].text == "first\nline"
-    assert documents[3].text == "Head\n\nOne bold word.\n\nTwo\nlines <x>\n\n  keep\n    this"
+    assert documents[3].text == "# Head\n\nOne bold word.\n\nTwo\nlines <x>\n\n  keep\n    this"
     assert [d.text for d in documents[4:7]] == ["row 0 é", "row 1 é", "row 2 é"]
     assert documents[5].metadata == {"n": "1"}
     assert documents[5].origin == f"{tmp_path}/sub/e.jsonl:2"
     assert list(map(str, source.skipped)) == [f"{tmp_path}/sub/h.bin: not a kind of file that can be read"]
     assert [d.text for d in read(tmp_path / "b.md")] == ["intro\n\n# The heading #\n\nbody"]
+
+
+def test_a_document_knows_the_line_and_page_of_its_source_on_which_it_begins(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text("\n\n# Third line\n\nbody")
+    (tmp_path / "b.txt").write_text("\f\nsecond page, second line\n\fthird page")
+    paragraph = "word " * 1000 + "\n\n"
+    (tmp_path / "long.txt").write_text("".join(f"{n} {paragraph}" for n in range(120)))
+    documents = [part for document in open_source(str(tmp_path)).documents() for part in cut(document)]
+    assert [(d.line, d.page) for d in documents[:2]] == [(3, 0), (2, 2)]
+    lines = (tmp_path / "long.txt").read_text().split("\n")
+    assert len(documents) > 4
+    for part in documents[2:]:
+        assert lines[part.line - 1].startswith(part.text.split("\n")[0][:20].strip()) and part.page == 0
 
 
 def test_parquet_and_pdf(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from farspan.cli.arguments import find_run, positive, takes_run
 from farspan.cli.console import Console
@@ -27,23 +28,31 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="what embeds (default: the fastest)"
     )
-
+    parser.add_argument(
+        "--to", metavar="FILE", type=Path,
+        help="also write vectors and passages to a .parquet, .jsonl or .npy file,\nfor other databases",
+    )  # fmt: skip
     parser.add_argument("--processes", type=positive, default=1, help="processes that embed on a CPU (default: 1)")
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
     folder = find_run(given, console)
-    from farspan.app.indexing import embed
+    from farspan.app.indexing import embed, write_vectors
     from farspan.cli.show import Show
     from farspan.retrieval.evaluate import table
+    from farspan.retrieval.transfer import files_of
 
+    if given.to is not None:
+        files_of(given.to)
     with Show(console) as show:
         indexed = embed(
             folder, show, evaluate=not given.no_eval, store=given.store, device=given.device,
             processes=given.processes, refit=given.refit,
         )  # fmt: skip
-    if indexed.manifest.evaluation is not None:
+    if indexed.fitted and indexed.manifest.evaluation is not None:
         console.say(table(indexed.manifest.evaluation))
+    if given.to is not None:
+        console.say(f"vectors: {given.to}; commands that load them: {write_vectors(folder, given.to)}")
     console.say(f"index: {folder.index}; next: {command('search', '...', '--run', folder.path)}")
     console.answer({
         "run": str(folder.path), "index": str(folder.index), "manifest": indexed.manifest,

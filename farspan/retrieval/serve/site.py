@@ -29,7 +29,7 @@ ANSWERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """A run as it is served: `name` is also the name of its model, and `created` when, in seconds since the epoch."""
+    """A run as it is served: `name` is also its model's; `created` is the model's, in seconds since the epoch."""
 
     name: str
     created: int

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol, cast
@@ -20,6 +21,9 @@ from farspan.domain.problems import Refusal, nearest
 
 #: What `index.store: auto` means; docs/decisions/0001-vector-database.md says why.
 DEFAULT = "qdrant"
+
+#: What a key of a payload looks like: a word that no store reads as more than a name.
+FIELD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 Vectors = npt.NDArray[np.float32]
 #: Numbers of chunks: from 0 to below 2**63.
@@ -57,7 +61,11 @@ class Spot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Store(Protocol):
-    """Unit vectors of one length with payloads, found by inner product."""
+    """Unit vectors of one length with payloads, found by inner product.
+
+    Refuses (store-mismatch) vectors of another length or with a NaN, (out-of-range) a field of a payload that is not a
+    word of letters, digits and underscores, (store-unreachable) where a server went away.
+    """
 
     def add(self, ids: Sequence[int], vectors_ND: Vectors, payloads: Sequence[Payload]) -> None:
         """Add N vectors. When this returns they survive a killed process; an id that is there already is replaced, and
@@ -90,13 +98,14 @@ class StoreModule(Protocol):
 
     @staticmethod
     def shared(location: str) -> bool:
-        """Whether vectors lie at a server, where an index that takes another's place finds those that both have."""
+        """Whether vectors lie at a server, where an index that takes another's place finds those that both have. An
+        embedded store is one process's to write; who reads while it is written reads a copy."""
 
     @staticmethod
     def create(spot: Spot, about: About) -> Store:
-        """A new store. Refuses (store-foreign) a table or collection of that name that is somebody else's or of other
-        vectors, (store-unreachable) a server that does not answer or lets nobody in, (out-of-range) more numbers a
-        vector than it can hold."""
+        """A new store, or at a server what there is for the same `about`. Refuses (store-foreign) a table, collection
+        or folder that is somebody else's or of other vectors, (store-unreachable) a server that does not answer or lets
+        nobody in, (out-of-range) a location that it cannot read and more numbers a vector than it can hold."""
 
     @staticmethod
     def open_store(spot: Spot) -> Store:
@@ -123,7 +132,7 @@ def resolve(spec: str) -> tuple[str, str]:
             fact=f"stores: {', '.join(names())}", remedy=f"set index.store: {match}", key="index.store",
         )  # fmt: skip
     user, at, _ = location.partition("://")[2].rpartition("@")
-    if at and ":" in user:
+    if (at and ":" in user) or "password=" in location:
         raise Refusal(
             "out-of-range", what="the store's location has a password in it", where="run.yaml, key index.store",
             fact="run.yaml and the index are read by others, and copied with the run",

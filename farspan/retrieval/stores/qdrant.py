@@ -10,15 +10,15 @@ from collections.abc import Sequence
 import numpy as np
 import qdrant_edge as qdrant
 
-from farspan.domain.codec import load, save
 from farspan.retrieval.stores import About, Hit, Ids, Payload, Spot, Vectors
+from farspan.retrieval.stores._common import check_keys, check_vectors, new_folder, own_folder, rows_to_add
 
 #: Up to so many bytes of vectors every one is compared as it is: exact, and quick to open. Above, every one is compared
 #: in 8 bits a number, and the best of those again as they are.
 EXACT_BYTES = 128_000_000
 #: How many times as many as are asked for are compared again (benchmarks/results/stores.md: recall 1.0).
 _OVERSAMPLING = 3.0
-_ABOUT, _SHARD = "about.json", "shard"
+_SHARD = "shard"
 
 
 class QdrantStore:
@@ -26,11 +26,11 @@ class QdrantStore:
         self._shard, self._about = shard, about
 
     def add(self, ids: Sequence[int], vectors_ND: Vectors, payloads: Sequence[Payload]) -> None:
-        rows = zip(ids, vectors_ND.tolist(), payloads, strict=True)
-        # Of an id that comes twice in one update, which of them stays is not said.
-        points = {int(number): qdrant.Point(int(number), vector, dict(payload)) for number, vector, payload in rows}
+        numbers, vectors_ND, kept = rows_to_add(ids, vectors_ND, payloads, self._about.dim)
+        rows = zip(numbers, vectors_ND.tolist(), kept, strict=True)
+        points = [qdrant.Point(number, vector, payload) for number, vector, payload in rows]
         if points:
-            self._shard.update(qdrant.UpdateOperation.upsert_points([*points.values()]))
+            self._shard.update(qdrant.UpdateOperation.upsert_points(points))
             self._shard.flush()
 
     def delete(self, ids: Sequence[int]) -> None:
@@ -39,12 +39,16 @@ class QdrantStore:
             self._shard.flush()
 
     def search(self, vector_D: Vectors, k: int, where: Payload | None = None) -> list[Hit]:
-        equal = (where or {}).items()
+        check_vectors(vector_D, self._about.dim)
+        equal = dict(where or {})
+        check_keys({*equal})
         again = qdrant.QuantizationSearchParams(rescore=True, oversampling=_OVERSAMPLING)
         request = qdrant.QueryRequest(
             limit=k, query=qdrant.Query.Nearest(vector_D.tolist()), with_payload=True,
             params=qdrant.SearchParams(quantization=again),
-            filter=qdrant.Filter(must=[qdrant.FieldCondition(key, match=qdrant.MatchValue(v)) for key, v in equal]),
+            filter=qdrant.Filter(
+                must=[qdrant.FieldCondition(key, match=qdrant.MatchValue(value)) for key, value in equal.items()]
+            ),
         )  # fmt: skip
         hits = self._shard.query(request)
         return [Hit(id=int(hit.id), score=hit.score, payload=hit.payload or {}) for hit in hits]
@@ -78,26 +82,27 @@ def shared(location: str) -> bool:
 
 
 def create(spot: Spot, about: About) -> QdrantStore:
-    """A new store in a folder that does not exist yet."""
-    (spot.folder / _SHARD).mkdir(parents=True)
+    """A new store in a folder that does not exist yet, or is empty."""
+    folder = new_folder(spot, about)
+    (folder / _SHARD).mkdir()
     config = qdrant.EdgeConfig(
         # m=0: no graph. It costs minutes to build for a hundred thousand vectors and saves two milliseconds.
         vectors=qdrant.EdgeVectorParams(
-            about.dim, qdrant.Distance.Dot,
+            about.dim,
+            qdrant.Distance.Dot,
             quantization_config=qdrant.ScalarQuantizationConfig(qdrant.ScalarType.Int8, memory=qdrant.Memory.Cached),
             hnsw_config=qdrant.HnswIndexConfig(m=0, ef_construct=4, full_scan_threshold=EXACT_BYTES),
         ),
         optimizers=qdrant.EdgeOptimizersConfig(indexing_threshold=EXACT_BYTES // 1000, default_segment_number=1),
         wal_enabled=False,
     )
-    shard = qdrant.EdgeShard.create(str(spot.folder / _SHARD), config)
-    save(about, spot.folder / _ABOUT)
-    return QdrantStore(shard, about)
+    return QdrantStore(qdrant.EdgeShard.create(str(folder / _SHARD), config), about)
 
 
 def open_store(spot: Spot) -> QdrantStore:
     """The store that is in a folder, with everything that was acknowledged before a crash."""
-    return QdrantStore(qdrant.EdgeShard.load(str(spot.folder / _SHARD)), load(spot.folder / _ABOUT, About))
+    about = own_folder(spot, _SHARD)
+    return QdrantStore(qdrant.EdgeShard.load(str(spot.folder / _SHARD)), about)
 
 
 def drop(spot: Spot) -> None:

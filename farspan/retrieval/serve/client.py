@@ -1,0 +1,41 @@
+"""A search asked of the run's own server, which has model and index open.
+
+Only loopback is asked, and nothing is retried: without an answer one opens the index oneself.
+"""
+
+from __future__ import annotations
+
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from farspan.retrieval.rank import System
+from farspan.retrieval.search import Answer
+from farspan.retrieval.serve.beside import find_server
+
+#: A server that is busy is not waited for longer than opening the index takes.
+ANSWER_S = 5.0
+_MOST_BYTES = 1 << 24
+
+
+def ask(run: Path, query: str, k: int, system: System | None, where: Mapping[str, str]) -> Answer | None:
+    """The answer of the server of the run at `run`; None where there is none, or it does not answer so in time."""
+    found = find_server(run)
+    if found is None or urllib.parse.urlsplit(found[0]).hostname not in ("127.0.0.1", "::1", "localhost"):
+        return None
+    url, token = found
+    asked = {"q": query, "k": str(k), **({"system": system} if system else {}), **where}
+    request = urllib.request.Request(f"{url}/api/search?{urllib.parse.urlencode(asked)}")
+    if token:
+        request.add_header("Authorization", f"Bearer {token}")
+    # No proxy: the server is on this host.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=ANSWER_S) as answer:
+            return msgspec.json.decode(answer.read(_MOST_BYTES), type=Answer)
+    except (OSError, ValueError, msgspec.MsgspecError):
+        # Also a refusal: what is wrong with the search is found again, and a full queue is no reason not to search.
+        return None

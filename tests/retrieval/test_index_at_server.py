@@ -1,0 +1,99 @@
+"""An index whose vectors lie at a server: it follows its text there, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from farspan.domain.problems import Refusal
+from farspan.retrieval import stores
+from farspan.retrieval.search import search
+from farspan.retrieval.stores import Spot
+from tests.retrieval import making, servers
+from tests.retrieval.test_following import NEW, check
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    if importlib.util.find_spec("psycopg") is None:
+        pytest.skip("waits for the library psycopg: make .venv/.test")
+    with pytest.MonkeyPatch.context() as environment, servers.postgres() as location:
+        environment.setenv("PGPASSWORD", servers.PASSWORD)
+        yield f"pgvector:{location}"
+
+
+def tables(server: str) -> set[str]:
+    import psycopg
+
+    with psycopg.connect(server.partition(":")[2]) as connection:
+        rows = connection.execute("SELECT tablename FROM pg_tables WHERE tablename LIKE 'farspan%'").fetchall()
+    return {name for (name,) in rows}
+
+
+def test_the_index_follows_its_text_at_a_server(server: str, tmp_path: Path):
+    folder = tmp_path / "index"
+    _, first = making.make(folder, evaluate=False, store=server)
+    index = making.opened(folder)
+    check(index, list(making.DOCUMENTS))
+    assert index.embedder is not None
+    documents = [NEW, *making.DOCUMENTS[5:]]
+    work, second = making.make(folder, evaluate=False, documents=documents, store=server)
+    assert first.table == second.table != "" and work.embedded <= 3
+    # Who has the old index open goes on: what is gone is missed, what is new is passed over.
+    assert search(index, "socket port", 5, "model").results
+    index.close()
+    index = making.opened(folder)
+    check(index, documents)
+    hit = index.store.search(np.array(index.passages.vectors_NE[0]), 1, {"title": "Quokka"})[0]
+    assert "quokka" in str(hit.payload["text"]).lower()
+    index.close()
+
+
+def test_a_new_fit_and_another_store_leave_no_table_behind(server: str, tmp_path: Path):
+    folder, before = tmp_path / "index", tables(server)
+    making.make(folder, evaluate=False, store=server)
+    documents = making.changed(50)
+    making.make(folder, evaluate=False, documents=documents, store=server, refit=True)
+    assert len(tables(server) - before) == 1
+    work, manifest = making.make(folder, evaluate=False, documents=documents)
+    assert work.embedded == 0 and manifest.table == "" and tables(server) == before
+    index = making.opened(folder)
+    check(index, documents)
+    index.close()
+
+
+def test_what_a_killed_build_did_not_clear_is_cleared_by_the_next(server: str, tmp_path: Path, monkeypatch):
+    folder, before = tmp_path / "index", tables(server)
+    making.make(folder, evaluate=False, store=server)
+
+    def killed(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("farspan.retrieval.storing.clear", killed)
+        making.make(folder, evaluate=False)
+    assert len(tables(server) - before) == 1
+    making.opened(folder).close()
+    making.make(folder, evaluate=False)
+    assert tables(server) == before
+
+
+def test_vectors_that_somebody_else_put_there_are_refused(server: str, tmp_path: Path):
+    folder = tmp_path / "index"
+    _, manifest = making.make(folder, evaluate=False, store=server)
+    name, location = manifest.store
+    spot = Spot(folder=tmp_path, location=location, name=manifest.table)
+    stores.load(name).drop(spot)
+    other = stores.About(model="other", tokenizer="t", fit="f", dim=manifest.dim)
+    stores.load(name).create(spot, other).close()
+    with pytest.raises(Refusal) as refusal:
+        making.opened(folder)
+    assert refusal.value.problem.code in ("store-mismatch", "store-foreign")
+    stores.load(name).drop(spot)
+    with pytest.raises(Refusal) as refusal:
+        making.opened(folder)
+    assert refusal.value.problem.code == "no-index"

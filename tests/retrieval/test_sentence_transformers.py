@@ -1,0 +1,178 @@
+"""A sentence-transformers folder gives the vectors of the embedder that it was written from, through real files."""
+
+from __future__ import annotations
+
+import ast
+import json
+import stat
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from farspan import models
+from farspan.domain.problems import Refusal
+from farspan.retrieval.embed import Embedder, FitSettings
+from farspan.retrieval.rank import query_form
+from farspan.retrieval.sentence_transformers import write_sentence_transformers
+from farspan.runtime.inference import Trained
+from farspan.runtime.model.decoder import Decoder, initialise
+
+st = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers: pip install 'farspan[st]'")
+
+SHAPES = {
+    "gpt2": ("gpt2", {"heads": 2}),
+    "gpt2-untied": ("gpt2", {"heads": 4, "tied": False}),
+    "llama": ("llama", {"heads": 2}),
+    "llama-untied-gqa": ("llama", {"heads": 4, "kv_heads": 2, "tied": False}),
+    "opt": ("opt", {"heads": 2}),
+}
+CONTEXT = 64
+#: Empty, blank, longer than the context, outside ASCII, half of a surrogate pair, a special token, names, line ends.
+TEXTS = [
+    "", " ", "listen", "listen " * 300, "👩‍🔬 naïve 字, emoji 🙂" * 9, "half \ud83d a pair", "<|endoftext|> is text",
+    "torch.nn.CrossEntropyLoss", "HTTPServer_v2", "a\r\nb\0c", "query: what listens?",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fp32():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("farspan.retrieval.embed._bf16_is_fast", lambda device: False)
+        yield
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def trained(request, tokenizer) -> Trained:
+    """A model whose norms and biases are random too, so that no mistake hides behind ones and zeros."""
+    family, knobs = SHAPES[request.param]
+    vocab_size = tokenizer.vocab_size + 7
+    spec = models.family(family).shape(d_model=32, layers=2, vocab_size=vocab_size, context=CONTEXT, **knobs)
+    model, generator = Decoder(spec).eval(), torch.Generator().manual_seed(3)
+    initialise(model, 5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return Trained(model, tokenizer, 1, "weights")
+
+
+@pytest.fixture(scope="module")
+def fitted(trained, documents) -> Embedder:
+    texts, titles = [document.text for document in documents], [query_form(document.title) for document in documents]
+    return Embedder.fit(trained.model, trained.tokenizer, texts, titles, range(len(texts)), FitSettings(size=48))[0]
+
+
+def write(folder: Path, trained: Trained, embedder: Embedder) -> Path:
+    folder.mkdir()
+    embedder.save(folder / "fitted.safetensors")
+    trained.tokenizer.save(folder / "tokenizer.json")
+    files = {"tokenizer": folder / "tokenizer.json", "fitted": folder / "fitted.safetensors"}
+    write_sentence_transformers(folder / "st", trained, **files)
+    return folder / "st"
+
+
+@pytest.fixture(scope="module")
+def written(trained, fitted, tmp_path_factory):
+    """An embedder and the folder that was written from it. Its maps keep lengths: those that are fitted may take
+    rounding a thousand times up, in the direction that LayerNorm leaves without variance."""
+    generator, maps = torch.Generator().manual_seed(7), dict(fitted._fitted)
+    for name in ("passage_map", "query_map"):
+        maps[name] = torch.linalg.qr(torch.randn(maps[name].shape, generator=generator))[0].contiguous()
+    embedder = Embedder(trained.model, trained.tokenizer, maps)
+    return embedder, write(tmp_path_factory.mktemp("written") / "made", trained, embedder)
+
+
+def loaded(folder: Path):
+    return st.SentenceTransformer(str(folder), trust_remote_code=True, device="cpu")
+
+
+def same(found, expected) -> None:
+    assert found.dtype == np.float32 and found.shape == expected.shape
+    assert np.abs(found - expected).max() < 1e-5
+
+
+def test_vectors_equal_the_embedders(written, documents):
+    embedder, folder = written
+    texts, model = TEXTS + [document.text for document in documents], loaded(folder)
+    passages, queries = embedder.passages(texts), embedder.queries([query_form(text) for text in texts])
+    assert np.abs(passages - queries).max() > 0.1
+    for rows in (1, 5, 32):
+        same(model.encode(texts, batch_size=rows), passages)
+        same(model.encode_document(texts, batch_size=rows), passages)
+        same(model.encode_query(texts, batch_size=rows), queries)
+        # What programs call that know only of prompts.
+        same(model.encode(texts, prompt_name="query", batch_size=rows), queries)
+    same(model.encode_query("listen"), queries[2])
+    assert float(model.similarity(queries[2], passages[2])) == pytest.approx(queries[2] @ passages[2], abs=1e-5)
+
+
+def test_fitted_maps_carry_no_more_than_the_rounding_of_features(trained, fitted, documents, tmp_path):
+    texts = TEXTS + [document.text for document in documents]
+    model = loaded(write(tmp_path / "made", trained, fitted))
+    forms = [query_form(text) for text in texts]
+    for found, expected, pooled_NF, kind in (
+        (model.encode(texts), fitted.passages(texts), fitted.pool(texts), "passage"),
+        (model.encode_query(texts), fitted.queries(forms), fitted.pool(forms), "query"),
+    ):
+        mean_F, map_FE = (fitted._fitted[f"{kind}_{name}"] for name in ("mean", "map"))
+        lengths_N = ((pooled_NF - mean_F) @ map_FE).norm(dim=1)
+        # One unit in the last place of each feature, as far as the map can take it up.
+        rounding = torch.finfo(torch.float32).eps * pooled_NF.abs().max() * torch.linalg.matrix_norm(map_FE, 2)
+        assert np.abs(found - expected).max() < float(rounding / lengths_N.min())
+        assert np.einsum("ne,ne->n", found, expected).min() > 1 - 1e-6
+        assert trained.model.spec.norm == "layernorm" or np.abs(found - expected).max() < 1e-5
+
+
+def test_a_saved_copy_gives_the_same_vectors(written, tmp_path):
+    embedder, folder = written
+    loaded(folder).save(str(tmp_path / "copy"))
+    assert not [*tmp_path.rglob("*.bin"), *tmp_path.rglob("*.pt")]
+    same(loaded(tmp_path / "copy").encode(TEXTS), embedder.passages(TEXTS))
+
+
+def test_less_of_a_text_counts_if_asked_and_another_prompt_is_embedded(written):
+    embedder, folder = written
+    model = loaded(folder)
+    assert model.max_seq_length == CONTEXT and model.get_embedding_dimension() == 48
+    same(model.encode(["listen"], prompt="to "), embedder.passages(["to listen"]))
+    model.max_seq_length = 10_000
+    same(model.encode(["listen " * 300]), embedder.passages(["listen " * 300]))
+    model.max_seq_length = 3
+    same(model.encode([" listen listen listen"]), embedder.passages([" listen listen"]))
+
+
+def test_the_folder_is_whole_and_readable_like_its_siblings(written, tmp_path):
+    folder = written[1]
+    (tmp_path / "sibling").write_text("")
+    modes = {stat.S_IMODE(file.stat().st_mode) for file in [tmp_path / "sibling", *folder.iterdir()]}
+    assert len(modes) == 1
+    assert {file.name for file in folder.iterdir()} >= {"modules.json", "farspan_embedding.py", "fitted.safetensors"}
+    prompts = json.loads((folder / "config_sentence_transformers.json").read_text())["prompts"]
+    assert prompts == {"query": "query: ", "document": ""}
+
+
+def test_the_module_needs_no_farspan(written):
+    tree = ast.parse((written[1] / "farspan_embedding.py").read_text())
+    named = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    named += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    libraries = {"torch", "transformers", "safetensors", "sentence_transformers"}
+    assert {name.split(".")[0] for name in named} == libraries | {
+        "__future__",
+        "collections",
+        "pathlib",
+        "re",
+        "typing",
+    }
+
+
+def test_without_maps_nothing_is_written(tokenizer, tmp_path):
+    spec = models.family("gpt2").shape(d_model=8, layers=1, heads=1, vocab_size=tokenizer.vocab_size, context=8)
+    tokenizer.save(tmp_path / "tokenizer.json")
+    with pytest.raises(Refusal) as refused:
+        write_sentence_transformers(
+            tmp_path / "st", Trained(Decoder(spec), tokenizer, 1, ""), tokenizer=tmp_path / "tokenizer.json",
+            fitted=tmp_path / "fitted.safetensors",
+        )  # fmt: skip
+    assert refused.value.problem.code == "path-missing" and not (tmp_path / "st").exists()
