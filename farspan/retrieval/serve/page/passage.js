@@ -5,13 +5,13 @@ import { refusal } from "./results.js";
 import { at, fill, make, marked, place } from "./text.js";
 
 const trail = [];
-let opener = null;
 let asked = 0;
 
 /** Open a passage: a result, or an id of which the rest is asked for. */
 export async function open(passage, from, writeOn) {
   if (!at("passage").open) {
-    opener = from ?? document.activeElement;
+    // It gets the focus back; some browsers give none to a button that is clicked.
+    from?.focus({ preventScroll: true });
     trail.length = 0;
     at("passage").showModal();
   }
@@ -72,5 +72,5 @@ export function setUp(writeOn) {
   at("close").addEventListener("click", () => at("passage").close());
   at("back").addEventListener("click", () => open(trail.pop(), null, writeOn));
   at("passage").addEventListener("click", (event) => { if (event.target === at("passage")) at("passage").close(); });
-  at("passage").addEventListener("close", () => { asked++; opener?.focus(); });
+  at("passage").addEventListener("close", () => { asked++; });
 }

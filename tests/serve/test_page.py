@@ -1,0 +1,302 @@
+"""The page in a real browser: types, filters, opens, pages, waits and fails, with the keyboard alone and on a phone."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import pytest
+
+from tests.serve import chromium
+from tests.serve.library import NASTY
+
+pytestmark = pytest.mark.skipif(chromium.found() is None, reason="needs chromium: apt-get install chromium")
+
+#: Elements that stick out of the window to the right.
+SPILLS = """[...document.querySelectorAll("body *")].filter((e) => e.checkVisibility() && !e.closest(".unseen, .skip")
+  && e.getBoundingClientRect().right > innerWidth + 1).map((e) => e.tagName + "." + e.className)"""
+#: Text whose contrast with what is behind it is below 4.5 (3 for what is large).
+FAINT = """(() => {
+  const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map((v) => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const behind = (e) => { for (; e; e = e.parentElement) { const c = rgb(getComputedStyle(e).backgroundColor);
+    if (c.length < 4 || c[3] > 0.5) return c; } return [255, 255, 255]; };
+  const texts = [...document.querySelectorAll("body *")].filter((e) => e.checkVisibility() && !e.closest("[disabled]")
+    && [...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim()) && !e.closest(".unseen, .skip"));
+  return texts.map((e) => { const s = getComputedStyle(e), [a, b] = [light(rgb(s.color)), light(behind(e))];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), large = parseFloat(s.fontSize) >= 18.6;
+    return ratio < (large ? 3 : 4.5) && `${e.tagName}.${e.className} ${ratio.toFixed(2)} ${e.textContent.slice(0, 30)}`;
+  }).filter(Boolean);
+})()"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    browser = chromium.Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def page(browser, server):
+    """The page as it is first seen; the test may leave no complaint in the console."""
+    browser.complaints.clear()
+    browser.show()
+    browser.go(f"{server.url}/")
+    browser.until("document.querySelector('.begin li')")
+    yield browser
+    assert browser.complaints == []
+
+
+def ask(page: chromium.Browser, words: str) -> None:
+    page.press("/")
+    page.until("document.activeElement.id === 'query'")
+    page.run("document.activeElement.select()")
+    page.type(words)
+    page.press("Enter")
+    page.until(f"document.title.startsWith({json.dumps(words)}) && document.querySelector('.hit, .empty')")
+
+
+def focused(page: chromium.Browser) -> str:
+    return str(page.run("document.activeElement.innerText || document.activeElement.id"))
+
+
+def titles(page: chromium.Browser) -> list[str]:
+    return page.run("[...document.querySelectorAll('.hit .open')].map((e) => e.innerText)")
+
+
+def test_it_begins_with_what_there_is(page):
+    assert page.run("document.title") == "papers · farspan"
+    assert "29 documents" in page.text("#about") and "llama-like" in page.text("#about")
+    assert page.run("document.activeElement.id") == "query"
+    assert page.run("document.getElementById('report').hidden") is False
+    page.click(".begin .open")
+    page.until("document.querySelector('.near')")
+    assert page.text("#passage-title") == "The Rhine source"
+
+
+def test_a_search_shows_passages_with_their_marks_place_and_reasons(page):
+    ask(page, "rhine barge")
+    assert page.text("#status").startswith("1 to 10 of 24 documents, ranked by words")
+    assert titles(page)[0] == "The Rhine mouth"
+    assert page.text(".place") == "rivers/rhine.md, line 13 · Rivers of Europe › Rhine"
+    marks = page.run("[...document.querySelector('.excerpt').querySelectorAll('mark')].map((e) => e.innerText)")
+    assert {mark.lower() for mark in marks} == {"rhine", "barge"}
+    assert "words 4.00" in page.text(".why") and "vector 0." in page.text(".why")
+
+
+def test_pages_turn_and_the_address_follows(page):
+    ask(page, "river")
+    first = titles(page)
+    page.click("#after")
+    page.until("document.querySelector('#pages').innerText.startsWith('11 to')")
+    second = titles(page)
+    assert len(first) == len(second) == 10 and not {*first} & {*second}
+    assert "offset=10" in page.run("location.search")
+    page.run("history.back()")
+    page.until("document.querySelector('#pages').innerText.startsWith('1 to')")
+    assert titles(page) == first and page.run("document.getElementById('before').disabled")
+
+
+def test_filters_are_set_from_a_result_and_by_name_and_taken_away(page):
+    ask(page, "river")
+    page.run("[...document.querySelectorAll('.hit .chip')].find((e) => e.innerText === 'kind essay').click()")
+    page.until("document.querySelector('#status').innerText.includes('12 documents')")
+    assert page.text("#filters") == "kind essay" and "kind=essay" in page.run("location.search")
+    page.click("#filters .chip")
+    page.until("document.querySelector('#status').innerText.includes('24 documents')")
+    page.click("#refine summary")
+    page.run("document.getElementById('field').value = 'kind'; document.getElementById('value').value = 'note'")
+    page.run("document.getElementById('filter').requestSubmit()")
+    page.until("document.querySelector('#status').innerText.includes('12 documents')")
+    page.run("const s = document.getElementById('system'); s.value = 'model'; s.dispatchEvent(new Event('change'))")
+    page.until("document.querySelector('#status').innerText.includes('ranked by vectors')")
+
+
+def test_nothing_found_offers_to_search_without_filters(page, server):
+    page.go(f"{server.url}/?q=barge&lang=he")
+    page.until("document.querySelector('.empty')")
+    assert "Nothing found for “barge”" in page.text(".empty")
+    page.click(".empty button")
+    page.until("document.querySelector('.hit')")
+    ask(page, "zzzz")
+    assert page.run("document.querySelector('.empty button')") is None
+
+
+def test_a_passage_opens_leads_to_others_and_closes(page):
+    ask(page, "danube")
+    page.click(".open")
+    page.until("document.querySelectorAll('.near li').length === 5")
+    assert "A barge takes grain" in page.text(".whole") and page.text("#passage-place").startswith("rivers/danube.md")
+    first = page.text("#passage-title")
+    page.click(".near .open")
+    page.until(f"document.querySelector('#passage-title').innerText !== {first!r} && document.querySelector('.near')")
+    page.click("#back")
+    page.until(f"document.querySelector('#passage-title').innerText === {first!r}")
+    page.press("Escape")
+    page.until("!document.getElementById('passage').open")
+    assert focused(page) == first
+
+
+def test_the_keyboard_is_enough(page):
+    ask(page, "river water")
+    page.press("ArrowDown")
+    assert focused(page) == titles(page)[0]
+    page.press("ArrowDown", "ArrowDown", "ArrowUp")
+    assert focused(page) == titles(page)[1]
+    outline = page.run("getComputedStyle(document.activeElement).outlineStyle")
+    assert outline == "solid"
+    page.press("Enter")
+    page.until("document.getElementById('passage').open && document.querySelector('.near')")
+    page.press("Tab")
+    page.press("Escape")
+    page.until("!document.getElementById('passage').open")
+    assert focused(page) == titles(page)[1]
+    page.press("Escape")
+    assert focused(page) == "query"
+    # Every control can be reached: what Tab comes by, from the first element on.
+    page.run("document.activeElement.blur()")
+    reached = set()
+    for _ in range(90):
+        page.press("Tab")
+        reached.add(page.run("document.activeElement.id"))
+    assert {"query", "report", "after", "plane", "prompt", "tokens", "temperature"} <= reached
+
+
+def test_the_map_is_walked_by_arrow_keys_and_pointer_and_has_a_list(page):
+    ask(page, "danube")
+    page.run("document.getElementById('plane').focus()")
+    page.press("ArrowRight")
+    assert "danube" in page.text("#map-said")
+    page.press("ArrowLeft", "ArrowUp", "ArrowDown", "ArrowDown")
+    said = page.text("#map-said")
+    page.press("Enter")
+    page.until("document.getElementById('passage').open && document.querySelector('.near')")
+    assert said.startswith(page.text("#passage-title"))
+    page.press("Escape")
+    page.until("document.activeElement.id === 'plane'")
+    shape = "(({x, y, width, height}) => [x, y, width, height])"
+    box = page.run(f"{shape}(document.getElementById('plane').getBoundingClientRect())")
+    for step in range(40):
+        page.move(box[0] + box[2] * (step % 8 + 0.5) / 8, box[1] + box[3] * (step // 8 + 0.5) / 5)
+        if page.run("!document.getElementById('map-tip').hidden"):
+            break
+    assert page.text("#map-tip")
+    page.click("#map-list summary")
+    page.until("document.querySelectorAll('#map-titles li').length === 29")
+
+
+def test_the_model_writes_and_goes_on_from_a_passage(page):
+    ask(page, "volga")
+    page.click(".open")
+    page.until("document.querySelector('.actions')")
+    page.click(".actions button")
+    page.until("document.activeElement.id === 'prompt'")
+    assert page.run("document.getElementById('prompt').value").endswith("salt on its way back.")
+    page.run("document.getElementById('tokens').value = 4; document.getElementById('writing').requestSubmit()")
+    page.until("document.querySelector('#written pre')")
+    assert page.text("#written pre").endswith("word0 word1 word2 word3")
+
+
+def test_text_of_documents_is_only_ever_text(page):
+    ask(page, "hostile kayak")
+    assert f"Hostile {NASTY}" in titles(page)
+    page.run("[...document.querySelectorAll('.open')].find((e) => e.innerText.startsWith('Hostile')).click()")
+    page.until("document.querySelector('.near')")
+    assert NASTY in page.text(".whole")
+    page.press("Escape")
+    ask(page, "<script>document.title=1</script>")
+    assert page.run("document.querySelectorAll('main img, main script, dialog img, dialog script').length") == 0
+    assert "farspan" in page.run("document.title")
+
+
+def test_other_scripts_run_their_own_way_and_marks_follow_emoji(page):
+    ask(page, "הנהר")
+    assert page.run("getComputedStyle(document.querySelector('.excerpt')).direction") == "rtl"
+    assert page.run("getComputedStyle(document.getElementById('query')).direction") == "rtl"
+    ask(page, "kayak heron")
+    marks = page.run("""[...[...document.querySelectorAll('.hit')].find((e) => e.innerText.includes('emoji'))
+      .querySelectorAll('mark')].map((e) => e.innerText)""")
+    assert marks == ["kayak", "heron"]
+    assert "untitled.txt" in titles(page)
+
+
+def test_it_fits_a_phone(page, server):
+    page.show(360, 740)
+    for address in ("/", "/?q=kayak", "/?q=river&lang=en", "/?q=zzz", "/?q=heron"):
+        page.go(server.url + address)
+        page.until("document.querySelector('.begin li, .hit, .empty')")
+        page.run("document.getElementById('refine').open = document.getElementById('map-list').open = true")
+        assert page.run("document.documentElement.scrollWidth <= innerWidth")
+        assert page.run(SPILLS) == []
+    page.go(f"{server.url}/?q=kayak")
+    page.click(".open")
+    page.until("document.querySelector('.near')")
+    assert page.run(SPILLS) == [] and page.run("document.getElementById('passage').scrollWidth <= innerWidth")
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_both_themes_can_be_read(page, server, dark):
+    page.show(dark=dark)
+    page.go(f"{server.url}/?q=river&lang=en")
+    page.until("document.querySelector('.hit')")
+    light = page.run("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)[0]")
+    assert (light < 60) == dark
+    assert page.run(FAINT) == []
+    page.click(".open")
+    page.until("document.querySelector('.near')")
+    assert page.run(FAINT) == []
+
+
+def test_what_is_refused_is_shown_with_its_remedy(browser, server):
+    browser.show()
+    browser.go(f"{server.url}/?q=river&langg=en")
+    browser.until("document.querySelector('.failed')")
+    told = browser.text(".failed")
+    assert "There is no field 'langg'" in told and "filter by lang" in told and "Try again" in told
+    # The browser's own word on a request that failed, and nothing of the page's.
+    assert all("422" in complaint for complaint in browser.complaints)
+    browser.complaints.clear()
+
+
+def test_a_busy_server_is_asked_again_and_one_that_has_gone_is_said_so(browser, start):
+    server = start(limits={"searching_waiting": 0, "look_s": 60.0})
+    browser.show()
+    browser.go(f"{server.url}/")
+    browser.until("document.querySelector('.begin li')")
+    thread = threading.Thread(target=lambda: server.get("/api/search", params={"q": "sleep 2.5 river"}))
+    thread.start()
+    time.sleep(0.3)
+    browser.type("danube")
+    browser.press("Enter")
+    browser.until("document.querySelector('#status').innerText.includes('The server is busy; asking again in')")
+    browser.until("document.querySelector('.hit')")
+    thread.join(10)
+    server.process.terminate()
+    server.process.wait(10)
+    browser.run("document.getElementById('search').requestSubmit()")
+    browser.until("document.querySelector('.failed')")
+    assert "The server does not answer" in browser.text(".failed")
+    assert all("503" in told or "ERR_CONNECTION" in told for told in browser.complaints), browser.complaints
+    browser.complaints.clear()
+
+
+def test_a_browser_enters_with_the_token_and_keeps_it(browser, start):
+    server = start(token="a-token-of-24-characters")
+    browser.show()
+    browser.go(f"{server.url}/")
+    assert "wants its token" in browser.text("h1")
+    browser.go(f"{server.url}/?token=a-token-of-24-characters&q=danube")
+    browser.until("document.querySelector('.hit')")
+    assert browser.run("location.search") == "?q=danube" and browser.run("document.cookie") == ""
+    browser.go(f"{server.url}/?q=rhine")
+    browser.until("document.querySelector('.hit')")
+    assert all("401" in told for told in browser.complaints), browser.complaints
+    browser.complaints.clear()
+
+
+def test_the_report_opens(page, server):
+    page.go(f"{server.url}/report")
+    assert page.run("document.body.innerText").strip() == "it went well"
