@@ -58,6 +58,7 @@ def test_a_search_is_narrowed_by_fields_and_by_a_system(server):
     essays = search(server, "river", kind="essay", lang="en", k=100)
     assert essays["total"] == len(RIVERS)
     assert {result["metadata"]["kind"] for result in essays["results"]} == {"essay"}
+    assert search(server, "river", **{"where.kind": "essay", "where.lang": "en", "k": 100}) == essays
     assert search(server, "river", system="model")["system"] == "model"
     told = problem(server.get("/api/search", params={"q": "river", "langg": "en"}))
     assert told["code"] == "usage" and told["remedy"] == "filter by lang"

@@ -27,7 +27,8 @@ def ask(run: Path, query: str, k: int, system: System | None, where: Mapping[str
     if found is None or urllib.parse.urlsplit(found[0]).hostname not in ("127.0.0.1", "::1", "localhost"):
         return None
     url, token = found
-    asked = {"q": query, "k": str(k), **({"system": system} if system else {}), **where}
+    asked = {"q": query, "k": str(k), **({"system": system} if system else {})}
+    asked |= {f"where.{name}": value for name, value in where.items()}
     request = urllib.request.Request(f"{url}/api/search?{urllib.parse.urlencode(asked)}")
     if token:
         request.add_header("Authorization", f"Bearer {token}")

@@ -21,6 +21,8 @@ from farspan.retrieval.serve.site import Site, at_most, given, parsed, taken
 
 #: Parameters of a search that are no fields.
 OWN = ("q", "k", "offset", "system")
+#: What a parameter may begin with that is a field, and must where the field is called like one of these.
+PREFIX = "where."
 #: How OpenAPI says that any field may be a parameter.
 _FIELDS = {
     "name": "fields", "in": "query", "style": "form", "explode": True, "required": False,
@@ -73,7 +75,7 @@ def _searches(router: APIRouter, site: Site) -> None:
 
     @router.get(
         "/api/search", response_class=Response, responses=given(Answer), summary="Search the documents",
-        description="Further parameters narrow the search: FIELD=VALUE with a field that /api/about names.",
+        description="Further parameters narrow the search: FIELD=VALUE with a field that /api/about names, or where.FIELD=VALUE.",
         openapi_extra={"parameters": [_FIELDS]},
     )  # fmt: skip
     async def search(
@@ -110,13 +112,14 @@ def _filters(request: Request) -> dict[str, str]:
     """Fields and their values, of an address."""
     where = dict[str, str]()
     for name, value in request.query_params.multi_items():
-        if name in where:
+        field = name.removeprefix(PREFIX)
+        if field in where:
             raise Refusal(
-                "usage", what=f"the field {name[:60]!r} is given twice", where="the address of the search",
+                "usage", what=f"the field {field[:60]!r} is given twice", where="the address of the search",
                 fact="a document has one value in each field", remedy="leave one of them out",
             )  # fmt: skip
         if name not in OWN:
-            where[name] = value
+            where[field] = value
     return where
 
 

@@ -28,7 +28,9 @@ function go(change) {
   return search();
 }
 
-const addFilter = (name, value) => go((query) => query.set(name, value));
+//: A field that is called like a parameter of a search has this before it.
+const PREFIX = "where.";
+const addFilter = (name, value) => go((query) => query.set(OWN.includes(name) ? PREFIX + name : name, value));
 const clearFilters = () => go((query) => filters(query).forEach(([name]) => query.delete(name)));
 
 async function search({ focus = false } = {}) {

@@ -1,0 +1,84 @@
+"""The API of `farspan serve` over a real run, whose index is made again meanwhile."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from farspan.retrieval.serve.beside import find_server
+from tests.cli.conftest import Farspan
+
+WAIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def indexed(run: Path, farspan: Farspan) -> Path:
+    done = farspan("embed", str(run))
+    assert done.returncode == 0, done.stderr
+    return run
+
+
+@pytest.fixture
+def server(indexed: Path, desk: Path, environment: dict[str, str]):
+    words = [sys.executable, "-m", "farspan", "serve", str(indexed), "--port", "0"]
+    process = subprocess.Popen(
+        words, cwd=desk, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        deadline = time.monotonic() + WAIT_S
+        while (found := find_server(indexed)) is None:
+            assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+            time.sleep(0.1)
+        with httpx.Client(base_url=found[0], timeout=WAIT_S, trust_env=False) as client:
+            yield process, client
+    finally:
+        process.terminate()
+        process.communicate(timeout=WAIT_S)
+
+
+def test_it_answers_as_the_command_does_and_takes_up_a_new_index(server, indexed, farspan, desk):
+    process, client = server
+    asked = farspan("search", "school family", "--run", str(indexed), "--json", "-k", "3", "--system", "fused")
+    wanted = json.loads(asked.stdout)["answer"]
+    answer = client.get("/api/search", params={"q": "school family", "k": 3, "system": "fused"}).json()
+    assert answer == wanted
+    some = answer["results"][0]["id"]
+    assert client.get(f"/api/passages/{some}").json()["passage"] == answer["results"][0]["passage"]
+    assert len(client.get(f"/api/passages/{some}/similar").json()["results"]) == 5
+    form = {"model": "docs", "input": ["query: school", "family " * 100]}
+    vectors = client.post("/v1/embeddings", json=form).json()
+    about = client.get("/api/about").json()
+    assert len(vectors["data"][0]["embedding"]) == about["index"]["dim"] and vectors["cut"][0] == 0 < vectors["cut"][1]
+    assert sum(value**2 for value in vectors["data"][1]["embedding"]) == pytest.approx(1, abs=1e-4)
+    assert client.post("/api/generate", json={"prompt": "time", "tokens": 3}).status_code == 200
+    places = client.get("/api/map").json()["xy"]
+    assert len(places) == about["index"]["chunks"] and max(abs(x) for place in places for x in place) == 1
+    assert "loss" in client.get("/report").text
+
+    (desk / "docs" / "zeppelin.txt").write_text("A zeppelin\n\nflies over the town, and people look up to it.")
+    try:
+        assert farspan("embed", str(indexed)).returncode == 0
+        deadline = time.monotonic() + WAIT_S
+        while not client.get("/api/search", params={"q": "zeppelin", "system": "bm25"}).json()["total"]:
+            assert time.monotonic() < deadline, client.get("/api/about").json()["trouble"]
+            time.sleep(0.2)
+    finally:
+        (desk / "docs" / "zeppelin.txt").unlink()
+    process.send_signal(2)
+    out, error = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0 and error == "" and out.endswith("ended\n")
+    assert not (indexed / "serve.json").exists()
+
+
+def test_what_cannot_be_served_is_refused(run, here, tmp_path):
+    assert here("serve", str(tmp_path)).returncode == 22
+    done = here("serve", str(run), "--port", "70000")
+    assert done.returncode == 2 and "70000" in done.stderr
+    done = here("serve", str(run), "--port", "0", FARSPAN_TOKEN="short")
+    assert done.returncode == 15 and "16 to 200" in done.stderr
