@@ -15,7 +15,7 @@ demo: $(VENV)/.demo
 ALONE := tests/cli tests/lab tests/launch tests/report tests/studies tests/test_imports.py tests/test_readme.py
 WAITING := $(addprefix tests/runtime/test_,by_hand.py collective.py hostile.py resume.py unsaved.py) \
 	$(addprefix tests/launch/test_,ends.py killed.py) $(addprefix tests/cli/test_,embed.py jobs.py own_files.py signals.py) \
-	tests/app tests/golden/test_old_run.py tests/retrieval/test_stopped.py
+	tests/app tests/serve tests/golden/test_old_run.py tests/retrieval/test_stopped.py
 
 test: $(VENV)/.test
 	tools/system-packages.sh

@@ -12,7 +12,8 @@ import pytest
 
 #: Processor seconds, user and system, of starting up.
 BUDGET_S = 0.3
-HEAVY = ("torch", "scipy", "matplotlib", "transformers", "numpy", "tokenizers", "datasets", "pyarrow", "rich")
+HEAVY = ("torch", "scipy", "matplotlib", "transformers", "numpy", "tokenizers", "datasets", "pyarrow", "rich",
+         "fastapi", "pydantic", "uvicorn")  # fmt: skip
 REPORT = "; import json, sys; print('\\n' + json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
 HELP = "import farspan.cli.main as m\ntry: m.main({words})\nexcept SystemExit: pass\n"
 STARTS = {

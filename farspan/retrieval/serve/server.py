@@ -63,8 +63,8 @@ def serve(
             )  # fmt: skip
             url = f"http://{_reached(address.host, bound)}:{port}"
             there = beside.write(address.run, url, address.token)
-            query = f"/?token={address.token}" if address.token else "/"
-            say(f"serving {address.run} at {url}{query}")
+            shown = url if ours or not _is_any(bound) else f"http://{socket.gethostname()}:{port}"
+            say(f"serving {address.run} at {shown}/{f'?token={address.token}' if address.token else ''}")
             say("Ctrl-C ends it")
             try:
                 _Server(config).run(sockets=[listener])
@@ -111,6 +111,11 @@ def _is_loopback(bound: str) -> bool:
     return ipaddress.ip_address(bound.partition("%")[0]).is_loopback
 
 
+def _is_any(bound: str) -> bool:
+    """Whether this is every address of the host."""
+    return ipaddress.ip_address(bound.partition("%")[0]).is_unspecified
+
+
 def _check_token(address: Address, *, ours: bool) -> None:
     """Refuses to let others in without a token, and one that is guessed or that no header can hold."""
     if address.token is None and ours:
@@ -129,6 +134,5 @@ def _check_token(address: Address, *, ours: bool) -> None:
 
 def _reached(host: str, bound: str) -> str:
     """How a program on this host reaches the server."""
-    unspecified = ipaddress.ip_address(bound.partition("%")[0]).is_unspecified
-    name = ("::1" if ":" in bound else "127.0.0.1") if unspecified else host
+    name = ("::1" if ":" in bound else "127.0.0.1") if _is_any(bound) else host
     return f"[{name}]" if ":" in name else name

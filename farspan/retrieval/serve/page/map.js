@@ -79,10 +79,10 @@ function draw() {
     pen.arc(...spot(corpus.xy[row]), radius, 0, 2 * Math.PI);
     pen.fill();
   };
-  const hits = [];
+  const hits = [], many = corpus.ids.length > 1000;
   pen.fillStyle = colour("--soft");
-  pen.globalAlpha = corpus.ids.length > 1000 ? 0.35 : 0.6;
-  corpus.ids.forEach((id, row) => { if (found.has(id)) hits.push(row); else dot(row, 2.2); });
+  pen.globalAlpha = many ? 0.35 : 0.6;
+  corpus.ids.forEach((id, row) => { if (found.has(id)) hits.push(row); else dot(row, many ? 1.7 : 2.2); });
   pen.globalAlpha = 1;
   pen.fillStyle = colour("--val");
   hits.forEach((row) => dot(row, 4.2));

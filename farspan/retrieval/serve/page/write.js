@@ -30,7 +30,7 @@ async function write() {
   try {
     const waiting = (seconds) => written.replaceChildren(make("p", { className: "soft", textContent: `The server is busy; asking again in ${seconds} s.` }));
     const { prompt, text } = await ask("/api/generate", { body, waiting });
-    written.replaceChildren(make("pre", { dir: "auto" }, make("b", { textContent: prompt }), text));
+    written.replaceChildren(make("pre", { dir: "auto" }, make("b", { textContent: prompt }), text.replace(/\n\s*\n/g, "\n\n")));
   } catch (error) {
     written.replaceChildren(refusal(error.problem ?? { what: String(error), code: "" }, null));
   } finally {
