@@ -127,6 +127,11 @@ class Passages:
     def __iter__(self) -> Iterator[Chunk]:
         return map(self.chunk, range(len(self.rows_N)))
 
+    @cached_property
+    def shown_N(self) -> npt.NDArray[np.bool_]:
+        """Which documents (N) have a passage."""
+        return np.bincount(self.rows_N["document"], minlength=self._count) > 0
+
     def of_document(self, number: int) -> range:
         """Rows of a document's chunks."""
         first, last = np.searchsorted(self.rows_N["document"], [number, number + 1])

@@ -75,10 +75,11 @@ def search(
         scores_N = _vector_scores(index, vector_E, within)
     if chosen == "fused":
         scores_N = fuse(words_N, scores_N, evaluation.fusion_weight if evaluation else 1.0)
-    order = np.argsort(-scores_N, kind="stable")
     # A document that is blank but for its title has no passage to show.
-    found = [n for n in order[scores_N[order] > 0].tolist() if index.passages.of_document(n)]
-    results = (_result(index, query, n, scores_N, words_N, vector_E) for n in found[offset : offset + k])
+    found = np.flatnonzero((scores_N > 0) & index.passages.shown_N)
+    found = found[np.argsort(-scores_N[found], kind="stable")]
+    best = found[offset : offset + k].tolist()
+    results = (_result(index, query, number, scores_N, words_N, vector_E) for number in best)
     return Answer(query=query, system=chosen, why=why, results=tuple(results), total=len(found))
 
 
