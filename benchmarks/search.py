@@ -4,8 +4,8 @@
 
 RUN is a run with an index, such as the demo's. `store`: 100,000 vectors of 384 into the default store, and searches in
 it. `follow`: one changed file of 10,000, by `farspan embed`. `cold`: `farspan search` from process start to answer, by
-words and by what the index answers with. `server`: the same through `farspan serve`, and 20 requests a second for a
-minute. `embed`: passages a second against sentence-transformers on the same weights, in turn, where that is installed.
+words and by words and vectors. `server`: the same through `farspan serve`, and 20 fused searches a second
+for a minute. `embed`: passages a second against sentence-transformers on the same weights, in turn, where that is installed.
 Results are printed and written to results/search.json.
 """
 
@@ -105,10 +105,10 @@ def timed(words: tuple[str, ...], folder: str) -> float:
 
 def cold(run: Path) -> dict[str, Any]:
     """In turn, eight times each."""
-    took: dict[str, list[float]] = {"words": [], "default": []}
+    took: dict[str, list[float]] = {"bm25": [], "fused": []}
     for query in QUERIES:
-        for kind, more in (("words", ("--system", "bm25")), ("default", ())):
-            took[kind].append(timed((*FARSPAN, "search", query, "--run", str(run), *more), "."))
+        for system, seconds in took.items():
+            seconds.append(timed((*FARSPAN, "search", query, "--run", str(run), "--system", system), "."))
     return {f"{kind}_s": statistics.median(seconds) for kind, seconds in took.items()} | {
         f"{kind}_most_s": max(seconds) for kind, seconds in took.items()
     }
@@ -150,7 +150,7 @@ def _load(url: str) -> dict[str, Any]:
     failed: list[str] = []
 
     def ask(number: int) -> None:
-        words = urllib.parse.urlencode({"q": f"{QUERIES[number % len(QUERIES)]} {number}", "k": 10})
+        words = urllib.parse.urlencode({"q": f"{QUERIES[number % len(QUERIES)]} {number}", "k": 10, "system": "fused"})
         start = time.perf_counter()
         try:
             with urllib.request.urlopen(f"{url}/api/search?{words}", timeout=10) as answer:
