@@ -48,7 +48,7 @@ def test_its_own_names_are_taken(server):
 
 
 @pytest.mark.parametrize(
-    "origin", ["https://evil.example", "null", "http://localhost:3000", "http://127.0.0.1", "file://"]
+    "origin", ["https://evil.example", "null", "http://localhost:3000", "http://127.0.0.1", "file://", "http://["]
 )
 @pytest.mark.parametrize("path", ["/api/generate", "/v1/embeddings", "/api/search"])
 def test_a_page_of_another_site_gets_403(server, origin, path):
@@ -98,6 +98,27 @@ def test_a_body_that_does_not_come_is_not_waited_for(start):
     began = time.monotonic()
     assert raw(server, head, b"{").split()[1] == b"408"
     assert time.monotonic() - began < 5
+
+
+def test_a_head_that_does_not_come_is_not_waited_for(start):
+    server = start(limits={"head_s": 0.4})
+    whole = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as slow:
+        slow.sendall(whole[:20])
+        assert slow.recv(100) == b""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as kept:
+        for _ in range(3):
+            # Who has asked before may think for longer.
+            kept.sendall(whole)
+            answer = b""
+            while b'"ok"' not in answer:
+                answer += (part := kept.recv(4096))
+                assert part, answer
+            time.sleep(0.6)
+        kept.sendall(whole[:20])
+        assert kept.recv(100) == b""
+    # An answer may take longer too.
+    assert server.get("/api/search", params={"q": "sleep 1 river"}).status_code == 200
 
 
 def test_what_is_not_http_is_survived(server):
