@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 SUITE = "tests/retrieval/test_stores.py"
 VECTORS, DIM, QUERIES, K, AT_ONCE = 20_000, 384, 200, 10, 2_000
-#: Qdrant's local mode writes each vector to the disk by itself, in some 20 ms.
+#: Qdrant's local mode writes each vector to the disk by itself, in up to 20 ms.
 FEWER = {"qdrant_server-local": 1_000}
 LIBRARIES = {
     "qdrant": ["qdrant-edge-py"], "faiss": ["faiss-cpu"], "chroma": ["chromadb"],
@@ -63,6 +63,7 @@ def measured(kind: str, location: str, folder: Path) -> dict[str, Any]:
     """Seconds to add and to finish, milliseconds of a search, and how many of the true neighbours it found."""
     many = FEWER.get(kind, VECTORS)
     vectors, queries = unit_vectors(many, 0), unit_vectors(QUERIES, 1)
+    nearest = np.argsort(-(queries @ vectors.T), axis=1)
     spot = stores.Spot(folder=folder / "store", location=location, name=f"speed_{os.getpid()}")
     module = stores.load(KINDS[kind][0])
     store = module.create(spot, stores.About(model="", tokenizer="", fit="", dim=DIM))
@@ -74,11 +75,11 @@ def measured(kind: str, location: str, folder: Path) -> dict[str, Any]:
     store.finish()
     finished = time.perf_counter()
     plain, hits = [], 0
-    for query in queries:
+    for query, order in zip(queries, nearest, strict=True):
         before = time.perf_counter()
         found = store.search(query, K)
         plain.append(time.perf_counter() - before)
-        hits += len({hit.id for hit in found} & {*np.argsort(-(vectors @ query))[:K].tolist()})
+        hits += len({hit.id for hit in found} & {*order[:K].tolist()})
     before = time.perf_counter()
     for number in range(20):
         store.search(queries[number], K, {"document": number})
@@ -86,8 +87,8 @@ def measured(kind: str, location: str, folder: Path) -> dict[str, Any]:
     store.close()
     module.drop(spot)
     return {
-        "vectors": many, "add_s": added - start, "finish_s": finished - added, "p50_ms": np.median(plain) * 1e3,
-        "p95_ms": np.quantile(plain, 0.95) * 1e3, "filter_ms": filtered * 1e3, "recall": hits / (K * QUERIES),
+        "vectors": many, "add_s": added - start, "finish_s": finished - added, "p50_ms": float(np.median(plain)) * 1e3,
+        "p95_ms": float(np.quantile(plain, 0.95)) * 1e3, "filter_ms": filtered * 1e3, "recall": hits / (K * QUERIES),
     }  # fmt: skip
 
 
@@ -112,7 +113,8 @@ def table(header: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in header["versions"].items())
     lines = [
         "# Vector stores, as last run", "", "Made by `make stores`; do not edit.", "",
-        f"{header['date']}, commit {header['commit']}, Python {header['python']}, {header['cpus']} cores.", "",
+        f"{header['date']}, commit {header['commit']}, Python {header['python']}, {header['cpus']} cores, load before: "
+        f"{header['load']:.1f}.", "",
         f"{versions}.", "",
         f"{DIM} random numbers a vector, k = {K}. `filter` is a search among the three chunks of a document.", "",
         "| store | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|",
@@ -131,6 +133,7 @@ def version_of(distribution: str) -> str:
 
 
 def main() -> int:
+    load = os.getloadavg()[1]
     tests = contract()
     os.environ["PGPASSWORD"] = servers.PASSWORD
     rows: list[dict[str, Any]] = []
@@ -142,7 +145,7 @@ def main() -> int:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     header = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "commit": commit.stdout.strip(),
-        "python": platform.python_version(), "platform": platform.platform(), "cpus": os.cpu_count(),
+        "python": platform.python_version(), "platform": platform.platform(), "cpus": os.cpu_count(), "load": load,
         "versions": {name: version_of(name) for names in LIBRARIES.values() for name in names},
     }  # fmt: skip
     RESULTS.mkdir(exist_ok=True)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from farspan.runtime.inference import Trained
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
+#: A longer query is no question; words of a megabyte would take seconds to look up.
+QUERY_CHARS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,9 +169,9 @@ def search(
     """The `k` documents that answer a query best, by the `system` that was measured to find them best unless another is
     named, among those with the values of `where` in its fields. A running server of the run is asked first.
 
-    Raises Refusal (usage) for an empty query and an unknown field, and (no-index) where there is no index.
+    Raises Refusal (usage) for an empty or endless query and an unknown field, and (no-index) where there is no index.
     """
-    refuse_empty(query)
+    refuse_query(query)
     from farspan.retrieval.serve import client
 
     if (manifest := _there(run)) is not None and is_stale(run, manifest):
@@ -202,11 +204,18 @@ def is_stale(run: RunFolder, manifest: IndexManifest) -> bool:
     return True
 
 
-def refuse_empty(query: str) -> None:
+def refuse_query(query: str) -> None:
+    """Raises Refusal (usage) for a query that is empty, or longer than a passage could answer."""
     if not query.strip():
         raise Refusal(
             "usage", what="there is nothing to search for", where="farspan search", fact="the query is empty",
             remedy='farspan search "read a file line by line"',
+        )  # fmt: skip
+    if len(query) > QUERY_CHARS:
+        raise Refusal(
+            "usage", what="the query is too long", where="farspan search",
+            fact=f"it has {len(query):,} characters; at most {QUERY_CHARS:,} are searched for",
+            remedy="search for the sentence that matters",
         )  # fmt: skip
 
 

@@ -12,9 +12,10 @@ import torch
 
 from farspan.corpus import tokenizer as tokenizers
 from farspan.corpus.tokenizer import Tokenizer
+from farspan.domain.codec import load as load_struct
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
-from farspan.domain.run import RunFolder
+from farspan.domain.run import RunFolder, RunRecord
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.checkpoint.manifest import Corrupt
 from farspan.runtime.device import installed, usable_gpus
@@ -72,9 +73,20 @@ def on_device(trained: Trained, device: Literal["auto", "cpu", "cuda", "mps"]) -
     return replace(trained, model=trained.model.to(place))
 
 
+def _tokenizer(run: RunFolder) -> Tokenizer:
+    if not run.tokenizer.exists():
+        corpus = Path(load_struct(run.record, RunRecord).corpus)
+        raise Refusal(
+            "path-missing", what="the run has lost its tokenizer", where=run.tokenizer,
+            fact="without it no text becomes tokens",
+            remedy=f"{shlex.join(['cp', str(corpus / run.tokenizer.name), str(run.path)])}   (from its corpus)",
+        )  # fmt: skip
+    return tokenizers.load(run.tokenizer)
+
+
 def _read(path: Path, plan: Plan, run: RunFolder) -> Trained:
     """Raises Corrupt."""
     weights, progress, digest = checkpoint.read_weights(path, checkpoint.shapes_of(plan, [checkpoint.MODEL]))
     model = Decoder(plan.model, attention=plan.train.attention)
     model.load_state_dict(weights)
-    return Trained(model.eval(), tokenizers.load(run.tokenizer), progress.step, digest)
+    return Trained(model.eval(), _tokenizer(run), progress.step, digest)

@@ -39,7 +39,7 @@ TEXTS = [
 @pytest.fixture(scope="module", autouse=True)
 def fp32():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("farspan.retrieval.embed._bf16_is_fast", lambda device: False)
+        patch.setattr("farspan.retrieval.pooling.bf16_is_fast", lambda device: False)
         yield
 
 

@@ -165,5 +165,6 @@ def test_every_answer_has_its_headers(server):
         headers = server.get(path).headers
         assert headers["x-content-type-options"] == "nosniff" and headers["x-frame-options"] == "DENY"
         assert headers["cross-origin-resource-policy"] == "same-origin" and "server" not in headers
+        assert "default-src 'none'" in headers["content-security-policy"]
     policy = server.get("/").headers["content-security-policy"]
     assert "script-src 'self';" in policy and "unsafe" not in policy and "default-src 'none'" in policy

@@ -31,11 +31,11 @@ def _equation(text: str) -> tuple[str, str]:
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
-    from farspan.app.indexing import refuse_empty, search
+    from farspan.app.indexing import refuse_query, search
     from farspan.cli.answers import say_answer
 
     if not given.eval:
-        refuse_empty(given.query or "")
+        refuse_query(given.query or "")
     folder = find_run(given, console)
     if given.eval:
         from farspan.retrieval.evaluate import table

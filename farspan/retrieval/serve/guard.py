@@ -30,7 +30,7 @@ DRAINED = 16
 HEADERS = {
     "x-content-type-options": "nosniff", "referrer-policy": "no-referrer", "x-frame-options": "DENY",
     "cross-origin-resource-policy": "same-origin", "cross-origin-opener-policy": "same-origin",
-    "cache-control": "no-store",
+    "cache-control": "no-store", "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
 }  # fmt: skip
 
 

@@ -75,7 +75,7 @@ def _searches(router: APIRouter, site: Site) -> None:
 
     @router.get(
         "/api/search", response_class=Response, responses=given(Answer), summary="Search the documents",
-        description="Further parameters narrow the search: FIELD=VALUE, or where.FIELD=VALUE.",
+        description="Further parameters narrow it: FIELD=VALUE, or where.FIELD=VALUE, of the fields in /api/about.",
         openapi_extra={"parameters": [_FIELDS]},
     )  # fmt: skip
     async def search(
