@@ -48,7 +48,7 @@ def test_its_own_names_are_taken(server):
 
 
 @pytest.mark.parametrize(
-    "origin", ["https://evil.example", "null", "http://localhost:3000", "http://127.0.0.1", "file://"]
+    "origin", ["https://evil.example", "null", "http://localhost:3000", "http://127.0.0.1", "file://", "http://["]
 )
 @pytest.mark.parametrize("path", ["/api/generate", "/v1/embeddings", "/api/search"])
 def test_a_page_of_another_site_gets_403(server, origin, path):
@@ -100,6 +100,27 @@ def test_a_body_that_does_not_come_is_not_waited_for(start):
     assert time.monotonic() - began < 5
 
 
+def test_a_head_that_does_not_come_is_not_waited_for(start):
+    server = start(limits={"head_s": 0.4})
+    whole = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as slow:
+        slow.sendall(whole[:20])
+        assert slow.recv(100) == b""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as kept:
+        for _ in range(3):
+            # Who has asked before may think for longer.
+            kept.sendall(whole)
+            answer = b""
+            while b'"ok"' not in answer:
+                answer += (part := kept.recv(4096))
+                assert part, answer
+            time.sleep(0.6)
+        kept.sendall(whole[:20])
+        assert kept.recv(100) == b""
+    # An answer may take longer too.
+    assert server.get("/api/search", params={"q": "sleep 1 river"}).status_code == 200
+
+
 def test_what_is_not_http_is_survived(server):
     for noise in (b"\x00" * 100 + b"\r\n\r\n", b"GET\r\n\r\n", b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/9.9\r\n\r\n"):
         with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
@@ -144,5 +165,6 @@ def test_every_answer_has_its_headers(server):
         headers = server.get(path).headers
         assert headers["x-content-type-options"] == "nosniff" and headers["x-frame-options"] == "DENY"
         assert headers["cross-origin-resource-policy"] == "same-origin" and "server" not in headers
+        assert "default-src 'none'" in headers["content-security-policy"]
     policy = server.get("/").headers["content-security-policy"]
     assert "script-src 'self';" in policy and "unsafe" not in policy and "default-src 'none'" in policy

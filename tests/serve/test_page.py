@@ -248,6 +248,8 @@ def test_both_themes_can_be_read(page, server, dark):
     page.click(".open")
     page.until("document.querySelector('.near')")
     assert page.run(FAINT) == []
+    page.run("document.documentElement.style.setProperty('--soft', '#808080')")
+    assert page.run(FAINT) != [], "what is faint is found"
 
 
 def test_what_is_refused_is_shown_with_its_remedy(browser, server):

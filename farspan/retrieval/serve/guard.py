@@ -30,7 +30,7 @@ DRAINED = 16
 HEADERS = {
     "x-content-type-options": "nosniff", "referrer-policy": "no-referrer", "x-frame-options": "DENY",
     "cross-origin-resource-policy": "same-origin", "cross-origin-opener-policy": "same-origin",
-    "cache-control": "no-store",
+    "cache-control": "no-store", "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
 }  # fmt: skip
 
 
@@ -88,7 +88,7 @@ class Guard:
         if not name or (names is not None and name not in names):
             raise _forbidden("the server is not called by its own name", f"Host: {host[:80]}", "open its own address")
         origin, site = headers.get("origin"), headers.get("sec-fetch-site")
-        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+        if origin is not None and _host(origin) != host.lower():
             raise _forbidden("a page of another site asks", f"Origin: {origin[:80]}", "ask from the server's own page")
         follows = headers.get("sec-fetch-mode") == "navigate" and scope["path"] in PAGES and scope["method"] == "GET"
         if site in ("cross-site", "same-site") and not follows:
@@ -190,6 +190,14 @@ REPORT_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
     "frame-ancestors 'none'; sandbox allow-scripts allow-downloads"
 )
+
+
+def _host(origin: str) -> str:
+    """Host and port of an `Origin` header; empty where it has none."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""
 
 
 def _host_name(host: str) -> str:

@@ -25,7 +25,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     #: How long a search may take with its waiting, and how long what the second kind of threads does.
     search_s: float = 30.0
     write_s: float = 120.0
-    #: How long the body of a request may take to come.
+    #: How long the head of a request may take to come, and how long its body.
+    head_s: float = 10.0
     body_s: float = 10.0
     #: How often it is looked whether there is a new index; after one that could not be opened, how much later again.
     look_s: float = 1.0

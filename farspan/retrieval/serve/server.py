@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import ipaddress
 import re
@@ -12,7 +13,10 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import h11
 import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from farspan.domain.problems import Refusal, command
 from farspan.retrieval.serve import beside
@@ -42,35 +46,69 @@ class Address:
 
 def serve(
     address: Address, served: Served, open_searcher: Callable[[], Searcher], say: Callable[[str], None],
-    limits: Limits | None = None,
+    limits: Limits = Limits(),
 ) -> None:  # fmt: skip
     """Serve until the process is asked to end (SIGINT, SIGTERM), then let requests end that run.
 
     Raises Refusal (out-of-range) for an address that others can reach without a token, and (port-taken).
     """
-    limits = limits or Limits()
     with closing(_listening(address)) as listener:
         bound, port = listener.getsockname()[:2]
-        ours = _is_loopback(bound)
+        ours = ipaddress.ip_address(_bare(bound)).is_loopback
         _check_token(address, ours=ours)
         with closing(Site(served, open_searcher, limits)) as site:
             names = loopback_names(address.host) if ours else None
             app = create_app(site, Entrance(names=names, token=address.token, port=port))
-            config = uvicorn.Config(
-                app, log_level="warning", access_log=False, server_header=False, ws="none", lifespan="off", http="h11",
-                h11_max_incomplete_event_size=_HEAD_BYTES, limit_concurrency=limits.connections,
-                timeout_graceful_shutdown=max(1, round(limits.end_s)), timeout_keep_alive=20,
-            )  # fmt: skip
-            url = f"http://{_reached(address.host, bound)}:{port}"
-            there = beside.write(address.run, url, address.token)
-            shown = url if ours or not _is_any(bound) else f"http://{socket.gethostname()}:{port}"
-            say(f"serving {address.run} at {shown}/{f'?token={address.token}' if address.token else ''}")
-            say("Ctrl-C ends it")
-            try:
-                _Server(config).run(sockets=[listener])
-            finally:
-                beside.remove(address.run, there)
+            shown = _host(address.host, bound) if ours else _host(address.host, bound, socket.gethostname())
+            query = f"?token={address.token}" if address.token else ""
+            server = _Server(_config(app, limits))
+            with server.capture_signals():
+                there = beside.write(address.run, f"http://{_host(address.host, bound)}:{port}", address.token)
+                say(f"serving {address.run} at http://{shown}:{port}/{query}")
+                say("Ctrl-C ends it")
+                try:
+                    server.run(sockets=[listener])
+                finally:
+                    beside.remove(address.run, there)
     say("ended")
+
+
+def _config(app: ASGIApp, limits: Limits) -> uvicorn.Config:
+    class Protocol(_Protocol):
+        head_s = limits.head_s
+
+    return uvicorn.Config(
+        app, log_level="error", access_log=False, server_header=False, proxy_headers=False, ws="none", lifespan="off",
+        http=Protocol, h11_max_incomplete_event_size=_HEAD_BYTES, limit_concurrency=limits.connections,
+        timeout_graceful_shutdown=max(1, round(limits.end_s)), timeout_keep_alive=20,
+    )  # fmt: skip
+
+
+class _Protocol(H11Protocol):
+    """uvicorn's own waits for the end of a request's head for ever."""
+
+    head_s: float
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._timer = self.loop.call_later(self.head_s, transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._stop()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(self.head_s, self.transport.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop()
+        super().connection_lost(exc)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 class _Server(uvicorn.Server):
@@ -107,15 +145,6 @@ def _listening(address: Address) -> socket.socket:
     return listener
 
 
-def _is_loopback(bound: str) -> bool:
-    return ipaddress.ip_address(bound.partition("%")[0]).is_loopback
-
-
-def _is_any(bound: str) -> bool:
-    """Whether this is every address of the host."""
-    return ipaddress.ip_address(bound.partition("%")[0]).is_unspecified
-
-
 def _check_token(address: Address, *, ours: bool) -> None:
     """Refuses to let others in without a token, and one that is guessed or that no header can hold."""
     if address.token is None and ours:
@@ -132,7 +161,13 @@ def _check_token(address: Address, *, ours: bool) -> None:
         )  # fmt: skip
 
 
-def _reached(host: str, bound: str) -> str:
-    """How a program on this host reaches the server."""
-    name = ("::1" if ":" in bound else "127.0.0.1") if _is_any(bound) else host
-    return f"[{name}]" if ":" in name else name
+def _host(host: str, bound: str, every: str = "") -> str:
+    """What the server is called in a URL; `every`: where it listens at every address of this host."""
+    if ipaddress.ip_address(_bare(bound)).is_unspecified:
+        host = every or ("::1" if ":" in bound else "127.0.0.1")
+    return f"[{host}]" if ":" in host else host
+
+
+def _bare(bound: str) -> str:
+    """An address without the interface that it may name."""
+    return bound.partition("%")[0]
