@@ -5,7 +5,8 @@
 RUN is a run with an index, such as the demo's. `store`: 100,000 vectors of 384 into the default store, and searches in
 it. `follow`: one changed file of 10,000, by `farspan embed`. `cold`: `farspan search` from process start to answer, by
 words and by words and vectors. `server`: the same through `farspan serve`, and 20 fused searches a second for a minute.
-`embed`: passages a second against sentence-transformers on the same weights, in turn, where that is installed. Results are printed and written to results/search.json.
+`embed`: passages a second against sentence-transformers on the same weights, in turn, where that is installed.
+Results are printed and written to results/search.json.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ from farspan.runtime.model.decoder import Decoder
 _ROWS = 32
 #: Fewer batches are not worth telling other processes of.
 _SHARED_OUT = 8
-#: Whitening scales up no direction that has less than this share of the largest variance.
+#: Whitening leaves out directions with less than this share of the largest variance: what is in them is rounding. A
+#: LayerNorm leaves one without any.
 _VARIANCE_FLOOR = 1e-6
 #: A token that every text has still counts so much: the mean of a text that has no others stays defined.
 _LEAST_WEIGHT = 1e-3
@@ -196,7 +197,8 @@ def _whitening(centred_NF: Tensor, width: int) -> Tensor:
     for centred_ND in centred_NF.split(width, dim=1):
         variances_D, directions_DD = torch.linalg.eigh((centred_ND.T @ centred_ND / len(centred_ND)).double())
         floor = float(variances_D[-1]) * _VARIANCE_FLOOR or 1.0
-        blocks.append((directions_DD * variances_D.clamp(min=floor) ** -0.5).float())
+        scales_D = torch.where(variances_D < floor, 0.0, variances_D.clamp(min=floor) ** -0.5)
+        blocks.append((directions_DD * scales_D).float())
     return torch.block_diag(*blocks)
 
 

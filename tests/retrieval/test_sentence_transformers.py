@@ -75,8 +75,7 @@ def write(folder: Path, trained: Trained, embedder: Embedder) -> Path:
 
 @pytest.fixture(scope="module")
 def written(trained, fitted, tmp_path_factory):
-    """An embedder and the folder that was written from it. Its maps keep lengths: those that are fitted may take
-    rounding a thousand times up, in the direction that LayerNorm leaves without variance."""
+    """An embedder and the folder that was written from it, with maps of passages and queries that differ at random."""
     generator, maps = torch.Generator().manual_seed(7), dict(fitted._fitted)
     for name in ("passage_map", "query_map"):
         maps[name] = torch.linalg.qr(torch.randn(maps[name].shape, generator=generator))[0].contiguous()
@@ -88,9 +87,9 @@ def loaded(folder: Path):
     return st.SentenceTransformer(str(folder), trust_remote_code=True, device="cpu")
 
 
-def same(found, expected) -> None:
+def same(found, expected, most: float = 1e-5) -> None:
     assert found.dtype == np.float32 and found.shape == expected.shape
-    assert np.abs(found - expected).max() < 1e-5
+    assert np.abs(found - expected).max() < most
 
 
 def test_vectors_equal_the_embedders(written, documents):
@@ -108,21 +107,14 @@ def test_vectors_equal_the_embedders(written, documents):
     assert float(model.similarity(queries[2], passages[2])) == pytest.approx(queries[2] @ passages[2], abs=1e-5)
 
 
-def test_fitted_maps_carry_no_more_than_the_rounding_of_features(trained, fitted, documents, tmp_path):
+def test_so_do_those_of_fitted_maps(trained, fitted, documents, tmp_path):
     texts = TEXTS + [document.text for document in documents]
     model = loaded(write(tmp_path / "made", trained, fitted))
-    forms = [query_form(text) for text in texts]
-    for found, expected, pooled_NF, kind in (
-        (model.encode(texts), fitted.passages(texts), fitted.pool(texts), "passage"),
-        (model.encode_query(texts), fitted.queries(forms), fitted.pool(forms), "query"),
-    ):
-        mean_F, map_FE = (fitted._fitted[f"{kind}_{name}"] for name in ("mean", "map"))
-        lengths_N = ((pooled_NF - mean_F) @ map_FE).norm(dim=1)
-        # One unit in the last place of each feature, as far as the map can take it up.
-        rounding = torch.finfo(torch.float32).eps * pooled_NF.abs().max() * torch.linalg.matrix_norm(map_FE, 2)
-        assert np.abs(found - expected).max() < float(rounding / lengths_N.min())
-        assert np.einsum("ne,ne->n", found, expected).min() > 1 - 1e-6
-        assert trained.model.spec.norm == "layernorm" or np.abs(found - expected).max() < 1e-5
+    # Whitening takes small directions up a thousand times, and with them the rounding that another batch brings: of
+    # these LayerNorm models an embedder differs so much from itself.
+    most = 2e-5 if trained.model.spec.norm == "layernorm" else 1e-5
+    same(model.encode(texts), fitted.passages(texts), most)
+    same(model.encode_query(texts), fitted.queries([query_form(text) for text in texts]), most)
 
 
 def test_a_saved_copy_gives_the_same_vectors(written, tmp_path):
