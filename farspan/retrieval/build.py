@@ -117,6 +117,10 @@ def build(task: Task) -> IndexManifest:
     documents = [indexed_document(document) for document in task.documents]
     corpus = content_hash([document.key for document in documents])
     if (manifest := _current(task, corpus)) and not building.exists():
+        if manifest.source != task.source:
+            # Files were touched, and say what they said before.
+            manifest = msgspec.structs.replace(manifest, source=task.source)
+            save(manifest, path / MANIFEST)
         task.say(f"index {path} is up to date")
         return manifest
     with _alone(building, path):

@@ -48,7 +48,7 @@ def changed(count: int) -> list[Document]:
 
 def make(
     folder: Path, seed: int = 5, stop_after: int | None = None, documents: Sequence[Document] = DOCUMENTS,
-    refit: bool = False, say=lambda line: None, **recipe,
+    refit: bool = False, source: str = "", say=lambda line: None, **recipe,
 ) -> tuple[IndexWork, IndexManifest]:  # fmt: skip
     """Make the index of a model; Ctrl-C comes when so many texts are embedded."""
 
@@ -59,7 +59,7 @@ def make(
     work = IndexWork(changed=progress)
     manifest = build(Task(
         path=folder, model=model(seed), tokenizer=TOKENIZER, documents=documents, train=170, origin=ORIGIN,
-        recipe=Recipe(**recipe), say=say, work=work, refit=refit,
+        recipe=Recipe(**recipe), say=say, work=work, refit=refit, source=source,
     ))  # fmt: skip
     return work, manifest
 

@@ -143,3 +143,10 @@ def test_a_document_that_a_source_gives_twice_is_found_once_each(tmp_path: Path)
     assert index.store.count() == manifest.chunks == len({*index.passages.rows_N["id"].tolist()})
     assert [result.title for result in search(index, "quokka", 9, "bm25").results] == ["Quokka", "Quokka"]
     index.close()
+
+
+def test_files_that_were_only_touched_leave_the_index_and_are_known_again(folder: Path):
+    files = making.opened(folder).manifest.files
+    work, manifest = making.make(folder, evaluate=False, source="later")
+    assert work.embedded == 0 and (manifest.source, manifest.files) == ("later", files)
+    assert making.opened(folder).manifest == manifest
