@@ -132,6 +132,8 @@ def build(task: Task) -> IndexManifest:
             kept.mkdir(exist_ok=True)
             task.work.folder = kept
             manifest = _write(task, building, documents, corpus, before)
+            if (path / manifest.files).exists():  # A manifest that somebody changed may have named it.
+                (path / manifest.files).rename(building / f"gone-{manifest.files}")
             (building / manifest.files).rename(path / manifest.files)
             if before is not None:
                 storing.leave(building, before, manifest)

@@ -1,0 +1,85 @@
+"""What an index does not belong to, or cannot answer, is said with the command that mends it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from farspan.app.indexing import QUERY_CHARS
+from farspan.domain.problems import EXIT_CODES
+from tests.cli.conftest import Farspan
+
+
+@pytest.fixture
+def indexed(run: Path, tmp_path: Path, here: Farspan) -> Path:
+    path = Path(shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("index*")))
+    done = here("embed", str(path), "--no-eval")
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+def refused(done, code: str) -> str:
+    assert done.returncode == EXIT_CODES[code], done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("what", ["model", "tokenizer"])
+def test_an_index_of_another_model_is_refused_and_made_again(indexed: Path, here: Farspan, what: str):
+    manifest = json.loads((indexed / "index/index.json").read_bytes())
+    manifest["origin"][what] = "0123456789abcdef"
+    (indexed / "index/index.json").write_text(json.dumps(manifest))
+    about = next((indexed / "index").rglob("about.json"))
+    about.write_text(json.dumps(json.loads(about.read_bytes()) | {what: "0123456789abcdef"}))
+    message = refused(here("search", "time", "--run", str(indexed), "--system", "model"), "no-index")
+    assert f"another {what}" in message and f"farspan embed {indexed}" in message
+    assert here("search", "time", "--run", str(indexed), "--system", "bm25").returncode == 0, "words need no model"
+    assert here("embed", str(indexed), "--no-eval").returncode == 0
+    assert here("search", "time", "--run", str(indexed), "--system", "model").returncode == 0
+
+
+def test_a_store_of_another_index_is_refused(indexed: Path, here: Farspan):
+    about = next((indexed / "index").rglob("about.json"))
+    about.write_text(json.dumps(json.loads(about.read_bytes()) | {"dim": 7}))
+    message = refused(here("search", "time", "--run", str(indexed), "--system", "model"), "store-mismatch")
+    assert f"farspan embed {indexed}" in message
+
+
+def test_a_run_without_its_tokenizer_says_where_another_copy_is(indexed: Path, here: Farspan):
+    (indexed / "tokenizer.json").unlink()
+    message = refused(here("embed", str(indexed)), "path-missing")
+    fix = message.split("fix:")[1].split("(from")[0].split()
+    assert fix[0] == "cp"
+    shutil.copy(fix[1], fix[2])
+    assert here("embed", str(indexed), "--no-eval").returncode == 0
+
+
+def test_a_search_says_that_the_text_has_changed(indexed: Path, here: Farspan, desk: Path):
+    new = desk / "docs" / "zz.txt"
+    try:
+        new.write_text("Quokkas live on an island.\n\nThey eat leaves, and sleep in the shade of a school.")
+        done = here("search", "quokkas island", "--run", str(indexed))
+        assert "the text has changed" in done.stdout and f"farspan embed {indexed}" in done.stdout
+        done = here("embed", str(indexed), "--no-eval")
+        assert done.returncode == 0 and "1 document new or changed, 0 gone" in done.stdout
+        found = here("search", "quokkas island", "--run", str(indexed))
+        assert "zz.txt:1" in found.stdout and "has changed" not in found.stdout
+    finally:
+        new.unlink()
+
+
+@pytest.mark.parametrize("query", ["", "  \n", "x" * (QUERY_CHARS + 1), "time " * 25_000])
+def test_queries_that_ask_nothing_or_everything_are_refused(indexed: Path, here: Farspan, query: str):
+    refused(here("search", query, "--run", str(indexed)), "usage")
+
+
+@pytest.mark.parametrize(
+    "query", ["🙂 🍵", "שלום עולם", "a'; DROP TABLE chunks; --", '{"$ne": 1}', "\\ % _ *", "time" * 400]
+)
+@pytest.mark.parametrize("system", ["bm25", "fused"])
+def test_odd_queries_and_filters_are_only_words(indexed: Path, here: Farspan, query: str, system: str):
+    done = here("search", query, "--run", str(indexed), "--system", system, "--where", f"title={query}", "--json")
+    assert done.returncode == 0 and json.loads(done.stdout)["answer"]["results"] == []
+    assert here("search", query, "--run", str(indexed), "--system", system).returncode == 0
