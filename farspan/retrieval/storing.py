@@ -84,7 +84,7 @@ def _store(
         except Refusal as refusal:
             if refusal.problem.code != "no-index":
                 raise
-    elif before is not None and (before.store, before.fit) == (manifest.store, manifest.fit):
+    elif before is not None and (before.store, before.about) == (manifest.store, manifest.about):
         old = path / before.files / STORE
         kept = np.isin(passages.rows_N["id"], _ids(path, before)).mean()
         if old.is_dir() and kept >= _SHARED_LEAST:
