@@ -14,7 +14,8 @@ demo: $(VENV)/.demo
 # noticed or processes to end, runs three at a time; the rest two at a time.
 ALONE := tests/cli tests/lab tests/launch tests/report tests/studies tests/test_imports.py tests/test_readme.py
 WAITING := $(addprefix tests/runtime/test_,by_hand.py collective.py hostile.py resume.py unsaved.py) \
-	$(addprefix tests/launch/test_,ends.py killed.py) $(addprefix tests/cli/test_,embed.py jobs.py own_files.py signals.py) \
+	$(addprefix tests/launch/test_,ends.py killed.py) \
+	$(addprefix tests/cli/test_,elsewhere.py embed.py index_refusals.py jobs.py own_files.py serve.py serve_api.py signals.py) \
 	tests/app tests/serve tests/golden/test_old_run.py tests/retrieval/test_stopped.py
 
 test: $(VENV)/.test

@@ -18,12 +18,12 @@ def cluster(path: Path, *, name: str = "box", kind: str = "cpu-avx2", memory: st
 
 
 @pytest.fixture(scope="module")
-def own(farspan: Farspan, desk: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def own(farspan: Farspan, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run on a cluster of one device."""
-    box = cluster(tmp_path_factory.mktemp("box") / "box.yaml")
-    done = farspan("train", "run.yaml", "--cluster", box, "--run", "runs/own")
+    folder = tmp_path_factory.mktemp("own")
+    done = farspan("train", "run.yaml", "--cluster", cluster(folder / "box.yaml"), "--run", str(folder / "own"))
     assert done.returncode == 0, done.stderr
-    return desk / "runs/own"
+    return folder / "own"
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ embedded; with CHANGED so many documents are other ones than before."""
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -67,7 +68,14 @@ def make(
 if __name__ == "__main__":
     torch.set_num_threads(1)
     texts, streams = [], Decoder.streams
-    Decoder.streams = lambda self, tokens_BS: (texts.append(len(tokens_BS)), streams(self, tokens_BS))[1]
+
+    def slowly(self: Decoder, tokens_BS: torch.Tensor):
+        """Who stops the process must not come too late."""
+        texts.append(len(tokens_BS))
+        time.sleep(0.01)
+        return streams(self, tokens_BS)
+
+    Decoder.streams = slowly
     asked = int(sys.argv[2]) if len(sys.argv) > 2 else 0
     work, _ = make(Path(sys.argv[1]), documents=changed(asked))
     assert sum(texts) == work.embedded
