@@ -295,12 +295,16 @@ def test_a_truncated_plan_is_named(run: Path, farspan: Farspan, tmp_path: Path):
         expect(farspan(command, str(hurt)), "file-unreadable", "plan.json", "JSON")
 
 
-@pytest.mark.parametrize("name", ["plan.json", "run.json", "corpus.json"])
+@pytest.mark.parametrize(
+    ("command", "name"), [("embed", "plan.json"), ("embed", "run.json"), ("report", "corpus.json")]
+)
 @pytest.mark.parametrize("content", [b"[" * 100_000, b'{"inputs":' * 100_000, b'{"corpus": "a\\u0000b"}'])
-def test_json_that_cannot_be_held_or_names_no_file_is_refused(run: Path, here: Farspan, tmp_path: Path, name, content):
+def test_json_that_cannot_be_held_or_names_no_file_is_refused(
+    run: Path, here: Farspan, tmp_path: Path, command, name, content
+):
     hurt = copied(run, tmp_path)
     (hurt / name).write_bytes(content)
-    done = here("embed", str(hurt))
+    done = here(command, str(hurt))
     assert done.returncode in (EXIT_CODES["file-unreadable"], EXIT_CODES["out-of-range"], EXIT_CODES["unknown-key"])
     assert done.stderr.count("error[") == 1 and name in done.stderr and "Traceback" not in done.stderr
 
