@@ -7,9 +7,14 @@ import os
 import random
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
+import urllib.request
 from pathlib import Path
+
+from farspan.retrieval.serve.beside import find_server
 
 README = Path(__file__).parent.parent / "README.md"
 FOLDER, TIME = "~/papers", "10m"
@@ -34,6 +39,26 @@ def write_papers(folder: Path) -> None:
         (folder / f"paper-{number:02}.{suffix}").write_text(f"# {title}\n\n" + "\n".join(lines) + "\n")
 
 
+def served(words: list[str], here: Path, environment: dict[str, str]) -> str:
+    """What the search page's own API answers, before the server is ended as by Ctrl-C."""
+    process = subprocess.Popen(
+        words, cwd=here, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while (found := find_server(here / "runs/papers")) is None:
+            assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+            time.sleep(0.05)
+        with urllib.request.urlopen(f"{found[0]}/api/search?q=paper+sample", timeout=30) as answer:
+            said = answer.read().decode()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 0
+    finally:
+        process.kill()
+        process.communicate()
+    return said
+
+
 def test_the_commands_for_ones_own_text_work_as_they_stand(tmp_path: Path) -> None:
     papers, here = tmp_path / "papers", tmp_path / "here"
     papers.mkdir()
@@ -44,6 +69,9 @@ def test_the_commands_for_ones_own_text_work_as_they_stand(tmp_path: Path) -> No
     done = {}
     for line in lines:
         words = shlex.split(line.replace(FOLDER, str(papers)).replace(TIME, "8s"), comments=True)
+        if words[1] == "serve":
+            done["serve"] = served([sys.executable, "-m", *words, "--port", "0"], here, environment)
+            continue
         result = subprocess.run(
             [sys.executable, "-m", *words], cwd=here, env=environment, capture_output=True, text=True, timeout=900
         )
@@ -51,7 +79,7 @@ def test_the_commands_for_ones_own_text_work_as_they_stand(tmp_path: Path) -> No
         assert "Traceback" not in result.stderr
         done[words[1]] = result.stdout
     assert [line.split()[1] for line in lines] == [
-        "doctor", "init", "train", "report", "generate", "embed", "search", "export", "resume"
+        "doctor", "init", "train", "report", "generate", "embed", "search", "serve", "export", "resume"
     ]  # fmt: skip
     run = here / "runs/papers"
     for name in ("report.html", "plan.json", "estimate.json", "run.yaml", "run.json", "corpus.json", "tokenizer.json",
@@ -59,5 +87,5 @@ def test_the_commands_for_ones_own_text_work_as_they_stand(tmp_path: Path) -> No
         assert (run / name).exists(), name
     assert json.loads((run / "export/config.json").read_text())["model_type"] in ("gpt2", "llama")
     assert done["generate"].split("\n", 1)[1].startswith("In this paper")
-    assert "paper-" in done["search"]
+    assert "paper-" in done["search"] and "paper-" in done["serve"]
     assert any((tmp_path / "cache/corpora").iterdir()), "prepared text goes where FARSPAN_CACHE says"
