@@ -135,6 +135,8 @@ def test_rows_unlike_the_others_leave_nothing_behind(suffix, wrong, said, made, 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".npy", ".parquet"])
 def test_few_rows_are_held_at_a_time(suffix, tmp_path):
+    # What importing it takes is no row.
+    pytest.importorskip("pyarrow.parquet", reason="Parquet needs pyarrow")
     vector = unit_vectors(1, 512)[0]
     about = msgspec.structs.replace(ABOUT, dim=512)
     passing = (Row(id=number, vector=vector.copy(), text="", payload={}) for number in range(20_000))
