@@ -1,6 +1,6 @@
 """Vector stores on a run's own embeddings: what each costs to install and import, its speed, recall, and safety.
 
-    python benchmarks/vector_stores.py RUN/index [--vectors 100000]
+    python benchmarks/vector_stores.py [RUN/index] [--vectors 100000]      # by default runs/demo/index
 
 The index's vectors are repeated with noise up to the number asked for; queries are noisy vectors of the index. Stores
 that are not installed are left out and named. A store that has a durable write path is killed (SIGKILL) in mid-ingest
@@ -17,7 +17,6 @@ import importlib.util
 import json
 import os
 import platform
-import shutil
 import signal
 import sqlite3
 import statistics
@@ -41,9 +40,10 @@ class Qdrant:
     distribution, module, durable = "qdrant-edge-py", "qdrant_edge", True
 
     def __init__(self, path: Path, dim: int, create: bool = True) -> None:
-        from farspan.retrieval.stores import qdrant
+        from farspan.retrieval.stores import About, Spot, qdrant
 
-        self.store = qdrant.create(path, dim) if create else qdrant.open_store(path)
+        about = About(model="m", tokenizer="t", fit="f", dim=dim)
+        self.store = qdrant.create(Spot(folder=path), about) if create else qdrant.open_store(Spot(folder=path))
 
     def add(self, ids: range, vectors: np.ndarray) -> None:
         self.store.add(ids, vectors, [{"group": i % GROUPS} for i in ids])
@@ -61,8 +61,8 @@ class Qdrant:
         return self.store.count()
 
 
-class QdrantHnsw(Qdrant):
-    """The same engine with its graph index built at any size."""
+class QdrantInt8(Qdrant):
+    """The same as it is beyond EXACT_BYTES, at any size."""
 
     def __init__(self, path: Path, dim: int, create: bool = True) -> None:
         from farspan.retrieval.stores import qdrant
@@ -224,7 +224,7 @@ class Zvec:
 
 
 STORES = {
-    "numpy exact": NumpyExact, "qdrant-edge (farspan)": Qdrant, "qdrant-edge HNSW": QdrantHnsw, "faiss HNSW32": Faiss,
+    "numpy exact": NumpyExact, "qdrant-edge (farspan)": Qdrant, "qdrant-edge, 8 bits": QdrantInt8, "faiss HNSW32": Faiss,
     "usearch": Usearch, "sqlite-vec": SqliteVec, "zvec": Zvec,
 }  # fmt: skip
 
@@ -313,22 +313,15 @@ def write_until_killed(name: str, vectors: Path, folder: Path) -> None:
 
 
 def own_vectors(index: Path) -> np.ndarray:
-    """The vectors of an index's store."""
-    from qdrant_edge import EdgeShard, ScrollRequest
+    """The vectors of an index."""
+    from farspan.retrieval.index import passages_of, read_manifest
 
-    manifest = json.loads((index / "index.json").read_text())
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(shutil.copytree(index / "store", Path(folder) / "store"))
-        shard = EdgeShard.load(str(copy))
-        records, _ = shard.scroll(ScrollRequest(limit=manifest["chunks"], with_vector=True, with_payload=False))
-        vectors = np.array([record.vector for record in records], np.float32)
-        shard.close()
-    return vectors
+    return np.array(passages_of(index, index, read_manifest(index, "farspan embed")).vectors_NE)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("index", type=Path, nargs="?")
+    parser.add_argument("index", type=Path, nargs="?", default=Path("runs/demo/index"))
     parser.add_argument("--vectors", type=int, default=100_000)
     parser.add_argument("--writer", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()

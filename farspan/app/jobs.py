@@ -19,6 +19,7 @@ from farspan.domain.results import Event, decoded, read_events
 from farspan.domain.run import RunFolder
 from farspan.domain.units import format_seconds
 from farspan.launch.lock import is_locked
+from farspan.launch.process_began import process_began
 from farspan.report.history import COMPLETE
 from farspan.report.so_far import SoFar
 
@@ -50,7 +51,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     @property
     def lives(self) -> bool:
         """Whether its process is there. Of another host's only the record can tell, which goes when the job ends."""
-        return not self.here or (self.began is not None and self.began == _began(self.pid))
+        return not self.here or (self.began is not None and self.began == process_began(self.pid))
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +90,10 @@ def registered(run: RunFolder) -> Iterator[None]:
         yield
         return
     pid = os.getpid()
-    job, problem = Job(pid=pid, host=socket.gethostname(), started=time.time(), began=_began(pid)), problem_file(run)
+    job, problem = (
+        Job(pid=pid, host=socket.gethostname(), started=time.time(), began=process_began(pid)),
+        problem_file(run),
+    )
     run.logs.mkdir(exist_ok=True)
     _bring_log(run)
     problem.unlink(missing_ok=True)
@@ -145,22 +149,6 @@ def _recorded(run: RunFolder) -> Job | None:
         return parse_json(run.job.read_bytes(), Job, run.job)
     except FileNotFoundError:
         return None
-
-
-def _began(pid: int) -> float | None:
-    """When a process began; None where it has ended, also where nobody has waited for it."""
-    if Path("/proc/self/stat").exists():
-        # proc(5): state and start, in ticks since the machine's own, are the third field and the 22nd.
-        with suppress(OSError):
-            state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            return None if state in "ZX" else float(fields[18])
-        return None
-    import psutil
-
-    with suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
-    return None
 
 
 def status(run: RunFolder, clock: Callable[[], float] = time.time) -> Status:

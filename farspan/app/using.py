@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from farspan.app.checks import refuse_existing
-from farspan.domain.problems import Refusal, command
+from farspan.domain.problems import command
 from farspan.domain.run import RunFolder
 
 if TYPE_CHECKING:
@@ -62,18 +62,14 @@ def _write_model(run: RunFolder, trained: Trained, out: Path, dtype: Literal["fp
 
 def _write_embedder(run: RunFolder, trained: Trained, out: Path, dtype: Literal["fp32", "bf16"]) -> None:
     """Refuses (no-index) where there is no index of these weights."""
+    from farspan.app.indexing import origin, refuse_other_model
     from farspan.report.history import open_run
     from farspan.report.model_card import embedder_card
-    from farspan.retrieval.index import read_manifest
-    from farspan.retrieval.sentence_transformers import FITTED, write_sentence_transformers
+    from farspan.retrieval.index import FITTED, read_manifest
+    from farspan.retrieval.sentence_transformers import write_sentence_transformers
 
-    remedy = command("embed", run.path)
-    manifest = read_manifest(run.index, remedy)
-    if manifest.origin.model != trained.weights:
-        raise Refusal(
-            "no-index", what="the index is of other weights than the run's best", where=run.index,
-            fact=f"index: {manifest.origin.model}, run: {trained.weights}", remedy=remedy,
-        )  # fmt: skip
+    manifest = read_manifest(run.index, command("embed", run.path))
+    refuse_other_model(run, manifest.origin, origin(run, trained))
     out.mkdir(parents=True, exist_ok=True)
     (out / "README.md").write_text(embedder_card(open_run(run.path), trained.step, manifest.dim))
     write_sentence_transformers(

@@ -13,7 +13,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
@@ -145,10 +145,10 @@ def build(task: Task) -> IndexManifest:
 
 
 def _resolved(task: Task) -> Task:
+    """The task with its store's whole name: `auto` may come to mean another."""
     name, location = stores.resolve(task.recipe.store)
-    recipe = msgspec.structs.replace(task.recipe, store=f"{name}:{location}" if location else name)
-    values = {name: getattr(task, name) for name in Task.__dataclass_fields__}
-    return Task(**values | {"recipe": recipe})
+    spec = f"{name}:{location}" if location else name
+    return replace(task, recipe=msgspec.structs.replace(task.recipe, store=spec))
 
 
 def _fit_id(task: Task, corpus: str) -> str:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Literal
 
 from farspan.domain.codec import missing_path, write_atomically
+from farspan.retrieval.index import FITTED
 from farspan.runtime.inference import Trained
 from farspan.runtime.model import huggingface
 
-FITTED = "fitted.safetensors"
 #: The source of the module, which nothing here imports: farspan works without sentence-transformers.
 _MODULE = Path(__file__).with_name("farspan_embedding.py")
 #: The first version whose modules are given the prompt and the task.

@@ -24,6 +24,7 @@ import farspan as api
 from farspan.app import jobs
 from farspan.domain.codec import load, save
 from farspan.domain.run import RunFolder
+from farspan.launch.process_began import process_began
 from tests.cli.conftest import TINY, Farspan
 
 #: What is waited for has come about within this, on a busy machine.
@@ -268,7 +269,7 @@ def test_a_job_that_has_ended_already_answers_as_always(call: Farspan, office: P
 
 def test_a_pid_that_another_process_has_by_now_is_not_the_job(call: Farspan, stopped: RunFolder):
     pid = os.getpid()
-    mine = jobs.Job(pid=pid, host=socket.gethostname(), started=time.time(), began=jobs._began(pid))
+    mine = jobs.Job(pid=pid, host=socket.gethostname(), started=time.time(), began=process_began(pid))
     try:
         save(mine, stopped.job)
         assert jobs.job_of(stopped) == mine

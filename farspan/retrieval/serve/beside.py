@@ -1,4 +1,4 @@
-"""Where the server of a run is to be found: `serve.json` in the run's folder. Only the standard library is needed.
+"""Where the server of a run is to be found: `serve.json` in the run's folder. It imports nothing heavy.
 
 A server writes the file when it starts, for this user alone as it holds the token, and removes it when it ends.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from farspan.launch.process_began import process_began
 
 NAME = "serve.json"
 
@@ -21,7 +22,7 @@ class Beside:
     """What the file says. `began` tells a process from a later one that got the same pid."""
 
     pid: int
-    began: str
+    began: float | None
     host: str
     url: str
     token: str | None
@@ -30,7 +31,7 @@ class Beside:
 def find_server(run: Path) -> tuple[str, str | None] | None:
     """The URL of the run's server on this host and its token; None where none lives."""
     found = _read(run / NAME)
-    here = found is not None and found.host == socket.gethostname() and found.began == process_began(found.pid)
+    here = found is not None and found.host == socket.gethostname() and _lives(found)
     return (found.url, found.token) if found is not None and here else None
 
 
@@ -59,13 +60,5 @@ def _read(path: Path) -> Beside | None:
     return None
 
 
-def process_began(pid: int) -> str:
-    """When a process began, as the system says it; empty where it has ended."""
-    if Path("/proc/self/stat").exists():
-        # proc(5): state and start are the third field and the 22nd.
-        with suppress(OSError):
-            state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            return "" if state in "ZX" else fields[18]
-        return ""
-    told = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, timeout=10)
-    return told.stdout.strip()
+def _lives(beside: Beside) -> bool:
+    return beside.began is not None and beside.began == process_began(beside.pid)

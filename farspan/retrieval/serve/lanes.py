@@ -1,5 +1,5 @@
-"""Threads that do the model's work, and a queue of a fixed length before them: who finds it full is told when to come
-again."""
+"""Threads that do the model's work, and a queue of a fixed length before them: a request that finds it full learns when to
+come again."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Lane:
             del job, future, work
 
     def close(self, wait_s: float) -> None:
-        """End the threads; whoever is at work has so long."""
+        """End the threads; work that has begun has so long."""
         deadline = time.monotonic() + wait_s
         for _ in self._threads:
             self._jobs.put(None)

@@ -156,7 +156,7 @@ def _check_token(address: Address, *, ours: bool) -> None:
             what="the token does not do" if address.token is not None else "others can reach this address",
             where=f"{address.host}, port {address.port}",
             fact="a token has 16 to 200 letters, digits and . _ ~ -" if address.token is not None
-            else "whoever does may read your documents",
+            else "everybody who can may read your documents",
             remedy=f'{where} --token "$(openssl rand -hex 16)"',
         )  # fmt: skip
 
