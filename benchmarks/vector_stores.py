@@ -224,8 +224,8 @@ class Zvec:
 
 
 STORES = {
-    "numpy exact": NumpyExact, "qdrant-edge (farspan)": Qdrant, "qdrant-edge, 8 bits": QdrantInt8, "faiss HNSW32": Faiss,
-    "usearch": Usearch, "sqlite-vec": SqliteVec, "zvec": Zvec,
+    "numpy exact": NumpyExact, "qdrant-edge (farspan)": Qdrant, "qdrant-edge, 8 bits": QdrantInt8,
+    "faiss HNSW32": Faiss, "usearch": Usearch, "sqlite-vec": SqliteVec, "zvec": Zvec,
 }  # fmt: skip
 
 

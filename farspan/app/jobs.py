@@ -90,10 +90,8 @@ def registered(run: RunFolder) -> Iterator[None]:
         yield
         return
     pid = os.getpid()
-    job, problem = (
-        Job(pid=pid, host=socket.gethostname(), started=time.time(), began=process_began(pid)),
-        problem_file(run),
-    )
+    job = Job(pid=pid, host=socket.gethostname(), started=time.time(), began=process_began(pid))
+    problem = problem_file(run)
     run.logs.mkdir(exist_ok=True)
     _bring_log(run)
     problem.unlink(missing_ok=True)

@@ -1,5 +1,5 @@
-"""Threads that do the model's work, and a queue of a fixed length before them: a request that finds it full learns when to
-come again."""
+"""Threads that do the model's work, and a queue of a fixed length before them. A request that finds it full learns when
+to come again."""
 
 from __future__ import annotations
 
