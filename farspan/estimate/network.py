@@ -18,6 +18,7 @@ import msgspec
 from farspan.domain.cluster import SITE_BANDWIDTH, Cluster, Device, Host, Link
 from farspan.domain.engine import Engine
 from farspan.domain.plan import PlannedDevice
+from farspan.semantics.communications import Communication, ring_steps
 
 #: Between devices of one host: a copy through shared memory or a bus.
 LOCAL_DELAY_S = 5e-6
@@ -161,6 +162,20 @@ class Network:
             least = concurrent * size / wire.line
             return max(least, _interpolated(wire.timed, size) - wire.delay_s) + self.engine.message_s
         return size / wire.shared(concurrent) + self.engine.message_s
+
+    def seconds(self, one: Communication) -> float:
+        """Seconds that a communication takes each time: those of its slowest group."""
+        return max(self._group_s(one, group) for group in one.groups)
+
+    def _group_s(self, one: Communication, group: Sequence[int]) -> float:
+        size, messages, concurrent = one.size, one.messages, one.concurrent
+        if one.way == "sites" and len({self.sites[rank] for rank in group}) > 1:
+            return self._hierarchical_s(group, size, messages, concurrent, one.inside)
+        if one.way == "straight":
+            part = size / len(group) if one.kind == "reduce_scatter" else size
+            return self.direct_s(group, part, messages=messages, concurrent=concurrent, ahead=one.ahead)
+        steps = ring_steps(one.kind, len(group))
+        return self._ring_s(group, size, steps, messages, concurrent, one.at_once)
 
     # -- collectives over a group of ranks, `size` bytes being the whole tensor --------------------------------------
 

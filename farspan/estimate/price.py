@@ -28,6 +28,7 @@ from farspan.estimate.schedule import Hop, Simulated, simulate
 from farspan.estimate.stage import Costs
 from farspan.estimate.stage_time import StageTime, stage_time
 from farspan.estimate.sums import carried_s, leaving
+from farspan.semantics.communications import meeting
 from farspan.semantics.pass_order import depths_in_flight
 
 #: Factors on steps of devices whose arithmetic no data sheet, probe or trial tells. A choice: an Intel core with AMX
@@ -301,15 +302,11 @@ def _tie(replica: Replica, costs: Costs) -> Tie:
 
 def _outer(plan: Plan, costs: Costs, slowest: ReplicaStep) -> tuple[float, dict[str, float]]:
     """Seconds a step, and bytes by site, of the exchange between replicas."""
-    if plan.sync is None or len(plan.replicas) < 2:
+    met = meeting(plan, costs.graph.parameters(), costs.engine)
+    if met is None or plan.sync is None:
         return 0.0, {}
-    leaders = [replica.stages[0].mesh.ranks[0] for replica in plan.replicas]
-    size = costs.graph.parameters() * plan.sync.bits / 8
-    straight = costs.engine.direct
-    took = (costs.network.direct_s if straight else costs.network.all_reduce_s)(leaders, size)
+    took, sent = costs.network.seconds(met), leaving(costs.network, [met])
     hidden = plan.sync.every * slowest.seconds if plan.sync.overlap else 0.0
-    each = (1.0 if straight else 2 / len(leaders)) * size * (len(leaders) - 1) / plan.sync.every
-    sent = {site: hops * each for site, hops in leaving(costs.network, leaders).items()}
     busy = _met(plan, costs) / plan.sync.every
     every = [rank for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks]
     busy += max((carried_s(costs.network, every, site, 2 * size) for site, size in sent.items()), default=0.0)

@@ -24,18 +24,10 @@ from farspan.estimate.memory import (
 )
 from farspan.estimate.network import Network
 from farspan.estimate.unit_times import TimedUnits
+from farspan.semantics.communications import Communication, batch_axes, layout_changes, ring_steps
 from farspan.semantics.kernel_choice import BYTES, scored_keys
 from farspan.semantics.pass_order import depths_in_flight
-from farspan.semantics.tensor_sharding import (
-    PARTIAL,
-    RESIDUAL,
-    Collective,
-    between,
-    returns_to_residual,
-    strategy,
-    weight_share,
-    work_share,
-)
+from farspan.semantics.tensor_sharding import Collective, between, weight_share, work_share
 
 
 class Pass(NamedTuple):
@@ -126,21 +118,10 @@ class Costs:
         places = ((self.network.hosts[rank], self.alike[rank]) for rank in group)
         key = (*places, unit[0].name, len(unit), rows, concurrent, *splits.items())
         if key not in self._waits:
-            forward = backward = 0.0
-            residual = splits.get(RESIDUAL, "")
-            writes = residual
-            for op in unit:
-                plan = strategy(op, splits.get(op.name, ""))
-                f, b = self.edge_s(group, writes, plan.reads, plan.gradient, op.inputs[0], rows, concurrent)
-                forward, backward, writes = forward + f, backward + b, plan.writes
-                if returns_to_residual(op):
-                    f, b = self.edge_s(group, writes, residual, residual, "bsd", rows, concurrent)
-                    forward, backward, writes = forward + f, backward + b, residual
-                elif op.kind == "loss" and plan.writes == PARTIAL:
-                    # Each device has a part of the vocabulary: greatest logit, sum, and the target's (Megatron-LM).
-                    size = 4.0 * self.graph.size(op.output, b=rows, s=self.train.seq_len)
-                    forward += 3 * self.waited_s("all_reduce", group, size, concurrent)
-            self._waits[key] = (forward, backward)
+            waits = [0.0, 0.0]
+            for kind, size, backward in layout_changes(self.graph, unit, splits, rows, self.train.seq_len, self.width):
+                waits[backward] += self.waited_s(kind, group, size, concurrent)
+            self._waits[key] = waits[0], waits[1]
         return self._waits[key]
 
     def edge_s(
@@ -159,11 +140,16 @@ class Costs:
         the worker that must answer; and for its bytes where others share that one's core."""
         took: float = getattr(self.network, f"{name}_s")(group, size, concurrent=concurrent)
         n = len(group)
-        steps = (n - 1) * (2 if name == "all_reduce" else 1)
+        steps = ring_steps(name, n)
         part = size / n / (n if name == "all_to_all" else 1)
         turn = max(self._turns[rank] for rank in group)
         others = max(self.signature[rank][1] for rank in group) - 1
         return took + steps * (2 * turn + others * self.engine.turn_byte_s * part)
+
+    def batch_axes(self, stage: Stage, microbatches: int) -> tuple[Communication, ...]:
+        """What a stage's batch axes exchange in a step, the sums of its gradients first."""
+        parameters, at = self.parameters(stage), self.network.sites.__getitem__
+        return batch_axes(self.graph, stage, self.engine, self.train.precision, parameters, microbatches, at)
 
     def stream_s(self, rank: int, size: float) -> float:
         """Seconds of a device to stream so many bytes through its memory."""

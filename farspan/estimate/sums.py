@@ -1,4 +1,5 @@
-"""Sums of gradients and gathers of weights over a stage's batch axes: seconds, bytes, and what they take of processors.
+"""What a stage's batch axes exchange in a step: seconds, bytes, and what they take of processors. All are folds over
+its communications (`semantics.communications`).
 
 On CPUs messages take turns with arithmetic on the same cores: what goes through a host's memory or its sockets is time
 in which nothing is computed, while the line itself works beside the backward pass.
@@ -6,14 +7,13 @@ in which nothing is computed, while the line itself works beside the backward pa
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from farspan.domain.plan import Stage
 from farspan.estimate.network import Network
 from farspan.estimate.stage import Costs
+from farspan.semantics.communications import Communication, hops, ring_steps
 
 
 class SyncTimes(NamedTuple):
@@ -37,72 +37,26 @@ class SyncTimes(NamedTuple):
 
 def sync(costs: Costs, stage: Stage, microbatches: int) -> SyncTimes:
     """All that a stage's batch axes exchange in a step; nothing overlaps yet."""
-    mesh, network, engine = stage.mesh, costs.network, costs.engine
-    ways = mesh.size("tensor")
-    parameters = costs.parameters(stage)
-    bits = stage.grad_sync.bits
-    width = bits / 8
-    size, gathered = parameters * width, parameters * engine.weight_bytes[costs.train.precision]
-    filled, messages, tensors = buckets(costs, stage)
-    reduce = gather = rest = 0.0
-    topology = stage.grad_sync.topology
-    if stage.zero == 0:
-        reduce = max(
-            network.all_reduce_s(g, size, messages=messages, concurrent=ways, topology=topology, bits=bits)
-            for g in mesh.transposed
-        )
-    else:
-        groups, summed = mesh.groups("data"), network.reduce_scatter_s
-        if not engine.scatters:
-            summed = network.all_reduce_s
-        apart = messages if engine.gathers_combined else tensors
-        # Where the parameters are divided one unit is gathered while the one before it computes.
-        at_once = None
-        if stage.zero == 3 and engine.gathers_combined:
-            apart, at_once = stage.units[1] - stage.units[0], 1
-        reduce = max(summed(g, filled, messages=messages, concurrent=ways) for g in groups)
-        gather = max(
-            network.all_gather_s(g, gathered, messages=apart, concurrent=ways, at_once=at_once) for g in groups
-        )
-        part, together = size / max(1, mesh.size("data")), len(mesh.groups("site"))
-        rest = max(
-            network.direct_s(g, part, messages=messages, concurrent=together, ahead=True) if engine.direct
-            else network.all_reduce_s(g, part, messages=messages, concurrent=together)
-            for g in mesh.groups("site")
-        )  # fmt: skip
-    if ways > 1:
-        rest += _partial_weights(costs, stage, width)
-    each, gone = 1 / max(1.0, messages), _sent(costs, stage, microbatches)
-    busy = _busy(costs, stage, microbatches, messages) if engine.move_cost else 0.0
-    trip = _trip(costs, stage)
-    return SyncTimes(reduce, gather, rest, each, max(each, _tables(costs, stage)), trip, busy, gone)
+    network, found = costs.network, costs.batch_axes(stage, microbatches)
+    sums, *others = found
+    gathers = next((one for one in others if one.purpose == "weights"), None)
+    rest = sum(network.seconds(one) for one in others if one.purpose == "gradients")
+    each = 1 / max(1.0, sums.messages)
+    return SyncTimes(
+        network.seconds(sums), network.seconds(gathers) if gathers else 0.0, rest, each,
+        max(each, _tables(costs, stage)), _trip(network, found),
+        _busy(costs, stage, found) if costs.engine.move_cost else 0.0, leaving(network, found),
+    )  # fmt: skip
 
 
-def _trip(costs: Costs, stage: Stage) -> float:
+def _trip(network: Network, found: Iterable[Communication]) -> float:
     """The way, there and back where nothing is posted ahead, of sums that go straight between sites; those of a ring
     take theirs message by message."""
-    network, by = costs.network, stage.grad_sync
-    if not costs.engine.direct or (stage.zero == 0 and by.topology == "flat" and by.bits == 32):
+    if not network.engine.direct:
         return 0.0
-    groups = stage.mesh.transposed if stage.zero == 0 else stage.mesh.groups("site")
-    share = 0.5 if costs.engine.receives_ahead else 1.0
+    groups = (group for one in found if one.ahead and one.way != "ring" for group in one.groups)
+    share = 0.5 if network.engine.receives_ahead else 1.0
     return share * max((network.rtt_s(a, b) for group in groups for a in group for b in group), default=0.0)
-
-
-class Buckets(NamedTuple):
-    """What a stage's buckets hold: bytes, in so many messages; and tensors, which are one message each without them."""
-
-    filled: float
-    messages: int
-    tensors: int
-
-
-def buckets(costs: Costs, stage: Stage) -> Buckets:
-    """An engine that sends straight fills them with whole gradients, in however many bits these travel."""
-    by = stage.grad_sync
-    filled = costs.parameters(stage) * (4.0 if costs.engine.direct else by.bits / 8)
-    tensors = sum(count * len(op.weights) for unit, count in costs.graph.kinds(*stage.units) for op in unit)
-    return Buckets(filled, tensors if by.bucket_bytes is None else math.ceil(filled / by.bucket_bytes), tensors)
 
 
 def _tables(costs: Costs, stage: Stage) -> float:
@@ -112,40 +66,30 @@ def _tables(costs: Costs, stage: Stage) -> float:
     return graph.parameters(0, 1) / graph.parameters(*stage.units) if stage.units[0] == 0 else 0.0
 
 
-def _partial_weights(costs: Costs, stage: Stage, width: float) -> float:
-    """Sums over the tensor axis of the gradients of operators that divide the batch over it."""
-    size = sum(
-        count * costs.graph.size(weight.dims) * width
-        for unit, count in costs.graph.kinds(*stage.units)
-        for op in unit
-        for weight in op.weights
-        if stage.splits.get(op.name) == "b"
-    )
-    groups = stage.mesh.groups("tensor")
-    return max(costs.network.all_reduce_s(g, size, concurrent=len(groups)) for g in groups) if size else 0.0
-
-
 # -- processors --------------------------------------------------------------------------------------------------------
 
 
-def _busy(costs: Costs, stage: Stage, microbatches: int, messages: float) -> float:
+def _busy(costs: Costs, stage: Stage, found: Sequence[Communication]) -> float:
     """Seconds of the busiest site: what goes between its devices, through its sockets, and through its codecs. Where
     weights are gathered after the update nobody has anything else to do."""
-    mesh, network, whole = stage.mesh, costs.network, 4.0 * costs.parameters(stage)
-    by_sites = stage.grad_sync.topology == "hierarchical"
-    inside, rounds = 0.0, 1
-    if stage.zero == 0:
-        for group in mesh.transposed:
-            parts = network.by_site(group).values() if by_sites else (group,)
-            inside = max(inside, *(network.inside_s(ranks, whole, 2 * (len(ranks) - 1)) for ranks in parts))
-    else:
-        rounds = (microbatches if stage.zero >= 2 else 1) + (2 * microbatches if stage.zero == 3 else 0)
-        inside = rounds * max(network.inside_s(group, whole, len(group) - 1) for group in mesh.groups("data"))
-    gone = _sent(costs, stage, microbatches, gathers=stage.zero == 3)
-    sockets = max((carried_s(network, mesh.ranks, name, 2 * size) for name, size in gone.items()), default=0.0)
-    in_memory = inside + _coding(costs, stage, messages) + _scattered(costs, stage, microbatches)
-    woken = rounds * messages if len(mesh.batch) > 1 else 0
+    mesh, network = stage.mesh, costs.network
+    beside = [one for one in found if one.beside != "nothing"]
+    turns = [one for one in beside if one.groups == (mesh.groups("data") if stage.zero else mesh.transposed)]
+    inside = sum(one.times * _inside_s(network, one, 4.0 * costs.parameters(stage)) for one in turns)
+    sockets = max((carried_s(network, mesh.ranks, name, 2 * size) for name, size in leaving(network, beside).items()),
+                  default=0.0)  # fmt: skip
+    in_memory = inside + _coding(costs, stage, found[0].messages) + _scattered(costs, stage, found[0].times)
+    woken = sum(one.times for one in turns) * found[0].messages if len(mesh.batch) > 1 else 0
     return costs.engine.move_cost * in_memory + sockets + costs.engine.message_busy_s * woken
+
+
+def _inside_s(network: Network, one: Communication, size: float) -> float:
+    """Seconds of what of a sum or a gather of so many bytes goes between devices of one host."""
+    kind = "all_reduce" if one.kind == "exchange" else one.kind
+    parts = [
+        ranks for group in one.groups for ranks in (network.by_site(group).values() if one.way == "sites" else (group,))
+    ]
+    return max(network.inside_s(ranks, size, ring_steps(kind, len(ranks))) for ranks in parts)
 
 
 def carried_s(network: Network, ranks: Sequence[int], site: str, size: float) -> float:
@@ -155,13 +99,12 @@ def carried_s(network: Network, ranks: Sequence[int], site: str, size: float) ->
     return network.engine.move_cost * network.byte_s(site) * size / max(1, len(hosts))
 
 
-def _scattered(costs: Costs, stage: Stage, microbatches: int) -> float:
+def _scattered(costs: Costs, stage: Stage, rounds: float) -> float:
     """What a part takes that each rank of a data axis sums for itself, as passes through memory: it is copied, the
     others' are added to it, and it goes where the update reads it."""
     ways = stage.mesh.size("data")
     if stage.zero == 0 or ways == 1:
         return 0.0
-    rounds = microbatches if stage.zero >= 2 else 1
     part = rounds * 4.0 * costs.parameters(stage) / ways
     return max(costs.stream_s(rank, part * (2 + 3 * (ways - 1) + 2)) for rank in stage.mesh.ranks)
 
@@ -186,49 +129,12 @@ def _coding(costs: Costs, stage: Stage, messages: float) -> float:
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
-def _sent(costs: Costs, stage: Stage, microbatches: int, *, gathers: bool = True) -> dict[str, float]:
-    """Bytes that leave each site in a step: a hop of a ring carries all parts but one, of a sum twice; what goes
-    straight crosses for every pair."""
-    mesh, engine, network, sent = stage.mesh, costs.engine, costs.network, dict[str, float]()
-    across = costs.parameters(stage) * stage.grad_sync.bits / 8
-    whole = 4.0 * costs.parameters(stage) if engine.direct else across
-    straight: list[tuple[Sequence[int], float]] = []
-    rings: list[tuple[Sequence[int], float]] = []
-    if stage.zero == 0:
-        by_sites = stage.grad_sync.topology == "hierarchical"
-        group: Sequence[int]
-        for group in mesh.transposed:
-            if by_sites:
-                group = tuple({network.sites[rank]: rank for rank in group}.values())
-            if by_sites or (stage.grad_sync.bits < 32 and engine.direct):
-                straight.append((group, across))
-            else:
-                rings.append((group, 2 * whole))
-    else:
-        sums = (microbatches if stage.zero >= 2 else 1) * whole
-        times = (2 * microbatches if stage.zero == 3 else 1) if gathers else 0
-        gathered = times * costs.parameters(stage) * engine.weight_bytes[costs.train.precision]
-        data, sites = mesh.groups("data"), mesh.groups("site")
-        rings += [(group, gathered) for group in data]
-        if engine.scatters_straight:
-            straight += [(group, sums / len(group)) for group in data]
-        else:
-            rings += [(group, sums * (1 if engine.scatters else 2)) for group in data]
-        if engine.direct:
-            straight += [(group, across / mesh.size("data")) for group in sites]
-        else:
-            rings += [(group, 2 * across / mesh.size("data")) for group in sites]
-    for group, parts in rings:
-        for site, hops in leaving(network, group).items():
-            sent[site] = sent.get(site, 0.0) + hops * parts * (len(group) - 1) / len(group)
-    for group, part in straight:
-        names = [network.sites[rank] for rank in group]
-        for name in names:
-            sent[name] = sent.get(name, 0.0) + part * sum(other != name for other in names)
+def leaving(network: Network, found: Iterable[Communication]) -> dict[str, float]:
+    """Bytes of a step that leave each site."""
+    sent: dict[str, float] = {}
+    sites = network.sites
+    for one in found:
+        for source, target, size in hops(one, sites.__getitem__):
+            if sites[source] != sites[target] and size:
+                sent[sites[source]] = sent.get(sites[source], 0.0) + size
     return sent
-
-
-def leaving(network: Network, group: Sequence[int]) -> dict[str, int]:
-    """Hops of a ring over the group that leave each site."""
-    ring = zip(group, (*group[1:], group[0]), strict=True)
-    return dict(Counter(network.sites[a] for a, b in ring if network.sites[a] != network.sites[b]))

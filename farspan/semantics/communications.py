@@ -1,0 +1,261 @@
+"""What a plan's workers tell one another in a step, as one list: purpose, kind, groups, bytes, count.
+
+Seconds, bytes by site or host, and processors' time are folds over it (`farspan.estimate`); the runtime's spans and
+counted bytes are tested against it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from farspan.domain.engine import Engine
+from farspan.domain.graph import Operator, OpGraph
+from farspan.domain.plan import Plan, Stage
+from farspan.domain.train import Precision
+from farspan.semantics.tensor_sharding import (
+    PARTIAL,
+    RESIDUAL,
+    Collective,
+    between,
+    returns_to_residual,
+    strategy,
+)
+
+Purpose = Literal["gradients", "weights", "operators", "activations", "tied table", "replicas"]
+#: A collective's name, or everyone's own part to everyone.
+Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "exchange"]
+#: Around a ring; straight to everyone; or inside each site first, then straight between one rank of each.
+Way = Literal["ring", "straight", "sites"]
+Place = Callable[[int], Hashable]
+Group = tuple[int, ...]
+
+
+class Communication(NamedTuple):
+    """The same exchange in several groups of ranks, side by side."""
+
+    purpose: Purpose
+    kind: Kind
+    way: Way
+    groups: tuple[Group, ...]
+    #: Bytes of a group's whole tensor; of an exchange, those that each rank sends to each other one.
+    size: float
+    #: Times a step.
+    times: float = 1
+    #: Messages that its bytes travel in, each time; and how many of them may be under way, where that is limited.
+    messages: float = 1
+    at_once: int | None = None
+    #: Communications of other groups that share its lines.
+    concurrent: int = 1
+    #: The arithmetic that it may hide behind.
+    beside: Literal["nothing", "forward", "backward"] = "nothing"
+    #: Receives are posted before the data comes, where the engine can.
+    ahead: bool = False
+    #: Bytes that are summed inside each site, of the way over sites.
+    inside: float = 0.0
+
+
+class Change(NamedTuple):
+    """A collective between two operators of a unit, over the tensor axis: of so many bytes, in one of its passes."""
+
+    kind: Collective
+    size: float
+    backward: bool
+
+
+def ring_steps(kind: Kind, ranks: int) -> int:
+    """Steps of a ring of so many ranks."""
+    return (ranks - 1) * (2 if kind == "all_reduce" else 1)
+
+
+# -- the batch axes ----------------------------------------------------------------------------------------------------
+
+
+class Buckets(NamedTuple):
+    """What a stage's buckets hold: bytes, in so many messages; and tensors, which are one message each without them."""
+
+    filled: float
+    messages: int
+    tensors: int
+
+
+def buckets(graph: OpGraph, stage: Stage, engine: Engine, parameters: float) -> Buckets:
+    """An engine that sends straight fills them with whole gradients, in however many bits these travel."""
+    by = stage.grad_sync
+    filled = parameters * (4.0 if engine.direct else by.bits / 8)
+    tensors = sum(count * len(op.weights) for unit, count in graph.kinds(*stage.units) for op in unit)
+    return Buckets(filled, tensors if by.bucket_bytes is None else math.ceil(filled / by.bucket_bytes), tensors)
+
+
+def batch_axes(
+    graph: OpGraph, stage: Stage, engine: Engine, precision: Precision, parameters: float, microbatches: int, at: Place
+) -> tuple[Communication, ...]:
+    """Sums of gradients and gathers of weights, as often as ZeRO's level asks for them (arXiv 1910.02054), of a stage
+    whose devices hold so many parameters each; `at(rank)` is a rank's site."""
+    if stage.zero == 0:
+        found = _summed(graph, stage, engine, parameters, at)
+    else:
+        found = (
+            *_divided(graph, stage, engine, precision, parameters, microbatches),
+            _between_sites(stage, engine, parameters, buckets(graph, stage, engine, parameters).messages),
+        )
+    partial = _partial_weights(graph, stage)
+    return (*found, partial) if partial else found
+
+
+def _summed(graph: OpGraph, stage: Stage, engine: Engine, parameters: float, at: Place) -> tuple[Communication, ...]:
+    """Whole sums of gradients: by a ring, straight in few bits, or by site."""
+    by, groups = stage.grad_sync, stage.mesh.transposed
+    size = parameters * by.bits / 8
+    way: Way = "straight" if by.bits < 32 and engine.direct else "ring"
+    if by.topology == "hierarchical" and any(len({at(rank) for rank in group}) > 1 for group in groups):
+        way = "sites"
+    return (Communication(
+        "gradients", "exchange" if way == "straight" else "all_reduce", way, groups, size,
+        messages=buckets(graph, stage, engine, parameters).messages, concurrent=stage.mesh.size("tensor"),
+        beside="backward", ahead=True, inside=size * 32 / by.bits if engine.direct else size,
+    ),)  # fmt: skip
+
+
+def _divided(
+    graph: OpGraph, stage: Stage, engine: Engine, precision: Precision, parameters: float, microbatches: int
+) -> tuple[Communication, ...]:
+    """Sums that are scattered over the data axis, and gathers of weights over it."""
+    groups, ways = stage.mesh.groups("data"), stage.mesh.size("tensor")
+    filled, messages, tensors = buckets(graph, stage, engine, parameters)
+    sums = Communication(
+        "gradients", "reduce_scatter", "ring", groups, filled, times=microbatches if stage.zero >= 2 else 1,
+        messages=messages, concurrent=ways, beside="backward",
+    )  # fmt: skip
+    if not engine.scatters:
+        sums = sums._replace(kind="all_reduce")
+    elif engine.scatters_straight:
+        sums = sums._replace(way="straight")
+    gathers = Communication(
+        "weights", "all_gather", "ring", groups, parameters * engine.weight_bytes[precision],
+        messages=messages if engine.gathers_combined else tensors, concurrent=ways,
+    )  # fmt: skip
+    if stage.zero < 3:
+        return sums, gathers
+    if engine.gathers_combined:
+        # Where the parameters are divided one unit is gathered while the one before it computes.
+        gathers = gathers._replace(messages=stage.units[1] - stage.units[0], at_once=1)
+    gathers = gathers._replace(times=microbatches)
+    return sums, gathers._replace(beside="forward"), gathers._replace(beside="backward")
+
+
+def _between_sites(stage: Stage, engine: Engine, parameters: float, messages: float) -> Communication:
+    """Sums over the sites of what each rank of the data axis has summed inside its own."""
+    groups = stage.mesh.groups("site")
+    part = parameters * stage.grad_sync.bits / 8 / stage.mesh.size("data")
+    return Communication(
+        "gradients", "exchange" if engine.direct else "all_reduce", "straight" if engine.direct else "ring", groups,
+        part, messages=messages, concurrent=len(groups), beside="backward", ahead=True,
+    )  # fmt: skip
+
+
+def _partial_weights(graph: OpGraph, stage: Stage) -> Communication | None:
+    """Sums over the tensor axis of the gradients of operators that divide the batch over it."""
+    size = sum(
+        count * graph.size(weight.dims) * stage.grad_sync.bits / 8
+        for unit, count in graph.kinds(*stage.units)
+        for op in unit
+        for weight in op.weights
+        if stage.splits.get(op.name) == "b"
+    )
+    groups = stage.mesh.batch
+    if not size or len(groups[0]) == 1:
+        return None
+    return Communication("gradients", "all_reduce", "ring", groups, size, concurrent=len(groups), beside="backward")
+
+
+# -- the tensor axis ---------------------------------------------------------------------------------------------------
+
+
+def layout_changes(
+    graph: OpGraph, unit: Sequence[Operator], splits: Mapping[str, str], rows: int, seq_len: int, width: int
+) -> Iterator[Change]:
+    """What a tensor axis exchanges in the passes of one unit over so many sequences, of numbers of `width` bytes."""
+    residual = splits.get(RESIDUAL, "")
+    writes = residual
+
+    def change(reads: str, gradient: str, dims: str) -> Iterator[Change]:
+        if dims == "bs":  # Every device reads the tokens that it needs, and they have no gradient.
+            return
+        size = graph.size(dims, b=rows, s=seq_len) * width
+        for backward, names in enumerate(between(writes, reads, gradient)):
+            yield from (Change(name, size, bool(backward)) for name in names)
+
+    for op in unit:
+        plan = strategy(op, splits.get(op.name, ""))
+        yield from change(plan.reads, plan.gradient, op.inputs[0])
+        writes = plan.writes
+        if returns_to_residual(op):
+            yield from change(residual, residual, "bsd")
+            writes = residual
+        elif op.kind == "loss" and plan.writes == PARTIAL:
+            # Each device has a part of the vocabulary: greatest logit, sum, and the target's (Megatron-LM).
+            yield from (Change("all_reduce", 4.0 * graph.size(op.output, b=rows, s=seq_len), False) for _ in range(3))
+
+
+# -- replicas ----------------------------------------------------------------------------------------------------------
+
+
+def meeting(plan: Plan, parameters: float, engine: Engine) -> Communication | None:
+    """What replicas tell one another when they meet, which is once in `sync.every` steps; None where they never do."""
+    if plan.sync is None or len(plan.replicas) < 2:
+        return None
+    leaders = tuple(replica.stages[0].mesh.ranks[0] for replica in plan.replicas)
+    kind: tuple[Kind, Way] = ("exchange", "straight") if engine.direct else ("all_reduce", "ring")
+    size = parameters * plan.sync.bits / 8
+    return Communication("replicas", *kind, (leaders,), size, times=1 / plan.sync.every)
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+class Hop(NamedTuple):
+    """Bytes that one rank sends to another in a step."""
+
+    source: int
+    target: int
+    size: float
+
+
+def hops(one: Communication, at: Place) -> Iterator[Hop]:
+    """Every pair of ranks that send each other something, with the bytes of a whole step."""
+    for group in one.groups:
+        if one.way == "straight":
+            part = one.size / len(group) if one.kind == "reduce_scatter" else one.size
+            yield from _straight(group, one.times * part)
+        elif one.way == "sites" and len(sites := _by_site(group, at)) > 1:
+            for ranks in sites:
+                yield from _ring(ranks, one.times * one.inside * ring_share("all_reduce", len(ranks)))
+            yield from _straight([ranks[0] for ranks in sites], one.times * one.size)
+        else:
+            yield from _ring(group, one.times * one.size * ring_share(one.kind, len(group)))
+
+
+def ring_share(kind: Kind, ranks: int) -> float:
+    """The share of a tensor that goes over each hop of a ring of so many ranks."""
+    return ring_steps(kind, ranks) / ranks / (ranks if kind == "all_to_all" else 1)
+
+
+def _ring(group: Sequence[int], each: float) -> Iterator[Hop]:
+    if len(group) > 1:
+        for source, target in zip(group, (*group[1:], group[0]), strict=True):
+            yield Hop(source, target, each)
+
+
+def _straight(group: Sequence[int], part: float) -> Iterator[Hop]:
+    for source, target in itertools.permutations(group, 2):
+        yield Hop(source, target, part)
+
+
+def _by_site(group: Group, at: Place) -> list[list[int]]:
+    found: dict[Hashable, list[int]] = {}
+    for rank in group:
+        found.setdefault(at(rank), []).append(rank)
+    return list(found.values())
