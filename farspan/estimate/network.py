@@ -10,15 +10,16 @@ from __future__ import annotations
 import functools
 import math
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
 from farspan.domain.cluster import SITE_BANDWIDTH, Cluster, Device, Host, Link
 from farspan.domain.engine import Engine
 from farspan.domain.plan import PlannedDevice
-from farspan.semantics.communications import Communication, ring_steps
+from farspan.estimate.schedule import Hop
+from farspan.semantics.communications import Communication, Flow, ring_steps
 
 #: Between devices of one host: a copy through shared memory or a bus.
 LOCAL_DELAY_S = 5e-6
@@ -156,12 +157,42 @@ class Network:
         timed = () if collective or streams > 1 else tuple(sorted(link.transfer_s.items()))
         return NetworkPath(link.rtt_s / 2, rate, line, (a, b), sites, timed)
 
-    def send_s(self, wire: NetworkPath, size: float, concurrent: int = 1) -> float:
-        """Seconds that one of so many concurrent messages of `size` bytes keeps a wire busy, without its delay."""
+    def send_s(self, wire: NetworkPath, size: float) -> float:
+        """Seconds that a message of `size` bytes keeps a wire busy, without its delay and the software's time."""
         if len(wire.timed) > 1:
-            least = concurrent * size / wire.line
-            return max(least, _interpolated(wire.timed, size) - wire.delay_s) + self.engine.message_s
-        return size / wire.shared(concurrent) + self.engine.message_s
+            return max(size / wire.line, _interpolated(wire.timed, size) - wire.delay_s)
+        return size / wire.rate
+
+    def flows_s(self, flows: Sequence[Flow], streams: int) -> Hop:
+        """What messages that leave at the same time take: each on its own wire, all that share a line after another,
+        and the software of each sender one after another."""
+        lines: defaultdict[object, float] = defaultdict(float)
+        ports: defaultdict[tuple[int, str], float] = defaultdict(float)
+        posted = Counter[int]()
+        for source, target, size in flows:
+            lines[self._line(self.hosts[source], self.hosts[target])] += size
+            ports[source, "out"] += size
+            ports[target, "in"] += size
+            posted[source] += 1
+        busy = delay = 0.0
+        for source, target, size in flows:
+            wire = self.wire(source, target, collective=False, streams=streams)
+            if wire.local:
+                took = max(ports[source, "out"], ports[target, "in"]) / wire.rate
+            else:
+                took = max(lines[self._line(*wire.hosts)] / wire.line, self.send_s(wire, size))
+            busy = max(busy, took + posted[source] * self.engine.message_s)
+            delay = max(delay, wire.delay_s)
+        return Hop(busy, delay)
+
+    def leaving(self, flows: Iterable[Flow]) -> dict[str, float]:
+        """Bytes that leave each site."""
+        sent: dict[str, float] = {}
+        for source, target, size in flows:
+            site = self.sites[source]
+            if site != self.sites[target] and size:
+                sent[site] = sent.get(site, 0.0) + size
+        return sent
 
     def seconds(self, one: Communication) -> float:
         """Seconds that a communication takes each time: those of its slowest group."""

@@ -20,6 +20,7 @@ from farspan.domain.plan import Plan, Replica
 from farspan.domain.results import Estimate, Memory, Workload
 from farspan.domain.train import Precision
 from farspan.estimate.assumptions import assumptions
+from farspan.estimate.between_stages import Tie, crossing, edges, sent_between, tie
 from farspan.estimate.loss import loss
 from farspan.estimate.memory import MEETING, OVERLAPPING
 from farspan.estimate.network import Network
@@ -99,12 +100,13 @@ def step(replica: Replica, costs: Costs) -> ReplicaStep:
     for time in times:
         for site, size in time.sent.items():
             sent[site] = sent.get(site, 0.0) + size
-    _add_edges(replica, costs, sent)
-    tie = _tie(replica, costs)
-    seconds = _period(replica, costs, times, tie, simulated)
+    for site, size in sent_between(replica, costs).items():
+        sent[site] = sent.get(site, 0.0) + size
+    tied = tie(replica, costs)
+    seconds = _period(replica, costs, times, tied, simulated)
     busy = []
     summed = [end + time.exposed for end, time in zip(simulated.ends, times, strict=True)]
-    for i, (time, wait) in enumerate(zip(times, tie.waits(summed, simulated.ends), strict=True)):
+    for i, (time, wait) in enumerate(zip(times, tied.waits(summed, simulated.ends), strict=True)):
         waits = replica.microbatches * (time.passes.forward_wait + time.passes.backward_wait)
         compute = simulated.computed[i] - waits + time.update
         busy.append((compute, waits + simulated.sending[i] + time.exposed + wait))
@@ -117,24 +119,21 @@ def step(replica: Replica, costs: Costs) -> ReplicaStep:
 def timed_stage(replica: Replica, index: int, costs: Costs, rows: Sequence[int] | None = None) -> StageTime:
     """A stage's times, with other rows than its own where said; its passes with what each takes of processors to bring
     a microbatch in and out."""
-    stage = replica.stages[index]
+    stage, network = replica.stages[index], costs.network
     time = stage_time(costs, stage, stage.rows if rows is None else rows, replica.microbatches)
-    network, site = costs.network, costs.network.sites[stage.mesh.ranks[0]]
-    crossing = (
-        edge
-        for edge in (index - 1, index)
-        if 0 <= edge < len(replica.edges)
-        and network.sites[replica.stages[edge].mesh.ranks[-1]] != network.sites[replica.stages[edge + 1].mesh.ranks[0]]
-    )
-    carried = carried_s(network, stage.mesh.ranks, site, sum(_edge_bytes(replica, costs, edge) for edge in crossing))
+    site = network.sites[stage.mesh.ranks[0]]
+    carried = sum(
+        carried_s(network, stage.mesh.ranks, site, max(crossing(replica, costs, edge, False).values(), default=0.0))
+        for edge in (index - 1, index) if 0 <= edge < len(replica.edges)
+    )  # fmt: skip
     passes = time.passes._replace(forward=time.passes.forward + carried, backward=time.passes.backward + carried)
     return time._replace(passes=passes)
 
 
-def _period(replica: Replica, costs: Costs, times: list[StageTime], tie: Tie, simulated: Simulated) -> float:
+def _period(replica: Replica, costs: Costs, times: list[StageTime], tied: Tie, simulated: Simulated) -> float:
     """Seconds from one step to the next: where receives are posted ahead, a stage begins its next step while others
     still finish theirs, and the longest cycle of waiting for one another decides (Baccelli et al. 1992, chapter 3)."""
-    starts = _next(replica, costs, times, tie, simulated.ends)
+    starts = _next(replica, costs, times, tied, simulated.ends)
     if not costs.engine.receives_ahead or len(times) == 1:
         return max(starts)
     begins = _begins(simulated, len(times))
@@ -142,7 +141,7 @@ def _period(replica: Replica, costs: Costs, times: list[StageTime], tie: Tie, si
         return starts[0]  # Nobody waits longer than the first stage does for itself.
     between = starts
     for _ in times:
-        later = _next(replica, costs, times, tie, run(replica, costs, times, starts).ends)
+        later = _next(replica, costs, times, tied, run(replica, costs, times, starts).ends)
         between = [after - before for before, after in zip(starts, later, strict=True)]
         if max(between) - min(between) <= 1e-12 * max(later):
             break  # Steady: each step is the last one, that much later.
@@ -150,10 +149,10 @@ def _period(replica: Replica, costs: Costs, times: list[StageTime], tie: Tie, si
     return max(between)  # Not steady yet, it is a bound: the greatest of these only falls.
 
 
-def _next(replica: Replica, costs: Costs, times: list[StageTime], tie: Tie, ends: list[float]) -> list[float]:
+def _next(replica: Replica, costs: Costs, times: list[StageTime], tied: Tie, ends: list[float]) -> list[float]:
     """When each stage can begin its next step: after an update that needs the gradient norm of all stages."""
     summed = [end + time.exposed for end, time in zip(ends, times, strict=True)]
-    known = [end + wait for end, wait in zip(summed, tie.waits(summed, ends), strict=True)]
+    known = [end + wait for end, wait in zip(summed, tied.waits(summed, ends), strict=True)]
     starts = []
     for i, time in enumerate(times):
         arrivals = (
@@ -161,8 +160,8 @@ def _next(replica: Replica, costs: Costs, times: list[StageTime], tie: Tie, ends
             for j in range(len(times))
         )
         starts.append(max(arrivals) + time.update)
-    if tie.across:
-        starts[-1] = max(starts[-1], summed[0] + tie.back + times[-1].update)
+    if tied.across:
+        starts[-1] = max(starts[-1], summed[0] + tied.back + times[-1].update)
     return starts
 
 
@@ -188,48 +187,6 @@ def run(replica: Replica, costs: Costs, times: list[StageTime], starts: Sequence
     )  # fmt: skip
 
 
-def edges(replica: Replica, costs: Costs) -> tuple[list[Hop], list[Hop]]:
-    """What a microbatch's activations take between neighbouring stages, and its gradients back.
-
-    Each byte crosses between two hosts once: the batch coordinates of both stages send in pairs, as many at a time as
-    the stage with fewer has hosts, and what arrives is spread inside the receiver's host.
-    """
-    down: list[Hop] = []
-    up: list[Hop] = []
-    for i, edge in enumerate(replica.edges):
-        size = _edge_bytes(replica, costs, i)
-        a, b = replica.stages[i].mesh.ranks, replica.stages[i + 1].mesh.ranks
-        hosts = costs.network.hosts
-        senders = (ranks if costs.engine.sends_paired else {hosts[rank] for rank in ranks} for ranks in (a, b))
-        pairs = min(map(len, senders))
-        streams = max(costs.engine.streams, edge.streams)
-        for hops, (sender, receiver) in ((down, (a[-1], b[0])), (up, (b[0], a[-1]))):
-            wire = costs.network.wire(sender, receiver, collective=False, streams=streams)
-            hops.append(Hop(costs.network.send_s(wire, size / pairs, pairs), wire.delay_s))
-    return down, up
-
-
-def _edge_bytes(replica: Replica, costs: Costs, edge: int) -> float:
-    rows = -(-replica.batch // replica.microbatches)
-    return costs.graph.size("bsd", b=rows, s=costs.train.seq_len) * replica.edges[edge].bits / 8
-
-
-def _add_edges(replica: Replica, costs: Costs, sent: dict[str, float]) -> None:
-    """Adds the bytes of a step that cross between stages of unlike sites; a tied table's gradient, and its rows back,
-    cross between the ends."""
-    ranks = [stage.mesh.ranks for stage in replica.stages]
-    sizes = [_edge_bytes(replica, costs, i) * replica.microbatches for i in range(len(replica.edges))]
-    crossing = [(ranks[i][-1], ranks[i + 1][0], size, size) for i, size in enumerate(sizes)]
-    if costs.graph.tied and len(ranks) > 1:
-        whole, rows = tied_bytes(replica, costs)
-        crossing.append((ranks[0][0], ranks[-1][-1], rows, whole))
-    for a, b, down, up in crossing:
-        site_a, site_b = costs.network.sites[a], costs.network.sites[b]
-        if site_a != site_b:
-            sent[site_a] = sent.get(site_a, 0.0) + down
-            sent[site_b] = sent.get(site_b, 0.0) + up
-
-
 def _delay(replica: Replica, costs: Costs, a: int, b: int) -> float:
     """One way between two stages: what the global gradient norm needs before any update."""
     sender, receiver = replica.stages[a].mesh.ranks[0], replica.stages[b].mesh.ranks[0]
@@ -245,59 +202,6 @@ def _begins(simulated: Simulated, stages: int) -> list[float]:
     for span in simulated.spans:
         first[span.stage] = min(first[span.stage], span.start)
     return first
-
-
-class Tie(NamedTuple):
-    """What a tied table costs the first and the last stage: seconds that both wait after their sums; or seconds of the
-    head's gradient on its way to the table, which leaves when the last stage ends, and of the gradient of the step's
-    own rows on its way back; and what those bytes take of the first stage's processors."""
-
-    both: float = 0.0
-    across: float = 0.0
-    back: float = 0.0
-    taken: float = 0.0
-
-    def waits(self, summed: list[float], ends: list[float]) -> list[float]:
-        """Seconds that each stage waits, given when its passes and the sums of its gradients ended."""
-        waits = [0.0] * len(ends)
-        waits[0] = waits[-1] = self.both
-        if self.across:
-            waits[0] = max(self.taken, ends[-1] + self.across - summed[0])
-        return waits
-
-
-def tied_bytes(replica: Replica, costs: Costs) -> tuple[float, float]:
-    """Bytes of a tied table between a pipeline's ends in a step: the head's gradient, and what comes back."""
-    first = replica.stages[0]
-    size = costs.graph.size("vd") * (4.0 if costs.engine.direct else first.grad_sync.bits / 8)
-    # What rounding left of a sum over several workers is in rows of other steps, too (`runtime.tied`).
-    rounded = first.grad_sync.bits < 32 and len(first.mesh.batch) > 1
-    if rounded or not costs.engine.receives_ahead:
-        return size, size
-    return size, size * min(1.0, replica.batch * costs.train.seq_len / costs.graph.sizes["v"])
-
-
-def _tie(replica: Replica, costs: Costs) -> Tie:
-    """The exchange of a tied table's gradient between a pipeline's ends."""
-    if not costs.graph.tied or len(replica.stages) == 1:
-        return Tie()
-    first, last = replica.stages[0], replica.stages[-1]
-    size, touched = tied_bytes(replica, costs)
-    if costs.engine.ties_collective:
-        # Each device of a stage meets its peer of the other; the update waits for the sum.
-        return Tie(both=costs.network.all_reduce_s((first.mesh.ranks[0], last.mesh.ranks[-1]), size))
-    streams = 1 if costs.engine.direct else max(costs.engine.streams, *(edge.streams for edge in replica.edges))
-    wire = costs.network.wire(last.mesh.ranks[-1], first.mesh.ranks[0], collective=False, streams=streams)
-    across = costs.network.send_s(wire, size) + wire.delay_s
-    ends = (first.mesh.ranks[0], last.mesh.ranks[-1])
-    crosses = wire.sites[0] != wire.sites[1]
-    if crosses:
-        across += max(carried_s(costs.network, ends, costs.network.sites[rank], size) for rank in ends)
-    if not costs.engine.receives_ahead:
-        return Tie(both=2 * across)
-    back = costs.network.send_s(wire, touched) + wire.delay_s
-    carried = carried_s(costs.network, ends, costs.network.sites[ends[0]], size + touched) if crosses else 0.0
-    return Tie(across=across, back=back, taken=carried)
 
 
 def _outer(plan: Plan, costs: Costs, slowest: ReplicaStep) -> tuple[float, dict[str, float]]:

@@ -24,10 +24,19 @@ from farspan.estimate.memory import (
 )
 from farspan.estimate.network import Network
 from farspan.estimate.unit_times import TimedUnits
-from farspan.semantics.communications import Communication, batch_axes, layout_changes, ring_steps
+from farspan.semantics.communications import (
+    Communication,
+    Place,
+    Sends,
+    batch_axes,
+    layout_changes,
+    ring_steps,
+    stage_sends,
+    table_sends,
+)
 from farspan.semantics.kernel_choice import BYTES, scored_keys
 from farspan.semantics.pass_order import depths_in_flight
-from farspan.semantics.tensor_sharding import Collective, between, weight_share, work_share
+from farspan.semantics.tensor_sharding import RESIDUAL, Collective, between, weight_share, work_share
 
 
 class Pass(NamedTuple):
@@ -69,6 +78,7 @@ class Costs:
         self._units: dict[tuple[object, ...], tuple[float, float]] = {}
         self._sizes: dict[tuple[object, ...], float] = {}
         self._waits: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._sends: dict[tuple[object, ...], Sends] = {}
 
     # -- arithmetic --------------------------------------------------------------------------------------------------
 
@@ -150,6 +160,33 @@ class Costs:
         """What a stage's batch axes exchange in a step, the sums of its gradients first."""
         parameters, at = self.parameters(stage), self.network.sites.__getitem__
         return batch_axes(self.graph, stage, self.engine, self.train.precision, parameters, microbatches, at)
+
+    def stage_sends(self, replica: Replica, edge: int, backward: bool) -> Sends:
+        """A microbatch's activations on their way over an edge, or their gradients back."""
+        a, b = replica.stages[edge : edge + 2]
+        bits = replica.edges[edge].bits
+        key = (a.mesh, a.rows, a.splits.get(RESIDUAL), b.mesh, b.rows, b.splits.get(RESIDUAL), replica.microbatches,
+               bits, backward)  # fmt: skip
+        if key not in self._sends:
+            sequence = self.graph.size("bsd", b=1, s=self.train.seq_len)
+            at = self._place(a, b)
+            self._sends[key] = stage_sends(replica, edge, backward, sequence * bits / 8, sequence * self.width, at)
+        return self._sends[key]
+
+    def table_sends(self, source: Stage, target: Stage, row: float) -> Sends:
+        """A tied table on its way from one stage to another: `row` bytes each of its rows."""
+        key = (source.mesh, source.splits.get("tok"), source.splits.get("head"), target.mesh, target.splits.get("tok"),
+               target.splits.get("head"), row)  # fmt: skip
+        if key not in self._sends:
+            self._sends[key] = table_sends(self.graph, source, target, row, self._place(source, target))
+        return self._sends[key]
+
+    def _place(self, a: Stage, b: Stage) -> Place:
+        """Where each byte comes to once and spreads from: a site; or a stage, where peers send each other parts."""
+        if not self.engine.sends_paired:
+            return self.network.sites.__getitem__
+        first = frozenset(a.mesh.ranks)
+        return lambda rank: rank in first
 
     def stream_s(self, rank: int, size: float) -> float:
         """Seconds of a device to stream so many bytes through its memory."""

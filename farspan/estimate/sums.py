@@ -13,7 +13,7 @@ from typing import NamedTuple
 from farspan.domain.plan import Stage
 from farspan.estimate.network import Network
 from farspan.estimate.stage import Costs
-from farspan.semantics.communications import Communication, hops, ring_steps
+from farspan.semantics.communications import Communication, flows, ring_steps
 
 
 class SyncTimes(NamedTuple):
@@ -131,10 +131,4 @@ def _coding(costs: Costs, stage: Stage, messages: float) -> float:
 
 def leaving(network: Network, found: Iterable[Communication]) -> dict[str, float]:
     """Bytes of a step that leave each site."""
-    sent: dict[str, float] = {}
-    sites = network.sites
-    for one in found:
-        for source, target, size in hops(one, sites.__getitem__):
-            if sites[source] != sites[target] and size:
-                sent[sites[source]] = sent.get(sites[source], 0.0) + size
-    return sent
+    return network.leaving(flow for one in found for flow in flows(one, network.sites.__getitem__))

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import msgspec
 
 from farspan.domain.plan import Plan, Replica, Stage
+from farspan.estimate.between_stages import edges, table, tied_bytes
 from farspan.estimate.network import Network
-from farspan.estimate.price import edges, tied_bytes
 from farspan.estimate.stage import Costs
-from farspan.semantics.communications import Communication, Purpose, hops, layout_changes, meeting
+from farspan.semantics.communications import Communication, Purpose, Sends, flows, layout_changes, meeting
 
 Pair = tuple[str, str]
 
@@ -53,11 +53,16 @@ class _Ledger:
     def communication(self, one: Communication, *, timed: bool = True) -> None:
         """Its bytes between hosts and, unless others of its kind go on at the same time, its seconds."""
         network = self._network
-        for source, target, size in hops(one, network.sites.__getitem__):
+        for source, target, size in flows(one, network.sites.__getitem__):
             self.bytes(one.purpose, network.hosts[source], network.hosts[target], size)
         if timed:
             empty = one._replace(size=0.0, inside=0.0)
             self.add(one.purpose, one.times * network.seconds(one), one.times * network.seconds(empty))
+
+    def sends(self, purpose: Purpose, sends: Sends, times: int) -> None:
+        """The bytes between hosts of messages that are sent so many times."""
+        for source, target, size in (*sends.across, *sends.inside):
+            self.bytes(purpose, self._network.hosts[source], self._network.hosts[target], times * size)
 
     def exchanges(self) -> tuple[Exchange, ...]:
         exchanges = (
@@ -120,17 +125,11 @@ def _tensor_axis(replica: Replica, index: int, costs: Costs, ledger: _Ledger) ->
 
 
 def _edges(replica: Replica, costs: Costs, ledger: _Ledger) -> None:
-    """Activations down and their gradients up between neighbouring stages, spread over the hosts that send in pairs."""
+    """Activations down and their gradients up between neighbouring stages."""
     down, up = edges(replica, costs)
-    rows = -(-replica.batch // replica.microbatches)
-    for i, edge in enumerate(replica.edges):
-        size = 2 * replica.microbatches * costs.graph.size("bsd", b=rows, s=costs.train.seq_len) * edge.bits / 8
-        hosts = [
-            list(dict.fromkeys(costs.network.hosts[rank] for rank in replica.stages[k].mesh.ranks)) for k in (i, i + 1)
-        ]
-        pairs = list(zip(hosts[0][::-1], hosts[1], strict=False))
-        for a, b in pairs:
-            ledger.bytes("activations", a, b, size / len(pairs))
+    for i in range(len(replica.edges)):
+        for backward in (False, True):
+            ledger.sends("activations", costs.stage_sends(replica, i, backward), replica.microbatches)
         busy = replica.microbatches * (down[i].busy + up[i].busy)
         delay = down[i].delay + up[i].delay
         ledger.add("activations", busy + delay, delay)
@@ -140,16 +139,16 @@ def _tied(replica: Replica, costs: Costs, ledger: _Ledger) -> None:
     """The gradient of a table that both ends of a pipeline hold, one way, and its sum or the updated rows back."""
     if not costs.graph.tied or len(replica.stages) == 1:
         return
-    a, b = replica.stages[0].mesh.ranks[0], replica.stages[-1].mesh.ranks[-1]
-    whole, rows = tied_bytes(replica, costs)
-    ledger.bytes("tied table", costs.network.hosts[a], costs.network.hosts[b], whole + rows)
+    both = table(replica, costs)
+    for sends in both:
+        ledger.sends("tied table", sends, 1)
     if costs.engine.ties_collective:
-        took = costs.network.all_reduce_s
-        ledger.add("tied table", took((a, b), whole), took((a, b), 0.0))
+        took, ends = costs.network.all_reduce_s, (replica.stages[0].mesh.ranks[0], replica.stages[-1].mesh.ranks[-1])
+        ledger.add("tied table", took(ends, tied_bytes(replica, costs)[0]), took(ends, 0.0))
     else:
-        wire = costs.network.wire(b, a, collective=False)
-        seconds = [costs.network.send_s(wire, size) + wire.delay_s for size in (whole, rows, 0.0)]
-        ledger.add("tied table", seconds[0] + seconds[1], 2 * seconds[2])
+        for sends in both:
+            wires = costs.network.flows_s(sends.across, 1)
+            ledger.add("tied table", sum(wires), wires.delay)
 
 
 def _replicas(plan: Plan, costs: Costs, ledger: _Ledger) -> None:

@@ -18,7 +18,7 @@ from farspan.domain.plan import Replica
 from farspan.domain.results import IN_STEP, Estimate, Span
 from farspan.domain.units import short_time
 from farspan.domain.words import joined
-from farspan.estimate.price import edges
+from farspan.estimate.between_stages import edges
 from farspan.estimate.schedule import Hop
 from farspan.estimate.stage import Costs
 from farspan.estimate.stage_time import stage_time

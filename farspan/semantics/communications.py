@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from farspan.domain.engine import Engine
 from farspan.domain.graph import Operator, OpGraph
-from farspan.domain.plan import Plan, Stage
+from farspan.domain.plan import Plan, Replica, Stage
 from farspan.domain.train import Precision
+from farspan.semantics.layout import HeldRange, Send, transfer
 from farspan.semantics.tensor_sharding import (
     PARTIAL,
     RESIDUAL,
@@ -55,6 +56,14 @@ class Communication(NamedTuple):
     ahead: bool = False
     #: Bytes that are summed inside each site, of the way over sites.
     inside: float = 0.0
+
+
+class Flow(NamedTuple):
+    """Bytes that one rank sends to another."""
+
+    source: int
+    target: int
+    size: float
 
 
 class Change(NamedTuple):
@@ -200,6 +209,69 @@ def layout_changes(
             yield from (Change("all_reduce", 4.0 * graph.size(op.output, b=rows, s=seq_len), False) for _ in range(3))
 
 
+# -- between stages ----------------------------------------------------------------------------------------------------
+
+
+def rows_held(replica: Replica, stage: int) -> list[HeldRange]:
+    """The rows of a microbatch that each worker of a stage has: those of its batch coordinate, or the tensor axis'
+    share of them where the residual stream is divided over it by rows."""
+    held: list[HeldRange] = []
+    mesh, start = replica.stages[stage].mesh, 0
+    for c, ranks in enumerate(mesh.batch):
+        rows = replica.part(stage, c, 0)
+        ways = len(ranks) if replica.stages[stage].splits.get(RESIDUAL) == "b" else 1
+        for t, rank in enumerate(ranks):
+            low, high = (t * rows // ways, (t + 1) * rows // ways) if ways > 1 else (0, rows)
+            held.append(HeldRange(rank, start + low, start + high))
+        start += rows
+    return held
+
+
+class Sends(NamedTuple):
+    """What goes from one stage to another: each byte once over a long line, then inside the sites that it came to."""
+
+    across: tuple[Flow, ...]
+    inside: tuple[Flow, ...]
+
+
+def stage_sends(replica: Replica, edge: int, backward: bool, row: float, plain: float, at: Place) -> Sends:
+    """A microbatch on its way over an edge: `row` bytes a sequence between the stages, `plain` ones inside a site."""
+    ends = (edge + 1, edge) if backward else (edge, edge + 1)
+    held, wanted = (rows_held(replica, stage) for stage in ends)
+    return _sends(held, wanted, row, plain, at)
+
+
+def table_sends(graph: OpGraph, source: Stage, target: Stage, row: float, at: Place) -> Sends:
+    """A table that two stages hold on its way from one to the other: `row` bytes each of its rows."""
+    held, wanted = (_table_held(graph, stage) for stage in (source, target))
+    return _sends(held, wanted, row, row, at)
+
+
+def _table_held(graph: OpGraph, stage: Stage) -> list[HeldRange]:
+    """The rows of a tied table that each worker of a stage has."""
+    op = "tok" if stage.units[0] == 0 else "head"
+    rows, ways = graph.sizes["v"], stage.mesh.size("tensor") if stage.splits.get(op) == "v" else 1
+    return [
+        HeldRange(rank, t % ways * rows // ways, (t % ways + 1) * rows // ways)
+        for ranks in stage.mesh.batch
+        for t, rank in enumerate(ranks)
+    ]
+
+
+def _sends(held: list[HeldRange], wanted: list[HeldRange], each: float, plain: float, at: Place) -> Sends:
+    across, inside = transfer(held, wanted, at)
+    return Sends(_sized(across, each), _sized(inside, plain))
+
+
+def _sized(sends: Iterable[Send], each: float) -> tuple[Flow, ...]:
+    """With the bytes of all that goes between the same two ranks."""
+    sizes: dict[tuple[int, int], float] = {}
+    for send in sends:
+        pair = send.source, send.target
+        sizes[pair] = sizes.get(pair, 0.0) + each * (send.stop - send.start)
+    return tuple(Flow(*pair, size) for pair, size in sizes.items())
+
+
 # -- replicas ----------------------------------------------------------------------------------------------------------
 
 
@@ -216,15 +288,7 @@ def meeting(plan: Plan, parameters: float, engine: Engine) -> Communication | No
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
-class Hop(NamedTuple):
-    """Bytes that one rank sends to another in a step."""
-
-    source: int
-    target: int
-    size: float
-
-
-def hops(one: Communication, at: Place) -> Iterator[Hop]:
+def flows(one: Communication, at: Place) -> Iterator[Flow]:
     """Every pair of ranks that send each other something, with the bytes of a whole step."""
     for group in one.groups:
         if one.way == "straight":
@@ -243,15 +307,15 @@ def ring_share(kind: Kind, ranks: int) -> float:
     return ring_steps(kind, ranks) / ranks / (ranks if kind == "all_to_all" else 1)
 
 
-def _ring(group: Sequence[int], each: float) -> Iterator[Hop]:
+def _ring(group: Sequence[int], each: float) -> Iterator[Flow]:
     if len(group) > 1:
         for source, target in zip(group, (*group[1:], group[0]), strict=True):
-            yield Hop(source, target, each)
+            yield Flow(source, target, each)
 
 
-def _straight(group: Sequence[int], part: float) -> Iterator[Hop]:
+def _straight(group: Sequence[int], part: float) -> Iterator[Flow]:
     for source, target in itertools.permutations(group, 2):
-        yield Hop(source, target, part)
+        yield Flow(source, target, part)
 
 
 def _by_site(group: Group, at: Place) -> list[list[int]]:

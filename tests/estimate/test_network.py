@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from farspan.domain.cluster import SITE_BANDWIDTH, SITE_RTT_S, Cluster, Link
 from farspan.estimate.network import LOCAL_DELAY_S, SEGMENT, UNKNOWN_BANDWIDTH, Network, NoLink
+from farspan.semantics.communications import Flow
 from tests.estimate.parts import cluster, device, plain, planned
 
 
@@ -65,11 +66,11 @@ def test_a_measured_transfer_goes_before_the_rate():
     timed = {"transfer_s": {10**6: 0.25, 3 * 10**6: 0.45}, "window": 10}
     there = two(timed)
     one = there.wire(0, 1, collective=False, streams=1)
-    assert there.send_s(one, 2e6) == pytest.approx(0.35 - 0.0495 + 1e-3)
-    assert there.send_s(one, 4e6) == pytest.approx(0.55 - 0.0495 + 1e-3)
-    assert there.send_s(one, 1e10) == pytest.approx(1e3 + 0.15 - 0.0495 + 1e-3)
+    assert there.send_s(one, 2e6) == pytest.approx(0.35 - 0.0495)
+    assert there.send_s(one, 4e6) == pytest.approx(0.55 - 0.0495)
+    assert there.send_s(one, 1e10) == pytest.approx(1e3 + 0.15 - 0.0495)
     # The line bounds what the points would say far outside them.
-    assert there.send_s(one, 1e3) == pytest.approx(max(1e-6, 0.1501 - 0.0495) + 1e-3)
+    assert there.send_s(one, 1e3) == pytest.approx(max(1e-6, 0.1501 - 0.0495))
     # Several streams, and collectives, were not what was timed.
     assert there.wire(0, 1, collective=False, streams=2).timed == ()
     assert there.wire(0, 1, collective=True).timed == ()
@@ -78,10 +79,32 @@ def test_a_measured_transfer_goes_before_the_rate():
 def test_messages_take_size_over_rate_and_share_the_line_but_not_their_windows():
     there = two({"window": 4 * 10**7})  # 4e8 bytes a second each.
     one = there.wire(0, 1, collective=False)
-    assert there.send_s(one, 8e8) == pytest.approx(2.001)
-    assert there.send_s(one, 8e8, 2) == pytest.approx(2.001)
-    assert there.send_s(one, 8e8, 4) == pytest.approx(3.201)
+    assert there.send_s(one, 8e8) == pytest.approx(2.0)
     assert (one.shared(1), one.shared(2), one.shared(5)) == (4e8, 4e8, 2e8)
+
+
+@pytest.mark.parametrize(("each", "seconds"), [(1, 2.001), (2, 2.001), (4, 3.201)])
+def test_messages_between_hosts_share_the_line_of_their_sites(each, seconds):
+    sites = [[device()] * each], [[device()] * each]
+    there = network(cluster(*sites, links=(Link(a="A", b="B", rtt_s=0.099, bandwidth=1e9, window=4 * 10**7),)))
+    hop = there.flows_s([Flow(k, each + k, 8e8) for k in range(each)], 1)
+    assert hop == pytest.approx((seconds, 0.0495))
+    # Who sends several messages makes them one after another.
+    posted = there.flows_s([Flow(0, each + k, 8e8) for k in range(each)], 1)
+    assert posted.busy == pytest.approx(seconds + (each - 1) * 1e-3)
+
+
+def test_hosts_of_a_site_have_ways_out_of_their_own_and_devices_of_a_host_ports():
+    there = network(cluster([[device()] * 2, [device()] * 2, [device()] * 2]))
+    wire = there.wire(0, 2, collective=False)
+    size = 8e8
+    apart = there.flows_s([Flow(0, 2, size), Flow(4, 3, size)], 1).busy
+    together = there.flows_s([Flow(0, 2, size), Flow(1, 4, size)], 1).busy
+    assert apart == pytest.approx(max(size / wire.line, size / wire.rate) + 1e-3)
+    assert together == pytest.approx(max(2 * size / wire.line, size / wire.rate) + 1e-3)
+    local = there.local_rate[there.hosts[0]]
+    assert there.flows_s([Flow(0, 1, size), Flow(1, 0, size)], 1).busy == pytest.approx(size / local + 1e-3)
+    assert there.flows_s([], 1) == (0.0, 0.0)
 
 
 def test_inside_a_host_and_inside_a_site():

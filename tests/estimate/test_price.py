@@ -14,10 +14,11 @@ from farspan.domain.codec import convert
 from farspan.domain.model import train_flops_per_token
 from farspan.domain.plan import Edge, GradSync, Plan, Replica, Sync
 from farspan.domain.results import RESERVE
+from farspan.estimate.between_stages import Tie, edges, tie
 from farspan.estimate.devices import devices
 from farspan.estimate.loss import loss
 from farspan.estimate.network import NoLink
-from farspan.estimate.price import Tie, _tie, edges, estimate, step
+from farspan.estimate.price import estimate, step
 from farspan.estimate.replicas import token_efficiency
 from farspan.estimate.stage_time import stage_time
 from tests.estimate.parts import (
@@ -246,7 +247,7 @@ def test_tied_tables_meet_while_other_stages_work():
     # Its bytes, and those of the rows sent back, keep the first stage's processors from its passes.
     moved = costs(there, plain(move_cost=2.0, socket_s=1e-7))
     crossing = 4 * 96 * 64 + 4 * 16 * 64
-    assert _tie(thin, moved).taken == pytest.approx(2 * 1e-7 * crossing)
+    assert tie(thin, moved).taken == pytest.approx(2 * 1e-7 * crossing)
     assert Tie(across=1.0, taken=0.2).waits([5.0, 4.0], [4.5, 3.9]) == [0.2, 0.0]
     # Without receives posted ahead both ends wait for it there and back; as a collective, for its sum.
     late = seconds(receives_ahead=False) - seconds(receives_ahead=False, tied=False)

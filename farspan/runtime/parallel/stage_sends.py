@@ -1,7 +1,7 @@
 """The messages between two neighbouring stages, which may lie on unlike meshes.
 
-Every worker of a stage has rows of a microbatch; `domain.layout.transfer` says who sends which to whom, each byte over
-a long line once. Of the messages that the sender may have under way, all have a receive that waits for them.
+Every worker of a stage has rows of a microbatch; `semantics.layout.transfer` says who sends which to whom, each byte
+over a long line once. Of the messages that the sender may have under way, all have a receive that waits for them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from farspan.runtime.comm.compress import Codec
 from farspan.runtime.comm.messages import Messenger, Posted
 from farspan.runtime.comm.topology import ProcessGroups, Topology
 from farspan.runtime.state.train_state import WORKING_DTYPES
-from farspan.semantics.layout import HeldRange, Send, transfer
-from farspan.semantics.tensor_sharding import RESIDUAL
+from farspan.semantics.communications import rows_held
+from farspan.semantics.layout import Send, transfer
 
 #: Microbatches of a validation that are under way between two stages.
 EVALUATED_AHEAD = 4
@@ -122,21 +122,6 @@ class StageMessages:
 
     def _elements(self, send: Send) -> int:
         return (send.stop - send.start) * self._row[0] * self._row[1]
-
-
-def rows_held(replica: Replica, stage: int) -> list[HeldRange]:
-    """The rows of a microbatch that each worker of a stage has: those of its batch coordinate, or the tensor axis'
-    share of them where the residual stream is divided over it by rows."""
-    held: list[HeldRange] = []
-    mesh, start = replica.stages[stage].mesh, 0
-    for c, ranks in enumerate(mesh.batch):
-        rows = replica.part(stage, c, 0)
-        ways = len(ranks) if replica.stages[stage].splits.get(RESIDUAL) == "b" else 1
-        for t, rank in enumerate(ranks):
-            low, high = (t * rows // ways, (t + 1) * rows // ways) if ways > 1 else (0, rows)
-            held.append(HeldRange(rank, start + low, start + high))
-        start += rows
-    return held
 
 
 def streams(topology: Topology, edge: int, groups: ProcessGroups) -> list[dist.ProcessGroup | None]:
