@@ -46,6 +46,7 @@ def test_a_block_has_a_shape(block: Block):
 
 
 def test_what_was_assumed_is_a_field():
-    for item in (*published_runs().runs, *published_blocks().blocks):
+    items: list[Run | Block] = [*published_runs().runs, *published_blocks().blocks]
+    for item in items:
         for name in item.assumed:
             assert hasattr(item, name) or hasattr(item.model, name), f"{item.id}: {name}"
