@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from importlib import resources
+from typing import Annotated, Literal
 
 import msgspec
 
-from farspan.domain.cluster import DataSheet, Device, DType
+from farspan.domain.cluster import DataSheet, Device, DType, Flops, Interconnect
 from farspan.domain.units import parse_bytes, parse_rate
 
 
@@ -16,16 +18,41 @@ class Price(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     checked: str
 
 
+class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The best published FLOP/s of one dense matrix product, `[m, k] @ [k, n]`; `shape` is (m, n, k) where it is known."""
+
+    flops: Flops
+    source: str
+    checked: str
+    shape: tuple[int, int, int] | None = None
+
+
+class Joined(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What joins devices of one host, with its rate as text: bytes a second each way of one device."""
+
+    kind: Literal["nvlink", "pcie", "xgmi", "unified"]
+    rate: str
+    p2p: bool = True
+
+    def interconnect(self) -> Interconnect:
+        return Interconnect(kind=self.kind, rate=parse_rate(self.rate), p2p=self.p2p)
+
+
 class CatalogDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One device kind. `match` are names that the driver reports, whole; `flops` are dense peaks by dtype."""
+    """One device kind. `match` are names that the driver reports, whole; `labels` what Ray calls it; `flops` are dense
+    peaks by dtype, `measured` what was reached of them."""
 
     match: tuple[str, ...]
     flops: dict[DType, float]
     source: str
     checked: str
+    backend: Literal["cpu", "cuda", "mps"] = "cuda"
+    labels: tuple[str, ...] = ()
     memory: str | None = None
     bandwidth: str | None = None
     watts: float | None = None
+    measured: dict[DType, Measured] = {}
+    interconnect: Joined | None = None
     price: Price | None = None
 
     def device(self, kind: str, memory: int | None = None) -> Device | None:
@@ -35,12 +62,14 @@ class CatalogDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             return None
         return Device(
             kind=kind,
-            backend="cpu" if kind.startswith("cpu") else "cuda",
+            backend=self.backend,
             memory=size,
             sheet=DataSheet(
                 flops=self.flops,
+                measured={dtype: best.flops for dtype, best in self.measured.items()},
                 dtypes=tuple(self.flops),
                 bandwidth=parse_rate(self.bandwidth) if self.bandwidth else None,
+                interconnect=self.interconnect.interconnect() if self.interconnect else None,
                 watts=self.watts,
             ),
             usd_per_hour=self.price.usd_per_hour if self.price else None,
@@ -63,8 +92,52 @@ def kind_of(device_name: str) -> str | None:
     return None
 
 
+def kind_of_label(label: str) -> str | None:
+    """The catalogue's kind for what Ray calls an accelerator; None where no entry fits. A label that leaves the memory
+    or the form open, such as V100 or A100, fits none."""
+    name = label.lower()
+    for kind, device in devices().items():
+        # Ray joins the words of a driver's name that it has no label for.
+        drivers = (driver.removeprefix("NVIDIA ").replace(" ", "-").lower() for driver in device.match)
+        if name == kind or name in device.labels or name in drivers:
+            return kind
+    return None
+
+
 def peak_flops(device_name: str, precision: DType, count: int) -> float | None:
     """Dense peak FLOP/s of `count` devices of this name at this precision, or None where no data sheet is known."""
     kind = kind_of(device_name)
     peak = devices()[kind].flops.get(precision) if kind else None
     return peak * count if peak else None
+
+
+class RingShare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What ring collectives of NCCL or RCCL reach of an interconnect's rate: the bus bandwidth of all_reduce_perf for
+    large messages, over the rate of one device each way."""
+
+    kind: Literal["nvlink", "pcie", "xgmi"]
+    rate: str
+    source: str
+    checked: str
+    p2p: bool = True
+    #: By number of devices.
+    shares: dict[Annotated[int, msgspec.Meta(ge=2)], Annotated[float, msgspec.Meta(gt=0, le=1)]]
+    #: As `shares`, for all_reduce alone, where the switch sums (NVLink SHARP): it passes 1, as each byte goes out once.
+    switch_sums: Annotated[float, msgspec.Meta(gt=0, le=2)] | None = None
+
+
+def interconnects() -> dict[str, RingShare]:
+    """Every interconnect of `catalog/interconnects.yaml`, by its short name."""
+    text = resources.files("farspan.catalog").joinpath("interconnects.yaml").read_bytes()
+    return msgspec.yaml.decode(text, type=dict[str, RingShare])
+
+
+def ring_share(joined: Interconnect, devices: int) -> float | None:
+    """The share of an interconnect's rate that ring collectives over `devices` devices of one host reach: of the entry
+    of its kind, with or without p2p, that is nearest in rate, for the nearest number of devices. None where no entry
+    fits."""
+    entries = [entry for entry in interconnects().values() if (entry.kind, entry.p2p) == (joined.kind, joined.p2p)]
+    if not entries:
+        return None
+    nearest = min(entries, key=lambda entry: abs(math.log(parse_rate(entry.rate) / joined.rate)))
+    return nearest.shares[min(nearest.shares, key=lambda count: (abs(math.log(count / devices)), count))]

@@ -9,7 +9,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-DType = Literal["fp32", "bf16", "fp16"]
+#: tf32 is fp32 numbers multiplied on the matrix units, to ten bits after the point (AMD: xf32). A training does not name
+#: it as its precision: it is how fp32 products are done where that is allowed.
+DType = Literal["fp32", "tf32", "bf16", "fp16"]
 #: What a figure may be: as many as anything here can be, more FLOP/s than there are on earth, seconds of a day at most.
 Count = Annotated[int, msgspec.Meta(ge=1, le=10**15)]
 Flops = Annotated[float, msgspec.Meta(gt=0, le=1e24)]
@@ -58,16 +60,35 @@ class UnitTime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     together: Count = 1
 
 
+class Interconnect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What joins a kind of device to others of its host, by the data sheet."""
+
+    #: `unified`: nothing, as it shares the host's memory and comes once a host.
+    kind: Literal["nvlink", "pcie", "xgmi", "unified"]
+    #: Bytes a second each way of one device, all of its links together.
+    rate: Flops
+    #: Whether devices read one another's memory; else what one sends another goes through the host's memory.
+    p2p: bool = True
+
+
 class DataSheet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a kind of device can do at its best. Unknown figures are None or absent, never guessed."""
 
     #: Peak dense FLOP/s by dtype.
     flops: dict[DType, float] = {}
+    #: Best published measured dense FLOP/s of one matrix product, by dtype.
+    measured: dict[DType, float] = {}
     #: Dtypes that the device computes in hardware.
     dtypes: tuple[DType, ...] = ("fp32",)
     #: Bytes a second between the device and its memory.
     bandwidth: float | None = None
+    interconnect: Interconnect | None = None
     watts: float | None = None
+
+    @property
+    def precisions(self) -> tuple[DType, ...]:
+        """`dtypes` that tensors have: without tf32, which is a way to multiply fp32."""
+        return tuple(dtype for dtype in self.dtypes if dtype != "tf32")
 
 
 class DeviceTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
