@@ -4,12 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from importlib import resources
+from typing import Literal
 
 import msgspec
 
 from farspan.domain.cluster import DType
 from farspan.domain.codec import convert, parse_yaml
 from farspan.domain.problems import Refusal, nearest
+
+
+#: What kernels do beside matrix products' arithmetic, by what they go over: a weight's elements, a table's, the rows of
+#: a biased product, those of the residual stream, q and k, q's heads, scores, logits.
+Activity = Literal[
+    "weight", "table", "lookup", "bias", "layernorm", "rmsnorm", "residual", "rotary", "heads", "scores",
+    "score_blocks", "gelu", "relu", "swiglu", "loss",
+]  # fmt: skip
+
+
+class Moves(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Numbers that the kernels of one activity read and write for each element: in the forward, in the backward pass."""
+
+    #: In the training's precision.
+    working: tuple[float, float] = (0, 0)
+    #: In fp32, whatever the precision.
+    full: tuple[float, float] = (0, 0)
+    #: Copies from one precision to the other, where they are two.
+    casts: tuple[float, float] = (0, 0)
+    #: Kernels that are launched.
+    launches: tuple[int, int] = (0, 0)
+
+    def bytes(self, backward: bool, width: int) -> float:
+        """Bytes for each element in one of the passes, of a precision of so many bytes."""
+        cast = (4 + width) * self.casts[backward] if width < 4 else 0.0
+        return width * self.working[backward] + 4 * self.full[backward] + cast
 
 
 class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,14 +50,16 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     unaligned: float = 1.0
     #: Share of the memory's bandwidth that streaming operators reach.
     bandwidth: float
-    #: Times that what is neither a product nor flash attention goes through memory: 1 where a kernel does all of it.
-    passes: float = 1.0
+    #: What other kernels than matrix products' read and write; an activity that is left out takes no time of its own.
+    kernels: dict[Activity, Moves] = {}
+    #: Kernels of an operator that is a product or attention: forward, backward.
+    launches: tuple[int, int] = (1, 1)
+    #: fp32 products use TF32 where the device has it.
+    tf32: bool = False
     #: Times that the update's tensors go through memory: 1 where one kernel does all of it.
     update_passes: float = 1.0
-    #: Times that a new gradient goes through memory, after what wrote it, until it is added to those before it.
-    gradient_passes: float = 0.0
-    #: Launching one operator.
-    operator_s: float
+    #: Seconds to launch one kernel. Where others than processors compute, launches go on beside what was launched.
+    launch_s: float
     #: Sustained FLOP/s a watt of board power at most; None does not limit.
     flops_per_watt: float | None = None
     #: Bytes that one TCP stream has under way where the link does not say.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from farspan.domain.cluster import Device, DType
 from farspan.domain.engine import Engine
 from farspan.domain.graph import Operator, OpGraph, backward_flops, forward_flops
-from farspan.semantics.kernel_choice import BYTES
+from farspan.semantics.kernel_choice import BYTES, activities
 
 #: Where neither a data sheet nor a measurement is known: a T4's figures, the slowest GPU in common use, and one core
 #: with AVX2 (both as in `catalog/devices.yaml`). Every estimate that uses them says so.
@@ -32,12 +32,25 @@ class OperatorWork(NamedTuple):
     n: int
     #: Bytes that are moved by themselves, before or after: no arithmetic hides them.
     apart: float = 0.0
+    #: Kernels that are launched.
+    launches: int = 1
+
+
+class Kernels(NamedTuple):
+    """Seconds of a pass over an operator: of its kernels, and to launch them."""
+
+    computing: float
+    launching: float
+
+    def scaled(self, by: tuple[float, float]) -> Kernels:
+        return Kernels(self.computing * by[0], self.launching * by[1])
 
 
 class DeviceSpeed:
     """What one device does in a second, at one dtype under one engine. `slowdown` multiplies every time."""
 
     def __init__(self, device: Device, dtype: DType, engine: Engine, slowdown: float = 1.0) -> None:
+        dtype = product_dtype(device, dtype, engine)
         self._measured = [(rate, rate.flops[dtype]) for rate in device.times.rates if dtype in rate.flops]
         peak = device.sheet.flops.get(dtype)
         if peak is None:
@@ -46,7 +59,9 @@ class DeviceSpeed:
         if engine.flops_per_watt is not None and device.sheet.watts is not None:
             self._flops = min(self._flops, engine.flops_per_watt * device.sheet.watts)
         self._bandwidth = (device.sheet.bandwidth or UNKNOWN_BANDWIDTH[device.backend]) * engine.bandwidth
-        self._operator_s = engine.operator_s / device.slot.share
+        self._launch_s = engine.launch_s / device.slot.share
+        #: Launches go on beside what was launched.
+        self.ahead = device.backend != "cpu"
         #: Elements in 16 bytes, by which matrix units read (NVIDIA, Matrix Multiplication Background, section 4.1).
         self._aligned, self._unaligned = 16 // BYTES[dtype], engine.unaligned
         self.slowdown = slowdown * device.learned.pace
@@ -64,43 +79,52 @@ class DeviceSpeed:
 
         return self._measured[min(range(len(self._measured)), key=distance)][1]
 
-    def seconds(self, work: OperatorWork) -> float:
+    def kernels(self, work: OperatorWork) -> Kernels:
+        """What a pass over an operator takes."""
         arithmetic = work.flops / self.flops(work.m, work.k, work.n) if work.flops else 0.0
-        memory_s = max(arithmetic, work.bytes / self._bandwidth) + work.apart / self._bandwidth
-        return self.slowdown * (memory_s + self._operator_s)
+        computing = max(arithmetic, work.bytes / self._bandwidth) + work.apart / self._bandwidth
+        return Kernels(self.slowdown * computing, self.slowdown * work.launches * self._launch_s)
+
+    def together(self, computing: float, launching: float) -> float:
+        """Seconds of both: the longer one where launches go on beside what was launched."""
+        return max(computing, launching) if self.ahead else computing + launching
 
     def stream_s(self, size: float) -> float:
         """Seconds to stream so many bytes through memory."""
         return self.slowdown * size / self._bandwidth
 
 
+def product_dtype(device: Device, dtype: DType, engine: Engine) -> DType:
+    """The dtype whose rate decides matrix products: TF32 for fp32 where plan or engine say so and the device has it."""
+    if dtype == "tf32" or (dtype == "fp32" and engine.tf32):
+        return "tf32" if "tf32" in device.sheet.flops else "fp32"
+    return dtype
+
+
 def work(
     graph: OpGraph, op: Operator, rows: int, seq_len: int, width: int, share: float, weight_share: float,
-    keys: float | None, passes: float = 1.0, gradient_passes: float = 0.0,
+    keys: float | None, engine: Engine,
 ) -> tuple[OperatorWork, OperatorWork]:  # fmt: skip
-    """The forward and the backward pass of one operator over `rows` sequences, of which a device does `share`. What is
-    not fused goes through memory so many times, and a new gradient in fp32 until it is added to that of earlier
-    microbatches (`Engine.passes`, `gradient_passes`). `keys`: `semantics.kernel_choice.scored_keys`."""
-    size = {"b": rows, "s": seq_len}
-    activations = sum(graph.size(dims, **size) for dims in (op.inputs[0], op.output)) * share
-    weights = sum(graph.size(weight.dims) for weight in op.weights) * weight_share
-    added = 4 * gradient_passes * weights
-    if op.kind == "lookup":
-        # Rows that are looked up, not the table; its gradient is as large as the table, zeros first.
-        added += 4 * min(1.0, gradient_passes) * weights
-        activations, weights = 2 * graph.size("bsd", **size), 0.0
-    scored = keys if op.kind == "attention" else None
-    if scored is not None:
-        # Scores and probabilities go to memory and back.
-        activations += 4 * scored * graph.size("bsn", **size) * graph.sizes["r"] / graph.sizes["e"] * share
-    if op.kind == "loss":
-        # fp32 probabilities beside the logits.
-        activations *= 3
-    if scored is not None or op.kind in ("pointwise", "loss"):
-        activations *= passes
-    moved = width * (activations + weights)
+    """The forward and the backward pass of one operator over `rows` sequences, of which a device does `share`, and of
+    whose weights it has `weight_share`: products' arithmetic and their operands, which the backward pass reads and
+    writes twice; and what other kernels move (`Engine.kernels`). `keys`: `semantics.kernel_choice.scored_keys`."""
+    size, product = {"b": rows, "s": seq_len}, op.kind in ("matmul", "attention")
+    moved = sum(graph.size(dims, **size) for dims in (op.inputs[0], op.output)) * share if product else 0.0
+    if op.kind == "matmul":
+        moved += sum(graph.size(weight.dims) for weight in op.weights) * weight_share
     summed = "".join(dim for dim in op.inputs[-1] if dim not in op.output) if op.kind == "matmul" else "d"
-    m, k, n = rows * seq_len, graph.size(summed), max(1, round(graph.size(op.output[2:] or "d") * share))
-    forward = OperatorWork(forward_flops(graph, op, rows, seq_len, keys) * share, moved, m, k, n)
-    backward = OperatorWork(backward_flops(graph, op, rows, seq_len, keys) * share, 2 * moved, m, k, n, added)
-    return forward, backward
+    shape = rows * seq_len, graph.size(summed), max(1, round(graph.size(op.output[2:] or "d") * share))
+    done = activities(graph, op, rows, seq_len, keys)
+    found = []
+    for backward, flops in enumerate((forward_flops, backward_flops)):
+        apart, launches = 0.0, engine.launches[backward] if product else 0
+        for activity, elements in done.items():
+            if moves := engine.kernels.get(activity):
+                part = weight_share if activity in ("weight", "table") else share
+                apart += moves.bytes(bool(backward), width) * elements * part
+                launches += moves.launches[backward]
+        operands = width * moved * (1 + backward)
+        found.append(OperatorWork(
+            flops(graph, op, rows, seq_len, keys) * share, operands, *shape, apart, launches
+        ))  # fmt: skip
+    return found[0], found[1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -13,7 +13,7 @@ from farspan.domain.graph import Operator, OpGraph, replayed
 from farspan.domain.plan import Replica, Stage
 from farspan.domain.results import Memory
 from farspan.domain.train import TrainSpec
-from farspan.estimate.compute import DeviceSpeed, work
+from farspan.estimate.compute import DeviceSpeed, Kernels, work
 from farspan.estimate.memory import (
     activations_per_row,
     local_parameters,
@@ -88,36 +88,47 @@ class Costs:
         """Seconds of a device for the forward and the backward pass of one unit over `rows` sequences."""
         key = (self.alike[rank], unit[0].name, len(unit), rows, ways, tuple(splits.items()) if ways > 1 else ())
         if key not in self._units:
-            times = [self.op_s(rank, op, rows, splits.get(op.name, ""), ways) for op in unit]
-            self._units[key] = (sum(t[0] for t in times), sum(t[1] for t in times))
+            kind = self.alike[rank]
+            times = [self._timed_op(kind, op, rows, splits.get(op.name, ""), ways) for op in unit]
+            forward, backward = zip(*times, strict=True)
+            self._units[key] = self._together(kind, forward), self._together(kind, backward)
         return self._units[key]
 
     def op_s(self, rank: int, op: Operator, rows: int, split: str, ways: int) -> tuple[float, float]:
         """Seconds of a device for the forward and the backward pass of one operator under one split."""
         kind = self.alike[rank]
+        forward, backward = self._timed_op(kind, op, rows, split, ways)
+        return self._together(kind, (forward,)), self._together(kind, (backward,))
+
+    def _timed_op(self, kind: int, op: Operator, rows: int, split: str, ways: int) -> tuple[Kernels, Kernels]:
+        """One operator's kernels and launches on a kind of device: forward, backward."""
         forward, backward = self._roofline(kind, op, rows, split, ways)
         factors = self._timed.factors(kind, op, rows)
-        return forward * factors[0], backward * factors[1]
+        return forward.scaled(factors[0]), backward.scaled(factors[1])
+
+    def _together(self, kind: int, several: Iterable[Kernels]) -> float:
+        """Seconds of operators one after another."""
+        computing, launching = (sum(seconds) for seconds in zip(*several, strict=True))
+        return self.rates[kind].together(computing, launching)
 
     def timed(self, device: Device) -> bool:
         """Whether units of this model were timed on a device, at this precision and length of sequences."""
         return any(self._timed.fits(unit_time) for unit_time in device.times.units)
 
-    def _unpaced(self, kind: int, op: Operator, rows: int) -> tuple[float, float]:
-        """Seconds of one whole operator on a device, by the roofline alone."""
+    def _unpaced(self, kind: int, op: Operator, rows: int) -> tuple[Kernels, Kernels]:
+        """One whole operator on a device, by the roofline alone."""
         forward, backward = self._roofline(kind, op, rows, "", 1)
-        return forward / self._devices[kind].learned.pace, backward / self._devices[kind].learned.pace
+        pace = 1 / self._devices[kind].learned.pace
+        return forward.scaled((pace, pace)), backward.scaled((pace, pace))
 
-    def _roofline(self, kind: int, op: Operator, rows: int, split: str, ways: int) -> tuple[float, float]:
+    def _roofline(self, kind: int, op: Operator, rows: int, split: str, ways: int) -> tuple[Kernels, Kernels]:
         shares = [weight_share(op, weight.dims, split, ways) for weight in op.weights]
         keys = scored_keys(self.train, self._devices[kind].backend)
         forward, backward = work(
             self.graph, op, rows, self.train.seq_len, self.width, work_share(split, ways),
-            min(shares, default=1.0), keys,
-            self.engine.passes, self.engine.gradient_passes,
+            min(shares, default=1.0), keys, self.engine,
         )  # fmt: skip
-        rates = self.rates[kind]
-        return rates.seconds(forward), rates.seconds(backward)
+        return self.rates[kind].kernels(forward), self.rates[kind].kernels(backward)
 
     # -- the tensor axis ---------------------------------------------------------------------------------------------
 

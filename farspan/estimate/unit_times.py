@@ -11,6 +11,10 @@ import msgspec
 from farspan.domain.cluster import Device, UnitTime
 from farspan.domain.graph import Operator, OpGraph
 from farspan.domain.train import TrainSpec
+from farspan.estimate.compute import Kernels
+
+#: On the time of kernels, and on that of launching them.
+Factors = tuple[float, float]
 
 
 class TimedUnits:
@@ -23,9 +27,9 @@ class TimedUnits:
 
     def __init__(
         self, graph: OpGraph, train: TrainSpec, devices: Mapping[int, Device], crowds: Mapping[int, tuple[int, float]],
-        predicted: Callable[[int, Operator, int], tuple[float, float]],
+        predicted: Callable[[int, Operator, int], tuple[Kernels, Kernels]],
     ) -> None:  # fmt: skip
-        self._predicted = predicted
+        self._predicted, self._devices = predicted, devices
         named = {"embedding": graph.embedding, "block": graph.block, "head": graph.head}
         self._unit = {op.name: (name, unit) for name, unit in named.items() for op in unit}
         self._times: dict[tuple[int, str], list[UnitTime]] = {}
@@ -37,25 +41,40 @@ class TimedUnits:
             crowded = [unit_time for unit_time in fitting if unit_time.together == count]
             for unit_time in crowded or [_slowed(unit_time, crowd) for unit_time in fitting if unit_time.together == 1]:
                 self._times.setdefault((kind, unit_time.unit), []).append(unit_time)
-        self._found: dict[tuple[int, str, int], tuple[float, float]] = {}
+        self._found: dict[tuple[int, str, int], tuple[Factors, Factors]] = {}
 
     def fits(self, unit_time: UnitTime) -> bool:
         """Whether a time is of this model, at this precision and length of sequences."""
         return (unit_time.model, unit_time.dtype, unit_time.seq_len) == self._asked
 
-    def factors(self, kind: int, op: Operator, rows: int) -> tuple[float, float]:
-        """What the unit of an operator took over what its operators were predicted to take: forward, backward. 1 where
-        it was not timed."""
+    def factors(self, kind: int, op: Operator, rows: int) -> tuple[Factors, Factors]:
+        """Forward and backward, what the kernels of the operator's unit took over what they were predicted to take, and
+        the same of their launches; 1 where it was not timed.
+
+        Launches take what they were predicted to, but no longer than the unit did; kernels take what is left, or all of
+        it where launches go on beside them. So a part of a unit, on a tensor axis, launches as many kernels as all.
+        """
         name, unit = self._unit[op.name]
         times = self._times.get((kind, name))
         if times is None or rows == 0:
-            return 1.0, 1.0
+            return (1.0, 1.0), (1.0, 1.0)
         key = kind, name, rows
         if key not in self._found:
-            forward, backward = zip(*(self._predicted(kind, operator, rows) for operator in unit), strict=True)
-            timed = unit_seconds(times, rows)
-            self._found[key] = timed[0] / sum(forward), timed[1] / sum(backward)
+            both = zip(*(self._predicted(kind, operator, rows) for operator in unit), strict=True)
+            ahead = self._devices[kind].backend != "cpu"
+            forward, backward = (
+                _factors(timed, passes, ahead) for timed, passes in zip(unit_seconds(times, rows), both, strict=True)
+            )
+            self._found[key] = forward, backward
         return self._found[key]
+
+
+def _factors(timed: float, predicted: Sequence[Kernels], ahead: bool) -> Factors:
+    computing = sum(kernels.computing for kernels in predicted)
+    launching = sum(kernels.launching for kernels in predicted)
+    launched = min(launching, timed)
+    left = timed if ahead else timed - launched
+    return left / computing if computing else 1.0, launched / launching if launching else 1.0
 
 
 def _slowed(unit_time: UnitTime, times: float) -> UnitTime:

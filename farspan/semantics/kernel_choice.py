@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from farspan.domain.cluster import DType
+from farspan.domain.engine import Activity
+from farspan.domain.graph import Operator, OpGraph
 from farspan.domain.train import TrainSpec
+from farspan.semantics.tensor_sharding import returns_to_residual
 
 #: Bytes of a number.
-BYTES: dict[DType, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+BYTES: dict[DType, int] = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 #: The runtime makes logits this many bytes at a time, so that long batches with large vocabularies stay small.
 LOGITS_CHUNK_BYTES = 64 * 2**20
 #: From so many positions to so many, by the bytes of a number, attention on CPUs goes through score matrices and keeps
@@ -26,6 +29,35 @@ def query_blocks(length: int, width: int) -> list[slice]:
     """The queries that attention on CPUs takes at a time, of numbers of so many bytes."""
     most = CPU_QUERIES[width]
     return [slice(start, min(start + most, length)) for start in range(0, length, most)]
+
+
+def activities(graph: OpGraph, op: Operator, rows: int, seq_len: int, keys: float | None) -> dict[Activity, float]:
+    """What an operator does beside matrix products, with the number of elements of each activity over so many
+    sequences; `keys`: `scored_keys`, of which whole blocks are left out on CPUs only."""
+
+    def size(dims: str) -> float:
+        return graph.size(dims, b=rows, s=seq_len)
+
+    weights = sum(graph.size(weight.dims) for weight in op.weights)
+    if op.kind == "lookup":
+        return {"table": weights, "lookup": size("bsd")}
+    if op.kind == "loss":
+        return {"loss": size(op.inputs[0])}
+    if op.kind == "matmul":
+        bias = {"bias": size(op.output)} if len(op.weights) > 1 else {}
+        residual = {"residual": size("bsd")} if returns_to_residual(op) else {}
+        return {"weight": weights, **bias, **residual}
+    if op.kind == "attention":
+        rotary = {"rotary": size("bsnr") + size("bsne")} if len(op.keeps) > 1 else {}
+        if keys is None:
+            return rotary
+        scores = keys * size("bsn") * graph.sizes["r"] / graph.sizes["e"]
+        return {**rotary, "heads": size("bsnr"), "scores" if keys == seq_len else "score_blocks": scores}
+    if op.weights:
+        return {"rmsnorm" if op.upcasts else "layernorm": size("bsd")}
+    if graph.sizes["w"] > 1:
+        return {"swiglu": size(op.output)}
+    return {"gelu" if op.keeps else "relu": size(op.output)}
 
 
 def scored_keys(train: TrainSpec, backend: str) -> float | None:

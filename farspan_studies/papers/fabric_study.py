@@ -43,7 +43,7 @@ TIMES = ("flops_per_watt", "message_s")
 VERDICTS = ("overhead", "undivided")
 #: What is moved by 20 % in the sensitivity table: every constant that some cell depends on, fitted or cited.
 MOVED = (
-    *TIMES, "window", "host_rate", "local_rate", "operator_s", "bandwidth", "collective_bytes", "send_bytes",
+    *TIMES, "window", "host_rate", "local_rate", "launch_s", "bandwidth", "collective_bytes", "send_bytes",
     *VERDICTS, "framework", "host_state",
 )  # fmt: skip
 
