@@ -135,7 +135,7 @@ def _trials(config: RunConfig, probe: Probe, cluster: Cluster, progress: Progres
     from farspan.planning import model_speed
 
     device, kind = first_device(cluster), cluster.devices[0].kind
-    precisions = cluster.devices[0].sheet.dtypes if config.train.precision == "auto" else (config.train.precision,)
+    precisions = cluster.devices[0].sheet.precisions if config.train.precision == "auto" else (config.train.precision,)
 
     def matmul_flops() -> float:
         return (

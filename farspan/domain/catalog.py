@@ -19,7 +19,7 @@ class Price(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The best published FLOP/s of one dense matrix product, `[m, k] @ [k, n]`; `shape` is (m, n, k) where it is known."""
+    """The best published FLOP/s of a dense product `[m, k] @ [k, n]`; `shape` is (m, n, k), None where not printed."""
 
     flops: Flops
     source: str

@@ -9,8 +9,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-#: tf32 is fp32 numbers multiplied on the matrix units, to ten bits after the point (AMD: xf32). A training does not name
-#: it as its precision: it is how fp32 products are done where that is allowed.
+from farspan.domain.train import Precision
+
+#: tf32 is fp32 numbers multiplied on the matrix units, to ten bits after the point (AMD: xf32). No tensor is of it, and
+#: no training names it: it is how fp32 products are done where that is allowed.
 DType = Literal["fp32", "tf32", "bf16", "fp16"]
 #: What a figure may be: as many as anything here can be, more FLOP/s than there are on earth, seconds of a day at most.
 Count = Annotated[int, msgspec.Meta(ge=1, le=10**15)]
@@ -86,9 +88,10 @@ class DataSheet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     watts: float | None = None
 
     @property
-    def precisions(self) -> tuple[DType, ...]:
-        """`dtypes` that tensors have: without tf32, which is a way to multiply fp32."""
-        return tuple(dtype for dtype in self.dtypes if dtype != "tf32")
+    def precisions(self) -> tuple[Precision, ...]:
+        """`dtypes` as those of tensors: tf32 is a way to multiply fp32."""
+        named: list[Precision] = [dtype if dtype != "tf32" else "fp32" for dtype in self.dtypes]
+        return tuple(dict.fromkeys(named))
 
 
 class DeviceTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -23,6 +23,17 @@ def as_json(cluster: Cluster) -> dict[str, Any]:
     return content
 
 
+def as_known(cluster: Cluster) -> dict[str, Any]:
+    """The content by which a cluster is known again: without the figures of a kind that earlier versions had not."""
+    content = as_json(cluster)
+    for device in _devices(content):
+        device.pop("measured")
+        device.pop("interconnect")
+        device["flops"].pop("tf32", None)
+        device["dtypes"] = tuple(dtype for dtype in device["dtypes"] if dtype != "tf32")
+    return content
+
+
 def save_cluster_json(cluster: Cluster, path: Path) -> None:
     """Write cluster.json, atomically."""
     save(as_json(cluster), path)

@@ -21,6 +21,7 @@ from farspan.domain.cluster import (
     DType,
     Flops,
     Host,
+    Interconnect,
     Link,
     MatmulRate,
     Origin,
@@ -44,6 +45,14 @@ MAX_RTT_S, MAX_BANDWIDTH = 60.0, 10e12 / 8
 MAX_LOSS = 0.99
 
 
+class InterconnectEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What joins the device to others of its host; `rate` is bytes a second each way, over all of its links."""
+
+    kind: Literal["nvlink", "pcie", "xgmi", "unified"]
+    rate: Quantity
+    p2p: bool = True
+
+
 class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """`count` devices of a kind; what is set here goes before the catalogue."""
 
@@ -53,6 +62,9 @@ class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     memory: Quantity | None = None
     bandwidth: Quantity | None = None
     flops: dict[DType, Flops] | None = None
+    #: Best measured FLOP/s of a matrix product; where `flops` is set and this is not, the catalogue's are left out.
+    measured: dict[DType, Flops] | None = None
+    interconnect: InterconnectEntry | None = None
     #: What it computes in hardware, where `flops` does not say it.
     dtypes: tuple[DType, ...] | None = None
     rates: tuple[MatmulRate, ...] = ()
@@ -195,6 +207,8 @@ class _Reader:
         prices = (entry.price, site_price, self._file.prices.get(entry.kind), device.usd_per_hour)
         set_here = {
             "backend": entry.backend, "flops": entry.flops, "rates": entry.rates or None,
+            "measured": {} if entry.flops and entry.measured is None else entry.measured,
+            "interconnect": self._interconnect(entry.interconnect, f"{where}.interconnect"),
             "units": entry.units or None, "watts": entry.watts,
             "dtypes": entry.dtypes or (tuple(entry.flops) if entry.flops else None), "threads": entry.threads,
             "share": self._quantity(parse_fraction, entry.share, f"{where}.share", 0.001, 1),
@@ -206,6 +220,10 @@ class _Reader:
         }  # fmt: skip
         merged = device.but(**{key: value for key, value in set_here.items() if value is not None})
         return _at_its_share(merged, entry)
+
+    def _interconnect(self, entry: InterconnectEntry | None, where: str) -> Interconnect | None:
+        rate = self._quantity(parse_rate, entry.rate, f"{where}.rate", 1e6, 1e15) if entry else None
+        return Interconnect(kind=entry.kind, rate=rate, p2p=entry.p2p) if entry and rate else None
 
     def _links(self, hosts: set[str], sites: set[str]) -> tuple[Link, ...]:
         seen: set[frozenset[str]] = set()
@@ -271,12 +289,14 @@ class _Reader:
 def _at_its_share(device: Device, entry: DeviceEntry) -> Device:
     """A device that is held to a share of its time has that share of what its kind reaches; figures that are given, or
     were measured, are its own."""
-    flops, bandwidth = device.sheet.flops, device.sheet.bandwidth
+    flops, measured, bandwidth = device.sheet.flops, device.sheet.measured, device.sheet.bandwidth
     if not (entry.flops or entry.rates):
         flops = {dtype: rate * device.slot.share for dtype, rate in flops.items()}
+    if not (entry.flops or entry.rates or entry.measured):
+        measured = {dtype: rate * device.slot.share for dtype, rate in measured.items()}
     if entry.bandwidth is None and bandwidth is not None:
         bandwidth *= device.slot.share
-    return device.but(flops=flops, bandwidth=bandwidth)
+    return device.but(flops=flops, measured=measured, bandwidth=bandwidth)
 
 
 def save_cluster(cluster: Cluster, path: Path, comment: str) -> None:
@@ -321,7 +341,12 @@ def _device_entry(device: Device) -> DeviceEntry:
     sheet, times, slot = device.sheet, device.times, device.slot
     return DeviceEntry(
         kind=device.kind, backend=device.backend, memory=device.memory, bandwidth=sheet.bandwidth,
-        flops=sheet.flops or None, rates=times.rates, units=times.units, enter=slot.enter, watts=sheet.watts,
+        flops=sheet.flops or None, measured=sheet.measured or None, rates=times.rates, units=times.units,
+        interconnect=_interconnect_entry(sheet.interconnect), enter=slot.enter, watts=sheet.watts,
         price=device.usd_per_hour, dtypes=None if sheet.dtypes == tuple(sheet.flops) else sheet.dtypes,
         threads=slot.threads, share=slot.share, turn=slot.turn_s or None, origin=device.origin,
     )  # fmt: skip
+
+
+def _interconnect_entry(joined: Interconnect | None) -> InterconnectEntry | None:
+    return InterconnectEntry(kind=joined.kind, rate=joined.rate, p2p=joined.p2p) if joined else None

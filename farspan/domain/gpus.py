@@ -218,5 +218,9 @@ def is_kind(name: str, kind: str) -> bool:
     if kind not in catalog.devices():
         return False
     known = catalog.kind_of(name)
-    # The catalogue does not know every name of a kind: "NVIDIA H100 NVL" is an h100.
-    return known == kind if known else kind.split("-")[0] in name.lower().replace(" ", "")
+    if known:
+        return known == kind
+    # The catalogue does not know every name of a kind: "NVIDIA H200 NVL" is an h200. But an A2000 is no a2, and an
+    # RTX 4080 SUPER no rtx4080.
+    model = kind.replace("-", "") if kind.startswith("rtx-") else kind.split("-")[0]
+    return re.search(rf"{model}(?!\d|ti|super)", name.lower().replace(" ", "")) is not None

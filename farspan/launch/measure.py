@@ -132,7 +132,7 @@ class _Measuring(NamedTuple):
 
     def units(self, host: Host, index: int) -> UnitTimes | None:
         device = host.devices[index]
-        dtypes = self.dtypes or device.sheet.dtypes
+        dtypes = self.dtypes or device.sheet.precisions
         return self.of(host, index, lambda: self.probes[host.name][index].units(
             _planned(host, index), self.model, self.seq_len, SEQUENCES, dtypes, device.memory
         ))  # fmt: skip
@@ -148,7 +148,7 @@ def _alone(host: Host, measuring: _Measuring) -> Host:
     bare = [device.but(enter=None) for device in host.devices]
     for index, device in enumerate(host.devices):
         measuring.say(f"device {index} of {host.name}: {device.kind}")
-        planned, dtypes = _planned(host, index), measuring.dtypes or device.sheet.dtypes
+        planned, dtypes = _planned(host, index), measuring.dtypes or device.sheet.precisions
         products = shapes(measuring.model, ROWS[device.backend])
         probe = measuring.probes[host.name][index]
         measured = measuring.of(host, index, partial(probe.rates, planned, products, dtypes, device.memory))

@@ -107,7 +107,8 @@ def product_flops(cluster: Cluster, engine: Engine, precisions: tuple[DType, ...
 def common_precisions(cluster: Cluster) -> tuple[Precision, ...]:
     """Dtypes that every device computes in hardware, fastest on the first one first."""
     first = cluster.devices[0]
-    both = [dtype for dtype in first.sheet.dtypes if all(dtype in device.sheet.dtypes for device in cluster.devices)]
+    others = [device.sheet.precisions for device in cluster.devices]
+    both = [dtype for dtype in first.sheet.precisions if all(dtype in dtypes for dtypes in others)]
     return tuple(sorted(both, key=lambda dtype: (-first.sheet.flops.get(dtype, -math.inf), dtype != "bf16"))) or (
         "fp32",
     )

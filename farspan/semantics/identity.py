@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from farspan.domain.cluster import Cluster, Host
-from farspan.domain.cluster_json import as_json
+from farspan.domain.cluster_json import as_known
 from farspan.domain.codec import content_hash
 from farspan.domain.plan import Plan
 
@@ -31,15 +31,15 @@ def training_key(plan: Plan) -> str:
 
 
 def cluster_hash(cluster: Cluster) -> str:
-    """What measurements of a cluster are known by: without what a trial measured on one day, and without the processes
-    of a lab."""
+    """What measurements of a cluster are known by: without what a trial measured on one day, without the processes of
+    a lab, and without what only the catalogue says of a kind (`as_known`)."""
 
     def lasting_host(host: Host) -> Host:
         devices = tuple(own.but(pace=1.0, framework=None, enter=None) for own in host.devices)
         return msgspec.structs.replace(host, devices=devices, enter=None)
 
     links = tuple(msgspec.structs.replace(link, pace=1.0) for link in cluster.links)
-    return content_hash(as_json(msgspec.structs.replace(cluster.with_hosts(lasting_host), links=links)))
+    return content_hash(as_known(msgspec.structs.replace(cluster.with_hosts(lasting_host), links=links)))
 
 
 def identity(cluster: Cluster) -> str:

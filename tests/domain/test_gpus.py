@@ -18,7 +18,7 @@ UPDATE = "update the NVIDIA driver to"
 H100 = Gpu(name="NVIDIA H100 80GB HBM3", driver="550.90.07", capability=(9, 0), uuid="GPU-aa")
 GTX1080 = Gpu(name="NVIDIA GeForce GTX 1080", driver="580.95.05", capability=(6, 1), uuid="GPU-bb")
 RTX4090 = Gpu(name="NVIDIA GeForce RTX 4090", driver="580.95.05", capability=(8, 9), uuid="GPU-cc")
-RTX5090 = Gpu(name="NVIDIA GeForce RTX 5090", driver="570.86.10", capability=(12, 0), uuid="GPU-dd")
+RTX5090 = Gpu(name="NVIDIA GeForce RTX 5060", driver="570.86.10", capability=(12, 0), uuid="GPU-dd")
 A100 = Gpu(name="NVIDIA A100-SXM4-40GB", driver="580.82.07", capability=(8, 0), uuid="GPU-ee", mig=True)
 
 
@@ -124,8 +124,10 @@ def test_a_finding_of_another_host_names_it_in_its_fix():
     ("name", "kind", "same"),
     [
         ("NVIDIA A30", "a30", True), ("NVIDIA A30", "NVIDIA A30", True), ("Tesla T4", "a30", False),
-        ("NVIDIA L40S", "l40", False), ("NVIDIA H100 NVL", "h100", True), ("NVIDIA GeForce GTX 1080", "h100", False),
-        ("NVIDIA GeForce RTX 5090", "NVIDIA GeForce RTX 5090", True), ("NVIDIA A30", "NVIDIA GeForce RTX 5090", False),
+        ("NVIDIA L40S", "l40", False), ("NVIDIA H200 NVL", "h200", True), ("NVIDIA GeForce GTX 1080", "h100", False),
+        ("NVIDIA H100 NVL", "h100", False), ("NVIDIA RTX A2000", "a2", False), ("NVIDIA RTX A6000-48Q", "a6000", True),
+        ("NVIDIA GeForce RTX 4080 SUPER", "rtx4080", False), ("NVIDIA RTX A4000 Laptop GPU", "rtx-a4000", True),
+        ("NVIDIA GeForce RTX 5060", "NVIDIA GeForce RTX 5060", True), ("NVIDIA A30", "NVIDIA GeForce RTX 5060", False),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", True),
     ],
 )  # fmt: skip

@@ -95,14 +95,14 @@ def read_cluster(where: str) -> Cluster:
 
 def _host(node: Node) -> Host:
     """A node's GPUs, or its CPU as one device. Folders are its own: Ray says nothing of shared disks."""
-    kinds, label = catalog.devices(), (node.accelerator or "").lower()
+    kinds, kind = catalog.devices(), catalog.kind_of_label(node.accelerator or "")
     devices: tuple[Device, ...]
     if not node.gpus:
         cpu = kinds["cpu-avx2"].device("cpu-avx2", node.memory)
         devices = (cpu.but(threads=node.cpus),) if cpu else ()
     elif node.cards:
         devices = tuple(_gpu(card, node) for card in node.cards[: node.gpus])
-    elif label in kinds and (known := kinds[label].device(label)):
+    elif kind and (known := kinds[kind].device(kind)):
         devices = (known,) * node.gpus
     else:
         fact = f"nvidia-smi on {node.name} lists none of the {node.gpus} GPUs that Ray gives away there"
