@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from importlib import resources
 from typing import Annotated, Literal
@@ -126,18 +127,21 @@ class RingShare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     switch_sums: Annotated[float, msgspec.Meta(gt=0, le=2)] | None = None
 
 
+@functools.cache
 def interconnects() -> dict[str, RingShare]:
     """Every interconnect of `catalog/interconnects.yaml`, by its short name."""
     text = resources.files("farspan.catalog").joinpath("interconnects.yaml").read_bytes()
     return msgspec.yaml.decode(text, type=dict[str, RingShare])
 
 
-def ring_share(joined: Interconnect, devices: int) -> float | None:
-    """The share of an interconnect's rate that ring collectives over `devices` devices of one host reach: of the entry
-    of its kind, with or without p2p, that is nearest in rate, for the nearest number of devices. None where no entry
-    fits."""
+@functools.cache
+def ring_rate(joined: Interconnect, devices: int) -> float | None:
+    """Bytes a second that ring collectives over `devices` devices of one host reach: the share of the entry of the
+    interconnect's kind, with or without p2p, that is nearest in rate, for the nearest number of devices. None where no
+    entry fits."""
     entries = [entry for entry in interconnects().values() if (entry.kind, entry.p2p) == (joined.kind, joined.p2p)]
     if not entries:
         return None
     nearest = min(entries, key=lambda entry: abs(math.log(parse_rate(entry.rate) / joined.rate)))
-    return nearest.shares[min(nearest.shares, key=lambda count: (abs(math.log(count / devices)), count))]
+    share = nearest.shares[min(nearest.shares, key=lambda count: (abs(math.log(count / devices)), count))]
+    return share * joined.rate

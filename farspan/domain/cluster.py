@@ -11,9 +11,8 @@ import msgspec
 
 from farspan.domain.train import Precision
 
-#: tf32 is fp32 numbers multiplied on the matrix units, to ten bits after the point (AMD: xf32). No tensor is of it, and
-#: no training names it: it is how fp32 products are done where that is allowed.
-DType = Literal["fp32", "tf32", "bf16", "fp16"]
+#: tf32 is fp32 numbers multiplied on the matrix units, to ten bits after the point (AMD: xf32).
+DType = Precision
 #: What a figure may be: as many as anything here can be, more FLOP/s than there are on earth, seconds of a day at most.
 Count = Annotated[int, msgspec.Meta(ge=1, le=10**15)]
 Flops = Annotated[float, msgspec.Meta(gt=0, le=1e24)]
@@ -89,9 +88,8 @@ class DataSheet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
-        """`dtypes` as those of tensors: tf32 is a way to multiply fp32."""
-        named: list[Precision] = [dtype if dtype != "tf32" else "fp32" for dtype in self.dtypes]
-        return tuple(dict.fromkeys(named))
+        """`dtypes` without tf32, which is only used where a training asks for it."""
+        return tuple(dtype for dtype in self.dtypes if dtype != "tf32")
 
 
 class DeviceTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -245,6 +243,13 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.with_hosts(lambda host: msgspec.structs.replace(
             host, devices=tuple(change(host, index) for index in range(len(host.devices)))
         ))  # fmt: skip
+
+    def lacking(self, precision: Precision) -> list[str]:
+        """The kinds that do not compute a precision in hardware. tf32 is fp32 on devices that lack it, if others have
+        it."""
+        has_tf32 = any("tf32" in device.sheet.dtypes for device in self.devices)
+        asked = "fp32" if precision == "tf32" and has_tf32 else precision
+        return sorted({device.kind for device in self.devices if asked not in device.sheet.dtypes})
 
     def first(self, devices: int) -> Cluster:
         """The same cluster with its first so many devices only, in rank order."""

@@ -74,7 +74,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tokens: Quantity | None = None
     epochs: Annotated[float, msgspec.Meta(gt=0, le=10_000)] | None = None
     batch: BatchConfig = BatchConfig()
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
     attention: Literal["auto", "sdpa", "vanilla"] = "auto"
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: Literal["cosine", "constant", "wsd"] = "cosine"

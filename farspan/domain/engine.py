@@ -12,7 +12,6 @@ from farspan.domain.cluster import DType
 from farspan.domain.codec import convert, parse_yaml
 from farspan.domain.problems import Refusal, nearest
 
-
 #: What kernels do beside matrix products' arithmetic, by what they go over: a weight's elements, a table's, the rows of
 #: a biased product, those of the residual stream, q and k, q's heads, scores, logits.
 Activity = Literal[
@@ -22,7 +21,7 @@ Activity = Literal[
 
 
 class Moves(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Numbers that the kernels of one activity read and write for each element: in the forward, in the backward pass."""
+    """Numbers that one activity's kernels read and write for each element: in the forward, in the backward pass."""
 
     #: In the training's precision.
     working: tuple[float, float] = (0, 0)
@@ -32,6 +31,8 @@ class Moves(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     casts: tuple[float, float] = (0, 0)
     #: Kernels that are launched.
     launches: tuple[int, int] = (0, 0)
+    #: Several kernels of a step that the framework composes, over rows that are broadcast, cut and turned.
+    composed: bool = False
 
     def bytes(self, backward: bool, width: int) -> float:
         """Bytes for each element in one of the passes, of a precision of so many bytes."""
@@ -44,12 +45,14 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     name: str
     source: str
-    #: Share of the data sheet's FLOP/s that large matrix products reach, by dtype.
+    #: Share of the best product's FLOP/s on a device that a training's matrix products reach, by dtype.
     efficiency: dict[DType, float]
-    #: Share of those that products reach whose summed or written dims are no whole multiples of 16 bytes.
-    unaligned: float = 1.0
-    #: Share of the memory's bandwidth that streaming operators reach.
+    #: Share of those that products reach whose summed or written dims are whole multiples of so many bytes only, not of
+    #: 16: by the bytes, the next smaller one counts.
+    aligned: dict[int, float] = {}
+    #: Share of the memory's bandwidth that streaming kernels reach; and that composed ones do (`Moves.composed`).
     bandwidth: float
+    composed_bandwidth: float | None = None
     #: What other kernels than matrix products' read and write; an activity that is left out takes no time of its own.
     kernels: dict[Activity, Moves] = {}
     #: Kernels of an operator that is a product or attention: forward, backward.
@@ -76,7 +79,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ring_answered: bool = False
     #: Bytes a second that software moves between hosts at most.
     host_rate: float | None = None
-    #: Bytes a second between devices of one host.
+    #: Bytes a second between devices of one host whose interconnect is unknown.
     local_rate: float
     #: Software's own time for one message.
     message_s: float

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
-Precision = Literal["fp32", "bf16", "fp16"]
+#: tf32: fp32 numbers, whose products CUDA devices that can multiply to ten bits after the point.
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 
 
 class Optimizer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

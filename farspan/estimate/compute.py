@@ -21,6 +21,15 @@ UNKNOWN_BANDWIDTH = {"cuda": 320e9, "mps": 100e9, "cpu": 3.2e9}
 #: Without tensor units fp32 is this much slower on GPUs (T4: 8.1 of 65 TFLOP/s); CPUs have the figure as it is.
 UNKNOWN_FP32 = {"cuda": 1 / 8, "mps": 1.0, "cpu": 1.0}
 
+#: The share of a data sheet's FLOP/s that the best product reaches where nobody published a measurement of the kind:
+#: the median of the kinds in `catalog/devices.yaml` that have one (bf16 and fp16 0.6 to 1.2, fp32 0.7 to 1.0). Of CPU
+#: cores a choice: AMX waits for its tiles.
+ATTAINED: dict[str, dict[DType, float]] = {
+    "cuda": {"bf16": 0.8, "fp16": 0.8, "tf32": 0.8, "fp32": 0.86},
+    "mps": {"fp32": 0.77},
+    "cpu": {"bf16": 0.55 / 0.9, "fp16": 0.55 / 0.9, "fp32": 0.8 / 0.9},
+}
+
 
 class OperatorWork(NamedTuple):
     """One pass over one operator on one device."""
@@ -30,8 +39,9 @@ class OperatorWork(NamedTuple):
     m: int
     k: int
     n: int
-    #: Bytes that are moved by themselves, before or after: no arithmetic hides them.
+    #: Bytes that other kernels move, before or after: no arithmetic hides them; and those that composed ones do.
     apart: float = 0.0
+    composed: float = 0.0
     #: Kernels that are launched.
     launches: int = 1
 
@@ -52,25 +62,21 @@ class DeviceSpeed:
     def __init__(self, device: Device, dtype: DType, engine: Engine, slowdown: float = 1.0) -> None:
         dtype = product_dtype(device, dtype, engine)
         self._measured = [(rate, rate.flops[dtype]) for rate in device.times.rates if dtype in rate.flops]
-        peak = device.sheet.flops.get(dtype)
-        if peak is None:
-            peak = UNKNOWN_FLOPS[device.backend] * (UNKNOWN_FP32[device.backend] if dtype == "fp32" else 1.0)
-        self._flops = peak * engine.efficiency[dtype]
+        self._flops = best_product(device, dtype) * engine.efficiency[dtype]
         if engine.flops_per_watt is not None and device.sheet.watts is not None:
             self._flops = min(self._flops, engine.flops_per_watt * device.sheet.watts)
         self._bandwidth = (device.sheet.bandwidth or UNKNOWN_BANDWIDTH[device.backend]) * engine.bandwidth
+        self._composed = self._bandwidth * (engine.composed_bandwidth or engine.bandwidth) / engine.bandwidth
         self._launch_s = engine.launch_s / device.slot.share
         #: Launches go on beside what was launched.
         self.ahead = device.backend != "cpu"
-        #: Elements in 16 bytes, by which matrix units read (NVIDIA, Matrix Multiplication Background, section 4.1).
-        self._aligned, self._unaligned = 16 // BYTES[dtype], engine.unaligned
+        self._width, self._aligned = BYTES[dtype], sorted(engine.aligned.items(), reverse=True)
         self.slowdown = slowdown * device.learned.pace
 
     def flops(self, m: int, k: int, n: int) -> float:
         """FLOP/s of a product of [m, k] and [k, n]: timed at the nearest shape, by ratio, or from the data sheet."""
         if not self._measured:
-            whole = k % self._aligned == 0 and n % self._aligned == 0
-            return self._flops * (1.0 if whole else self._unaligned)
+            return self._flops * self._alignment(k, n)
         shape = (math.log(m), math.log(k), math.log(n))
 
         def distance(at: int) -> float:
@@ -79,10 +85,19 @@ class DeviceSpeed:
 
         return self._measured[min(range(len(self._measured)), key=distance)][1]
 
+    def _alignment(self, k: int, n: int) -> float:
+        """Matrix units read 16 bytes at a time (NVIDIA, Matrix Multiplication Background, section 4.1): the share that
+        is left where rows begin elsewhere."""
+        even = math.gcd(k, n) * self._width
+        if even % 16 == 0 or not self._aligned:
+            return 1.0
+        return next((share for each, share in self._aligned if even % each == 0), self._aligned[-1][1])
+
     def kernels(self, work: OperatorWork) -> Kernels:
         """What a pass over an operator takes."""
         arithmetic = work.flops / self.flops(work.m, work.k, work.n) if work.flops else 0.0
         computing = max(arithmetic, work.bytes / self._bandwidth) + work.apart / self._bandwidth
+        computing += work.composed / self._composed
         return Kernels(self.slowdown * computing, self.slowdown * work.launches * self._launch_s)
 
     def together(self, computing: float, launching: float) -> float:
@@ -92,6 +107,16 @@ class DeviceSpeed:
     def stream_s(self, size: float) -> float:
         """Seconds to stream so many bytes through memory."""
         return self.slowdown * size / self._bandwidth
+
+
+def best_product(device: Device, dtype: DType) -> float:
+    """FLOP/s of the best matrix product at a dtype: published, or a share of the data sheet's."""
+    if measured := device.sheet.measured.get(dtype):
+        return measured
+    peak = device.sheet.flops.get(dtype)
+    if peak is None:
+        peak = UNKNOWN_FLOPS[device.backend] * (UNKNOWN_FP32[device.backend] if dtype in ("fp32", "tf32") else 1.0)
+    return peak * ATTAINED[device.backend].get(dtype, 1.0)
 
 
 def product_dtype(device: Device, dtype: DType, engine: Engine) -> DType:
@@ -117,14 +142,15 @@ def work(
     done = activities(graph, op, rows, seq_len, keys)
     found = []
     for backward, flops in enumerate((forward_flops, backward_flops)):
-        apart, launches = 0.0, engine.launches[backward] if product else 0
+        moved_by = [0.0, 0.0]
+        launches = engine.launches[backward] if product else 0
         for activity, elements in done.items():
             if moves := engine.kernels.get(activity):
                 part = weight_share if activity in ("weight", "table") else share
-                apart += moves.bytes(bool(backward), width) * elements * part
+                moved_by[moves.composed] += moves.bytes(bool(backward), width) * elements * part
                 launches += moves.launches[backward]
         operands = width * moved * (1 + backward)
         found.append(OperatorWork(
-            flops(graph, op, rows, seq_len, keys) * share, operands, *shape, apart, launches
+            flops(graph, op, rows, seq_len, keys) * share, operands, *shape, *moved_by, launches
         ))  # fmt: skip
     return found[0], found[1]

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
+from farspan.domain.catalog import ring_rate
 from farspan.domain.cluster import SITE_BANDWIDTH, Cluster, Device, Host, Link
 from farspan.domain.engine import Engine
 from farspan.domain.plan import PlannedDevice
@@ -83,10 +84,13 @@ class Network:
         return zip(self.devices, self.hosts, strict=True)
 
     def _local_rate(self, host: Host) -> float:
-        """Bytes a second between devices of a host: measured, or the engine's, of which a processor that is shared or
-        held back does its part."""
-        used = [device for device, name in self._used() if name == host.name and device.backend == "cpu"]
-        parts = [device.slot.share / self.crowd[host.name] for device in used]
+        """Bytes a second between devices of a host: measured; or what rings reach of their slowest interconnect; or
+        the engine's, of which a processor that is shared or held back does its part."""
+        used = [device for device, name in self._used() if name == host.name]
+        rates = [ring_rate(joined, len(used)) for device in used if (joined := device.sheet.interconnect)]
+        parts = [device.slot.share / self.crowd[host.name] for device in used if device.backend == "cpu"]
+        if host.local_rate is None and len(rates) == len(used) and None not in rates:
+            return min(rate for rate in rates if rate is not None)
         return host.local_rate or self.engine.local_rate * min(parts, default=1.0)
 
     def link(self, a: str, b: str) -> Link:

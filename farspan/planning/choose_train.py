@@ -108,7 +108,7 @@ def _precision(config: RunConfig, cluster: Cluster, probe: ProbeResult) -> tuple
         best = max(everywhere, key=lambda p: probe.speeds[p].tokens_per_s)
         speeds = ", ".join(f"{p} {format_count(probe.speeds[p].tokens_per_s)}" for p in everywhere)
         return best, f"machine: the fastest measured (tokens/s: {speeds})"
-    if lacking := sorted({d.kind for d in cluster.devices if asked not in d.sheet.dtypes}):
+    if lacking := cluster.lacking(asked):
         fact = f"{', '.join(lacking)} does not compute it in hardware"
         raise out_of_range("train.precision", asked, fact, "set train.precision: auto")
     return asked, "run.yaml"

@@ -87,13 +87,12 @@ def _precision(asked: str, cluster: Cluster) -> Precision:
     common = common_precisions(cluster)
     if asked == "auto":
         return common[0]
-    for precision in ("fp32", "bf16", "fp16"):
+    for precision in ("fp32", "tf32", "bf16", "fp16"):
         if asked == precision:
             break
     else:
-        raise out_of_range("--precision", asked, "known: auto, fp32, bf16, fp16", "--precision auto")
-    lacking = sorted({device.kind for device in cluster.devices if asked not in device.sheet.dtypes})
-    if lacking:
+        raise out_of_range("--precision", asked, "known: auto, fp32, tf32, bf16, fp16", "--precision auto")
+    if lacking := cluster.lacking(precision):
         fact = f"{', '.join(lacking)} does not compute it in hardware"
         raise out_of_range("--precision", asked, fact, "--precision auto")
     return precision

@@ -24,6 +24,7 @@ from farspan.domain.plan import PlannedDevice
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Environment
 from farspan.domain.run import commit
+from farspan.domain.train import Precision
 from farspan.domain.units import counted
 
 #: glibc's malloc.h.
@@ -32,8 +33,9 @@ _M_MMAP_THRESHOLD = -3
 FULL = re.compile(r"can't allocate memory|out of memory|ALLOC_FAILED", re.IGNORECASE)
 
 
-def open_device(planned: PlannedDevice) -> torch.device:
-    """The torch device that a plan names; refuses when this machine lacks it, or has another GPU in its place."""
+def open_device(planned: PlannedDevice, precision: Precision = "fp32") -> torch.device:
+    """The torch device that a plan names, which multiplies fp32 numbers as TF32 only for a training in tf32; refuses
+    when this machine lacks it, or has another GPU in its place."""
     torch.set_num_threads(planned.threads)
     if planned.backend == "cpu":
         return torch.device("cpu")
@@ -43,7 +45,7 @@ def open_device(planned: PlannedDevice) -> torch.device:
     if index < len(gpus):
         check_kind(planned, torch.cuda.get_device_name(gpus[index]))
         torch.cuda.set_device(gpus[index])
-        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
         return torch.device("cuda", gpus[index])
     raise Refusal(
         "device-missing",

@@ -26,7 +26,8 @@ from farspan.runtime.device import detect, installed, memory_is_full, open_devic
 from farspan.runtime.model.decoder import Decoder, drawn
 from farspan.runtime.probing.rates import allreduce_seconds, device_rates
 from farspan.runtime.probing.unit_timing import unit_times
-from farspan.runtime.state.train_state import TrainState
+from farspan.runtime.state.train_state import WORKING_DTYPES, TrainState
+from farspan.semantics.kernel_choice import BYTES
 from farspan.semantics.lr_schedule import learning_rate
 
 #: Steps before the timed ones: allocators and kernels settle.
@@ -102,10 +103,10 @@ Request = DescribeQuery | InstalledQuery | MatmulQuery | MeasureQuery | RatesQue
 
 
 def matmul_rate(request: MatmulQuery) -> dict[str, float]:
-    device = open_device(request.device)
-    rates = {}
+    rates: dict[str, float] = {}
     for precision in request.precisions:
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+        device = open_device(request.device, precision)
+        dtype = WORKING_DTYPES[precision]
         m, k, n = (2048, 384, 1536) if device.type == "cpu" else (8192, 2048, 8192)
         a, b = torch.ones(m, k, dtype=dtype, device=device), torch.ones(k, n, dtype=dtype, device=device)
         times = [_timed(lambda a=a, b=b: a @ b, device) for _ in range(12)]
@@ -122,11 +123,11 @@ def _timed(work: Callable[[], object], device: torch.device) -> float:
 
 def measure(request: MeasureQuery) -> ProbeResult:
     """Real steps of the real model on random tokens: forward, backward, update."""
-    device = open_device(request.device)
     speeds: dict[Precision, Speed] = {}
     tokens = request.train.batch * request.train.seq_len
     # fp32 last: a process's peak memory only grows, and the leaner precisions must not be given fp32's.
-    for precision in sorted(request.precisions, key=lambda name: name == "fp32"):
+    for precision in sorted(request.precisions, key=lambda name: BYTES[name]):
+        device = open_device(request.device, precision)
         step_s = quick(_step_times(request, precision, device))
         speeds[precision] = Speed(step_s=step_s, tokens_per_s=tokens / step_s, memory_bytes=peak_memory(device))
         release(device)

@@ -121,7 +121,7 @@ def train(
     """Train from the newest checkpoint to the end. How it ends is the last event."""
     began = time.monotonic()
     try:
-        device = open_device(plan.devices[rank])
+        device = open_device(plan.devices[rank], plan.train.precision)
     except BaseException:
         if notices is not None:
             renounce(notices, rank)

@@ -20,6 +20,7 @@ from farspan.domain.problems import Problem
 from farspan.domain.train import TrainSpec
 from farspan.estimate.network import Network
 from farspan.estimate.stage import Costs
+from farspan.semantics.kernel_choice import BYTES
 
 #: Streams between two stages: beyond, one more adds little (`farspan probe` tries 1 to 16) and costs a socket a pair.
 MOST_STREAMS = 8
@@ -92,7 +93,7 @@ class Task:
 
     def _edge(self, a: int, b: int) -> Edge:
         """What crosses between stages that meet at these ranks: rounded no further inside a site."""
-        bits: Literal[8, 16, 32] = 32 if self.train.precision == "fp32" else 16
+        bits: Literal[8, 16, 32] = 32 if BYTES[self.train.precision] == 4 else 16
         if self.costs.network.sites[a] != self.costs.network.sites[b] and self.train.wan_bits < bits:
             bits = self.train.wan_bits
         return Edge(bits=bits, streams=self.streams(a, b))

@@ -295,14 +295,14 @@ def test_what_joins_devices_has_a_rate_and_a_share_of_it_that_rings_reach():
         if joined is None:
             assert device.backend == "cpu", kind
         elif joined.kind == "unified":
-            assert catalog.ring_share(joined, 2) is None, kind
+            assert catalog.ring_rate(joined, 2) is None, kind
         else:
             assert 1e9 < joined.rate < 2e12, kind
-            assert all(0 < catalog.ring_share(joined, count) <= 1 for count in (2, 4, 8, 16)), kind
+            assert all(0 < catalog.ring_rate(joined, count) <= 1 for count in (2, 4, 8, 16)), kind
     kinds = catalog.devices()
     a100, rtx = (kinds[kind].device(kind).sheet.interconnect for kind in ("a100-80", "rtx4090"))
-    assert catalog.ring_share(a100, 8) == 0.77 > catalog.ring_share(a100, 2)
-    assert catalog.ring_share(rtx, 2) < catalog.ring_share(msgspec.structs.replace(rtx, p2p=True), 2)
+    assert catalog.ring_rate(a100, 8) == 0.77 > catalog.ring_rate(a100, 2)
+    assert catalog.ring_rate(rtx, 2) < catalog.ring_rate(msgspec.structs.replace(rtx, p2p=True), 2)
 
 
 def test_a_drivers_name_and_a_label_of_ray_stand_for_one_kind_only():

@@ -20,20 +20,22 @@ UNTIED = models.family("llama").shape(d_model=64, layers=4, heads=4, kv_heads=2,
 
 def plain(**changes: object) -> Engine:
     """An engine without overheads: every term but the one under test is 0 or 1."""
+    widths = {"fp32": (4, 4, 8), "tf32": (4, 4, 8), "bf16": (2, 4, 12), "fp16": (2, 4, 12)}
+    weights, gradients, optimizer = ({name: each[i] for name, each in widths.items()} for i in range(3))
     known = {
-        "name": "plain", "source": "tests", "efficiency": {"fp32": 1.0, "bf16": 1.0, "fp16": 1.0}, "bandwidth": 1.0,
-        "operator_s": 0.0, "window": 10**12, "local_rate": 1e10, "message_s": 1e-3, "overlap": 0.0,
-        "sends_awaited": False, "receives_ahead": True, "weight_bytes": {"fp32": 4, "bf16": 2, "fp16": 2},
-        "gradient_bytes": {"fp32": 4, "bf16": 4, "fp16": 4}, "optimizer_bytes": {"fp32": 8, "bf16": 12, "fp16": 12},
-        "fill": 0.9, "framework": 0, "host_framework": 0, "logits_chunk": None, "interval": (1.0, 1.0),
-        "network_interval": (1.0, 1.0),
+        "name": "plain", "source": "tests", "efficiency": dict.fromkeys(widths, 1.0), "bandwidth": 1.0,
+        "launch_s": 0.0, "window": 10**12, "local_rate": 1e10, "message_s": 1e-3, "overlap": 0.0,
+        "sends_awaited": False, "receives_ahead": True, "weight_bytes": weights, "gradient_bytes": gradients,
+        "optimizer_bytes": optimizer, "fill": 0.9, "framework": 0, "host_framework": 0, "logits_chunk": None,
+        "interval": (1.0, 1.0), "network_interval": (1.0, 1.0),
     }  # fmt: skip
     return Engine(**known | changes)
 
 
 def device(**changes: object) -> Device:
-    known = {"flops": {"fp32": 1e12}, "bandwidth": 1e11}
-    return Device(kind="gpu", backend="cuda", memory=10**10).but(**known | changes)
+    """A device whose products reach what its data sheet says."""
+    known = {"flops": {"fp32": 1e12}, "bandwidth": 1e11} | changes
+    return Device(kind="gpu", backend="cuda", memory=10**10).but(**{"measured": known["flops"]} | known)
 
 
 def cluster(*sites: list[list[Device]], links: tuple[Link, ...] = (), **changes: object) -> Cluster:

@@ -2,41 +2,87 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 import pytest
 
 from farspan import models
 from farspan.domain.cluster import Host, MatmulRate
+from farspan.domain.engine import Moves, engine
 from farspan.domain.plan import GradSync
-from farspan.estimate.compute import UNKNOWN_BANDWIDTH, UNKNOWN_FLOPS, DeviceSpeed, OperatorWork, work
+from farspan.estimate.compute import (
+    ATTAINED,
+    UNKNOWN_BANDWIDTH,
+    UNKNOWN_FLOPS,
+    DeviceSpeed,
+    OperatorWork,
+    best_product,
+    work,
+)
 from farspan.estimate.stage_time import stage_time
-from farspan.semantics.kernel_choice import scored_keys
+from farspan.semantics.kernel_choice import activities, scored_keys
 from tests.estimate.parts import TIED, UNTIED, cluster, costs, device, mesh, plain, stage, train
 
 BIG = OperatorWork(flops=4e12, bytes=1e9, m=1, k=1, n=1)
+RELU = msgspec.structs.replace(TIED, activation="relu")
 STREAM = OperatorWork(flops=1e6, bytes=5e11, m=1, k=1, n=1)
 
 
 def test_an_operator_takes_the_longer_of_arithmetic_and_memory():
     rates = DeviceSpeed(device(), "fp32", plain())  # 1e12 FLOP/s, 1e11 bytes a second.
-    assert rates.seconds(BIG) == pytest.approx(4.0)
-    assert rates.seconds(STREAM) == pytest.approx(5.0)
-    shares = DeviceSpeed(device(), "fp32", plain(efficiency={"fp32": 0.5}, bandwidth=0.25, operator_s=0.125))
-    assert shares.seconds(BIG) == pytest.approx(8.125)
-    assert shares.seconds(STREAM) == pytest.approx(20.125)
+    assert rates.kernels(BIG) == (pytest.approx(4.0), 0.0)
+    assert rates.kernels(STREAM).computing == pytest.approx(5.0)
+    shares = DeviceSpeed(device(), "fp32", plain(efficiency={"fp32": 0.5}, bandwidth=0.25, composed_bandwidth=0.125))
+    assert shares.kernels(BIG).computing == pytest.approx(8.0)
+    assert shares.kernels(STREAM).computing == pytest.approx(20.0)
     assert shares.stream_s(1e11) == pytest.approx(4.0)
+    moved = OperatorWork(0.0, 0.0, 1, 1, 1, apart=1e11, composed=1e11)
+    assert shares.kernels(moved).computing == pytest.approx(4.0 + 8.0)
 
 
-def test_a_share_of_the_cores_makes_launches_slower():
-    half = DeviceSpeed(device(share=0.5), "fp32", plain(operator_s=0.125))
-    assert half.seconds(BIG) == pytest.approx(4.25)
+def test_launches_go_on_beside_what_was_launched_but_on_cpus():
+    three = BIG._replace(launches=3)
+    gpu, cpu, half = (
+        DeviceSpeed(one, "fp32", plain(launch_s=0.5)) for one in (device(), device(backend="cpu"), device(share=0.5))
+    )
+    assert gpu.kernels(three) == (pytest.approx(4.0), 1.5)
+    assert half.kernels(three).launching == pytest.approx(3.0), "a device held to a share of its time launches slower"
+    assert (gpu.together(4.0, 1.5), gpu.together(1.0, 1.5), cpu.together(4.0, 1.5)) == (4.0, 1.5, 5.5)
+    # Of a unit's operators whose kernels are short launches decide, however long the others take alone.
+    using = costs(cluster([[device()]]), plain(launch_s=1e3, launches=(1, 2)))
+    unit = using.graph.block
+    products = sum(op.kind in ("matmul", "attention") for op in unit)
+    assert using.unit_s(0, unit, 1, {}, 1) == (products * 1e3, 2 * products * 1e3)
 
 
 def test_power_holds_arithmetic_down():
     hot = plain(flops_per_watt=2e9)
-    assert DeviceSpeed(device(watts=100), "fp32", hot).seconds(BIG) == pytest.approx(20.0)
-    assert DeviceSpeed(device(watts=1000), "fp32", hot).seconds(BIG) == pytest.approx(4.0)
-    assert DeviceSpeed(device(), "fp32", hot).seconds(BIG) == pytest.approx(4.0)
+    for watts, seconds in ((100, 20.0), (1000, 4.0), (None, 4.0)):
+        assert DeviceSpeed(device(watts=watts), "fp32", hot).kernels(BIG).computing == pytest.approx(seconds)
+
+
+def test_fp32_products_are_tf32_where_plan_or_engine_say_so_and_the_device_has_it():
+    ampere = device(flops={"fp32": 1e12, "tf32": 4e12})
+    usual, allowing = plain(), plain(tf32=True)
+    for one, dtype, using, seconds in (
+        (ampere, "fp32", usual, 4.0), (ampere, "tf32", usual, 1.0), (ampere, "fp32", allowing, 1.0),
+        (device(), "tf32", usual, 4.0), (device(), "fp32", allowing, 4.0),
+    ):  # fmt: skip
+        assert DeviceSpeed(one, dtype, using).kernels(BIG).computing == pytest.approx(seconds)
+
+
+def test_rows_that_begin_elsewhere_than_at_16_bytes_are_multiplied_more_slowly():
+    rates = DeviceSpeed(device(flops={"bf16": 1e12}), "bf16", plain(aligned={8: 0.75, 4: 0.6, 2: 0.5}))
+    shares = {64: 1.0, 2332: 0.75, 2330: 0.6, 4147: 0.5}
+    assert {n: rates.flops(8, 64, n) / 1e12 for n in shares} == pytest.approx(shares)
+    assert DeviceSpeed(device(), "fp32", plain()).flops(8, 64, 3) == 1e12
+
+
+def test_the_best_published_product_goes_before_the_data_sheet():
+    sheet = device(flops={"bf16": 1e12}, measured={})
+    assert best_product(sheet, "bf16") == 0.8e12
+    assert best_product(device(flops={"bf16": 1e12}, measured={"bf16": 0.9e12}), "bf16") == 0.9e12
 
 
 def test_measured_products_go_before_the_data_sheet_and_the_nearest_shape_counts():
@@ -47,19 +93,20 @@ def test_measured_products_go_before_the_data_sheet_and_the_nearest_shape_counts
     rates = DeviceSpeed(device(rates=measured), "fp32", plain())
     assert rates.flops(1024, 100, 100) == 2e11
     assert rates.flops(1024, 2048, 1024) == 8e11
-    assert DeviceSpeed(device(rates=measured), "bf16", plain()).flops(1, 1, 1) == UNKNOWN_FLOPS["cuda"]
+    assert DeviceSpeed(device(rates=measured), "bf16", plain()).flops(1, 1, 1) == 0.8 * UNKNOWN_FLOPS["cuda"]
 
 
 def test_unknown_devices_are_taken_for_slow_ones():
     unknown = device(flops={}, bandwidth=None)
-    assert DeviceSpeed(unknown, "bf16", plain()).seconds(BIG) == pytest.approx(4e12 / 65e12)
-    assert DeviceSpeed(unknown, "fp32", plain()).seconds(BIG) == pytest.approx(8 * 4e12 / 65e12)
+    took = {dtype: DeviceSpeed(unknown, dtype, plain()).kernels(BIG).computing for dtype in ("bf16", "fp32")}
+    shares = ATTAINED["cuda"]
+    assert took == pytest.approx({"bf16": 4e12 / 65e12 / shares["bf16"], "fp32": 8 * 4e12 / 65e12 / shares["fp32"]})
     assert DeviceSpeed(unknown, "fp32", plain()).stream_s(UNKNOWN_BANDWIDTH["cuda"]) == pytest.approx(1.0)
 
 
 def test_pace_and_crowding_multiply_every_time():
-    rates = DeviceSpeed(device(pace=3.0), "fp32", plain(operator_s=0.5), slowdown=2.0)
-    assert rates.seconds(BIG) == pytest.approx(6 * 4.5)
+    rates = DeviceSpeed(device(pace=3.0), "fp32", plain(launch_s=0.5), slowdown=2.0)
+    assert rates.kernels(BIG) == pytest.approx((6 * 4.0, 6 * 0.5))
     # Four workers of two threads on a host of four cores: every core does the work of two.
     cpu = device(backend="cpu", threads=2)
     there = cluster([[cpu] * 4])
@@ -73,33 +120,86 @@ def test_pace_and_crowding_multiply_every_time():
     assert crowded == pytest.approx(tuple(2 * seconds for seconds in alone))
 
 
-def test_work_of_the_operators_of_a_block_by_hand():
-    graph, (rows, s, d, f) = models.graph(TIED), (3, 16, 64, 256)
-    ops = {op.name: op for op in graph.block}
+KERNELS = {
+    "weight": {"full": (0, 3), "casts": (1, 1)}, "table": {"full": (0, 4)}, "lookup": {"working": (2, 3)},
+    "bias": {"working": (0, 1)}, "layernorm": {"full": (2, 5)}, "residual": {"working": (3, 3)},
+    "rmsnorm": {"full": (7, 21), "composed": True}, "rotary": {"working": (10, 11)}, "heads": {"working": (8, 8)},
+    "scores": {"working": (4, 6), "full": (2, 3), "casts": (2, 2)}, "score_blocks": {"working": (4, 8)},
+    "gelu": {"working": (2, 3), "launches": (1, 2)}, "swiglu": {"working": (5, 9)}, "loss": {"full": (2, 4)},
+}  # fmt: skip
+COUNTED = plain(kernels={name: Moves(**moves) for name, moves in KERNELS.items()})
 
-    def of(name, keys=None, share=1.0):
-        return work(graph, ops[name], rows, s, 4, share, share, keys)
 
-    forward, backward = of("mlp.up")
+def worked(spec, name, *, keys=None, share=1.0, width=4, engine=COUNTED, rows=3):
+    graph = models.graph(spec)
+    ops = {op.name: op for op in (*graph.embedding, *graph.block, *graph.head)}
+    return work(graph, ops[name], rows, 16, width, share, share, keys, engine)
+
+
+def test_products_and_attention_of_a_block_by_hand():
+    rows, s, d, f = 3, 16, 64, 256
+    forward, backward = worked(TIED, "mlp.up", engine=plain())
     assert forward == OperatorWork(2 * rows * s * d * f, 4 * (rows * s * (d + f) + d * f + f), rows * s, d, f)
     assert backward == OperatorWork(2 * forward.flops, 2 * forward.bytes, rows * s, d, f)
-    assert of("mlp.down")[0][2:5] == (rows * s, f, d)
-    assert of("attn.out")[0][2:5] == (rows * s, d, d)
-    assert of("mlp.up", share=0.5)[0].flops == forward.flops / 2
+    assert worked(TIED, "mlp.down")[0][2:5] == (rows * s, f, d)
+    assert worked(TIED, "attn.out")[0][2:5] == (rows * s, d, d)
+    assert worked(TIED, "mlp.up", share=0.5)[0].flops == forward.flops / 2
     # Scores and their product with v: 2 x 2 s s d a row; q, k, v in, o out.
-    attention, back = of("attn")
+    attention, back = worked(TIED, "attn")
     assert attention.flops == 4 * rows * s * s * d
-    assert attention.bytes == 4 * rows * s * 4 * d
+    assert (attention.bytes, attention.apart) == (4 * rows * s * 4 * d, 0)
     assert back.flops == 2.5 * attention.flops
-    # In memory, scores of 4 heads are written, read, written as probabilities and read.
-    vanilla, back = of("attn", keys=s)
-    assert vanilla.bytes == 4 * (rows * s * 4 * d + 4 * rows * 4 * s * s)
-    assert back.flops == 2 * vanilla.flops
     # Blocks of queries leave out what is in the future of all of them.
-    blocks, back = of("attn", keys=10)
-    assert blocks.bytes == 4 * (rows * s * 4 * d + 4 * rows * 4 * s * 10)
+    blocks, back = worked(TIED, "attn", keys=10)
     assert (blocks.flops, back.flops) == (4 * rows * s * 10 * d, 8 * rows * s * 10 * d)
-    assert of("mlp.act")[0].flops == 0
+    assert worked(TIED, "mlp.act")[0].flops == 0
+
+
+@pytest.mark.parametrize("width", [4, 2])
+def test_what_other_kernels_move_by_hand(width):
+    rows, s, d, f, v, heads = 3, 16, 64, 256, 96, 4
+    tokens, cast = rows * s, 0 if width == 4 else 4 + width
+
+    def moved(name, spec=TIED, **given):
+        return tuple(one.apart + one.composed for one in worked(spec, name, width=width, **given))
+
+    weights = d * f + f
+    up = (cast * weights, 3 * 4 * weights + cast * weights + width * tokens * f)
+    assert moved("mlp.up") == pytest.approx(up)
+    # What returns to the residual stream is added to it.
+    back = moved("mlp.down")
+    assert back[0] == pytest.approx(cast * (d * f + d) + 3 * width * tokens * d)
+    assert moved("mlp.act") == (2 * width * tokens * f, 3 * width * tokens * f)
+    assert moved("attn_norm") == (2 * 4 * tokens * d, 5 * 4 * tokens * d)
+    scores, q = rows * heads * s * s, tokens * d
+    vanilla = moved("attn", keys=16)
+    assert vanilla[0] == pytest.approx((4 * width + 2 * 4 + 2 * cast) * scores + 8 * width * q)
+    assert vanilla[1] == pytest.approx((6 * width + 3 * 4 + 2 * cast) * scores + 8 * width * q)
+    blocks = moved("attn", keys=10)
+    assert blocks[0] == pytest.approx(4 * width * rows * heads * s * 10 + 8 * width * q)
+    # A table's gradient is as large as the table: zeros are written first.
+    assert moved("tok") == (2 * width * tokens * d, 3 * width * tokens * d + 4 * 4 * (v + 32) * d)
+    assert moved("loss") == (2 * 4 * tokens * v, 4 * 4 * tokens * v)
+    # Rotary positions turn q and k, of which there are half as many heads; gates leave half of what they read.
+    assert moved("attn", UNTIED)[0] == 10 * width * tokens * (d + d / 2)
+    gated = models.graph(UNTIED).sizes["f"]
+    assert moved("mlp.act", UNTIED) == (5 * width * tokens * gated, 9 * width * tokens * gated)
+    norm = worked(UNTIED, "attn_norm", width=width)
+    assert (norm[0].composed, norm[1].composed, norm[0].apart) == (7 * 4 * tokens * d, 21 * 4 * tokens * d, 0)
+    assert [one.launches for one in worked(TIED, "mlp.act")] == [1, 2]
+    # A device of a tensor axis does its share.
+    assert moved("mlp.act", share=0.25) == (2 * width * tokens * f / 4, 3 * width * tokens * f / 4)
+
+
+def test_every_activity_of_every_family_is_counted_by_eager_pytorch():
+    """What the engine of eager PyTorch leaves out would take no time."""
+    counted = engine("torch2024").kernels
+    for spec, keys in itertools.product((TIED, UNTIED, RELU), (None, 16, 10)):
+        graph = models.graph(spec)
+        for op in (*graph.embedding, *graph.block, *graph.head):
+            found = set(activities(graph, op, 2, 16, keys))
+            assert found <= {*counted, "score_blocks"}, op.name
+            assert all(size > 0 for size in activities(graph, op, 2, 16, keys).values())
 
 
 def test_scores_are_computed_for_the_keys_up_to_the_end_of_a_block():
@@ -113,31 +213,6 @@ def test_scores_are_computed_for_the_keys_up_to_the_end_of_a_block():
     assert keys(100, "bf16") == keys(100, attention="vanilla") == keys(100, backend="cuda", attention="vanilla") == 100
     assert keys(2048) is None and keys(256, backend="cuda") is None
     assert keys(64) is None and keys(64, "bf16") == keys(64, attention="vanilla") == 64
-
-
-def test_a_gradient_is_read_and_added_to_that_of_earlier_microbatches():
-    graph, (d, f, v, s) = models.graph(TIED), (64, 256, 96, 32)
-    ops = {op.name: op for op in (*graph.embedding, *graph.block)}
-
-    def apart(name, **changes):
-        return work(graph, ops[name], 3, 16, 4, 1.0, 1.0, None, **changes)[1].apart
-
-    assert apart("mlp.up") == apart("tok") == 0
-    assert apart("mlp.up", gradient_passes=3) == 3 * 4 * (d * f + f)
-    # A table's is as large as the table: zeros are written first.
-    assert apart("tok", gradient_passes=3) == (1 + 3) * 4 * (v + s) * d
-    slow = DeviceSpeed(device(bandwidth=1e9), "fp32", plain())
-    assert slow.seconds(OperatorWork(0.0, 1e9, 1, 1, 1, apart=2e9)) == pytest.approx(3.0)
-
-
-def test_embedding_moves_rows_that_are_looked_up_and_not_the_table():
-    graph = models.graph(TIED)
-    forward, _ = work(graph, graph.embedding[0], 2, 16, 4, 1.0, 1.0, None)
-    assert forward.flops == 0
-    assert forward.bytes == 4 * 2 * 2 * 16 * 64
-    # The loss reads and writes probabilities beside the logits.
-    loss, _ = work(graph, graph.head[-1], 2, 16, 4, 1.0, 1.0, None)
-    assert (loss.flops, loss.bytes) == (0, 4 * 3 * 2 * 16 * (96 + 1))
 
 
 def test_recomputing_a_block_runs_all_but_its_last_product_again():

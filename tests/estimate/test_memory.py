@@ -166,12 +166,12 @@ def test_what_replicas_keep_is_divided_where_zero_divides_the_state():
     graph, took = models.graph(TIED), []
     for zero in (0, 1):
         replicas = [pipeline([stage(mesh(a, a + 1), (2, 2), zero=zero)], 1, (1,)) for a in (0, 2)]
-        meeting = estimate(plan(there, *replicas, sync=Sync(every=30)), graph, there, plain())
+        meeting = estimate(plan(there, *replicas, sync=Sync(every=30)), graph, there, plain(meeting_passes=300))
         apart = estimate(plan(there, *replicas), graph, there, plain())
         added = meeting.memory[0].optimizer - apart.memory[0].optimizer
         assert added == pytest.approx(8 * graph.parameters() / (1 + zero))
         took.append(meeting.step_s - apart.step_s)
-    assert took[1] < took[0], "who holds half of the state makes half of the outer step"
+    assert took[1] < 0.999 * took[0], "who holds half of the state makes half of the outer step"
 
 
 def test_the_heads_gradient_is_whole_where_rows_are_divided():

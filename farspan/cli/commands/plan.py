@@ -25,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tokens", default="20x_params", help="tokens to train on (default: 20x_params)")
     group.add_argument("--batch", help="a step's sequences, or tokens such as '256k tokens' (default: by the tokens)")
     group.add_argument("--seq-len", type=int, help="tokens of a sequence (default: the model's context)")
-    group.add_argument("--precision", default="auto", help="auto, bf16, fp16 or fp32")
+    group.add_argument("--precision", default="auto", help="auto, bf16, fp16, tf32 or fp32")
     group.add_argument(
         "--attention", default="sdpa", choices=("sdpa", "vanilla"), help="flash, or the textbook's (default: sdpa)"
     )

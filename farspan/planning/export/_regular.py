@@ -7,6 +7,7 @@ import itertools
 import msgspec
 
 from farspan.domain.plan import Plan, Stage, Zero
+from farspan.semantics.kernel_choice import BYTES
 
 
 class Regular(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +47,7 @@ def irregular(plan: Plan) -> list[str]:
 
 
 def _edges(plan: Plan) -> list[str]:
-    whole = 32 if plan.train.precision == "fp32" else 16
+    whole = 8 * BYTES[plan.train.precision]
     few = [edge.bits for replica in plan.replicas for edge in replica.edges if edge.bits < whole]
     return [f"activations between stages are sent in {min(few)} bits"] if few else []
 

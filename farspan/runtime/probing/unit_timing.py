@@ -30,7 +30,7 @@ LONG_S = 1.0
 BLOCKS = 4
 #: Bytes a parameter of a unit with its state (`TrainState`): weights as made and as used, masters, gradients, two
 #: moments.
-STATE_BYTES: dict[DType, int] = {"fp32": 20, "bf16": 22, "fp16": 22}
+STATE_BYTES: dict[DType, int] = {"fp32": 20, "tf32": 20, "bf16": 22, "fp16": 22}
 
 
 def unit_times(

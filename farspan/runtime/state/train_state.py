@@ -15,7 +15,7 @@ from farspan.domain.train import Optimizer, Precision
 from farspan.runtime.state.zero_buckets import Bucket, Division, divide, length, segment
 
 WORKING_DTYPES: dict[Precision, torch.dtype] = {
-    "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
+    "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 }  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from farspan.semantics.kernel_choice import BYTES
 from farspan.techniques._search.slices import EVERY_RUN, MOST_STAGES, DeviceRange, Option, Tables, slices
 from farspan.techniques._task import Task
 
@@ -116,7 +117,7 @@ class StageSearch:
 
     def _wire(self, place: int, hosts: int) -> StageLink:
         network, train = self.task.costs.network, self.task.train
-        width = 4 if train.precision == "fp32" else 2
+        width = BYTES[train.precision]
         size = self.task.graph.size("bsd", b=self.tables.rows, s=train.seq_len) * width / hosts
         a, b = self.order[place - 1], self.order[place]
         hop = network.wire(a, b, collective=False, streams=self.task.streams(a, b))
