@@ -43,8 +43,8 @@ PRESETS = (
         name="opt-350m",
         spec=shape(d_model=1024, layers=24, heads=16, vocab_size=50272, context=2048),
         published=None,
-        source="arXiv 2205.01068, table 1. facebook/opt-350m has 331,196,416 parameters: word_embed_proj_dim is 512 and "
-        "norms come after the blocks, which farspan does not compute; this shape has 355,889,152",
+        source="arXiv 2205.01068, table 1. facebook/opt-350m has 331,196,416 parameters: word_embed_proj_dim is 512 "
+        "and norms come after the blocks, which farspan does not compute; this shape has 355,889,152",
         planning_only=True,
     ),
     _preset("opt-1.3b", 24, 2048, 32, 1_315_758_080),
