@@ -19,7 +19,7 @@ from farspan.semantics.tensor_sharding import RESIDUAL, strategy
 
 T = TypeVar("T")
 #: The dims that Megatron-LM splits (arXiv 1909.08053), as a user knows them.
-DIMS = {"n": "heads that have keys of their own", "f": "d_ff", "v": "vocabulary"}
+DIMS = {"n": "heads", "f": "d_ff", "v": "vocabulary"}
 
 
 class _Draft(NamedTuple):
@@ -183,11 +183,13 @@ class StageReader:
         size, tp = self._graph.sizes[dim], stage.tp
         common = math.gcd(count, *sizes)
         near = min((ways for ways in range(1, common + 1) if common % ways == 0), key=lambda ways: abs(ways - tp))
+        grouped = dim == "n" and self._graph.sizes["r"] > self._graph.sizes["e"]
+        name = "kv_heads" if grouped else DIMS[dim]
         padded = f"; a vocabulary of {-(-size // tp) * tp} would do" if dim == "v" else ""
         more = "" if stage.dp is None else f" and dp: {count // near}"
         return self._refusals.value(
             f"{where}.tp",
-            f"tp {tp} does not divide the model's {DIMS[dim]}",
+            f"tp {tp} does not divide the model's {name}",
             f"{size} is no multiple of {tp}{padded}",
             f"set {where}.tp: {near}{more}",
         )
