@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 from farspan._version import __version__
 
 if TYPE_CHECKING:
-    from farspan.app.api import Run, compare, doctor, find_cluster, plan, prepare, probe, select, train
+    from farspan.app.api import Run, compare, doctor, find_cluster, plan, prepare, price, probe, select, train
     from farspan.domain.problems import Refusal
 
 __all__ = [
-    "Refusal", "Run", "__version__", "compare", "doctor", "find_cluster", "plan", "prepare", "probe", "select", "train",
+    "Refusal", "Run", "__version__", "compare", "doctor", "find_cluster", "plan", "prepare", "price", "probe",
+    "select", "train",
 ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from farspan.app import clusters, indexing, jobs, machines, pricing, reporting, resolving, training
+from farspan.app import clusters, given_plans, indexing, jobs, machines, pricing, reporting, resolving, training
 from farspan.app.checks import refuse_existing
 from farspan.app.choosing import choose as choose_by_trials
 from farspan.app.configs import configured, default_name
@@ -120,6 +120,15 @@ def plan(
     batch, seq_len, precision, attention, recompute, wan_bits."""
     question = Question(model=model, **training)
     return pricing.price_model(pricing.PlanQuery(question=question, cluster=cluster, allow=allow, objective=objective))
+
+
+def price(
+    plan: given_plans.Given, cluster: str | os.PathLike[str] | Cluster | None = None, engine: str | None = None,
+    progress: Progress = silent,
+) -> given_plans.PricedPlan:  # fmt: skip
+    """What one plan would take: a file, its table in short form, or a Plan. Without a cluster it is this machine's;
+    the engine is the plan's own unless another is named."""
+    return given_plans.price_given(plan, cluster, engine, progress)
 
 
 def select(data: Data, progress: Progress = silent, *, budget_s: float | None = None, **keys: Any) -> Selection:

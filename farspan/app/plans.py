@@ -14,7 +14,7 @@ from farspan.app.resolving import Resolved, prepare
 from farspan.app.updates import Chosen, Note, Progress, Ranked, silent
 from farspan.domain.cluster import Cluster
 from farspan.domain.cluster_json import save_cluster_json
-from farspan.domain.codec import content_hash, parse_json, read_bytes, save, write_atomically
+from farspan.domain.codec import content_hash, convert, parse_json, read_bytes, save, write_atomically
 from farspan.domain.config import ParallelConfig, RunConfig
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.model import ModelSpec
@@ -85,25 +85,27 @@ def write_planned(run: RunFolder, planned: Planned, config: RunConfig, record: R
 
 def read_plan(path: Path) -> Plan:
     """The plan in a file; refuses what is none, and plans of another version."""
-    content = read_bytes(path)
-    document = parse_json(content, object, path)
+    return whole_plan(parse_json(read_bytes(path), object, path), path)
+
+
+def whole_plan(document: object, where: Path) -> Plan:
+    """The plan in what was read from a file; refuses what is none, and plans of another version."""
+    again = command("plan", "run.yaml", "-o", where)
     version = document.get("version") if isinstance(document, dict) else None
     if not isinstance(document, dict) or "replicas" not in document:
         raise Refusal(
-            "file-unreadable", what="this file holds no plan", where=path, fact="it has no key 'replicas'",
-            remedy=command("plan", "run.yaml", "-o", path),
+            "file-unreadable", what="this file holds no plan", where=where, fact="it has no key 'replicas'",
+            remedy=again,
         )  # fmt: skip
     if version != VERSION:
         raise Refusal(
-            "version-mismatch", what="the plan was written by another version of farspan", where=path,
-            fact=f"it is of version {version}, this farspan reads version {VERSION}",
-            remedy=command("plan", "run.yaml", "-o", path),
+            "version-mismatch", what="the plan was written by another version of farspan", where=where,
+            fact=f"it is of version {version}, this farspan reads version {VERSION}", remedy=again,
         )  # fmt: skip
-    plan = parse_json(content, Plan, path)
+    plan = convert(document, Plan, str(where))
     if wrong := unsound(plan):
         raise Refusal(
-            "plan-mismatch", what="the plan does not hold together", where=path, fact=wrong,
-            remedy=command("plan", "run.yaml", "-o", path),
+            "plan-mismatch", what="the plan does not hold together", where=where, fact=wrong, remedy=again,
         )  # fmt: skip
     return plan
 
@@ -117,6 +119,11 @@ def check_cluster(plan: Plan, cluster: Cluster, path: Path, remedy: str) -> None
             "plan-mismatch", what="the plan is for another cluster", where=path,
             fact=f"it is for cluster {plan.inputs.cluster} (hosts {devices}), this is cluster {actual}", remedy=remedy,
         )  # fmt: skip
+    check_devices(plan, cluster, path, remedy)
+
+
+def check_devices(plan: Plan, cluster: Cluster, path: object, remedy: str) -> None:
+    """Refuse a plan that names devices which the cluster lacks."""
     existing = {(host.name, index) for host in cluster.hosts for index in range(len(host.devices))}
     lacking = [f"{at.host}, device {at.index}" for at in plan.devices if (at.host, at.index) not in existing]
     if lacking:

@@ -103,6 +103,24 @@ def resolve(config: RunConfig, progress: Progress = silent, *, trial: bool) -> R
     )  # fmt: skip
 
 
+def tried_here(
+    config: RunConfig, asked: Callable[[Cluster], tuple[ModelSpec, TrainSpec]], progress: Progress = silent
+) -> Cluster:
+    """This machine as a cluster, whose devices keep the pace of a trial of the model and the training that `asked`
+    means on it, as for a run.yaml without a cluster."""
+    from farspan.domain.engine import engine as find_engine
+    from farspan.planning import model_speed
+
+    engine = find_engine("farspan")
+    for note in check_gpus(config):
+        progress(Note(note))
+    with _prober(config, None) as (probe, cluster):
+        model, train = asked(cluster)
+        only = msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, precision=train.precision))
+        measured = _trials(only, probe, cluster, progress)["measure"](model, train)
+    return model_speed.calibrated(cluster, model, train, engine, measured)
+
+
 def allowed(parallel: ParallelConfig) -> tuple[str, ...]:
     """The techniques that run.yaml lets one compare; none is all. Refuses names that are none."""
     from farspan import techniques

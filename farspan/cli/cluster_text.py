@@ -15,9 +15,10 @@ def say_cluster(cluster: Cluster, console: Console) -> None:
     for site in cluster.sites:
         lease = f", lease {format_seconds(site.lease_s)}" if site.lease_s else ""
         egress = f", egress ${site.egress_usd_per_byte * 1e9:g}/GB" if site.egress_usd_per_byte else ""
-        console.say(f"site {site.name}{lease}{egress}")
+        lan = "" if site.lan_bandwidth is None else f", {format_rate(site.lan_bandwidth)} between its hosts"
+        console.say(f"site {site.name}{lease}{egress}{lan}")
         for host in site.hosts:
-            console.say(f"  host {host.name}")
+            console.say(f"  host {host.name}" + ("" if host.nic is None else f", card {format_rate(host.nic)}"))
             lines = [_device(device) for device in host.devices]
             for line in dict.fromkeys(lines):
                 console.say(f"    {lines.count(line)} x {line}")

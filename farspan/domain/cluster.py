@@ -24,7 +24,8 @@ Origin = Literal["catalogue", "given", "measured", "derived"]
 #: round trip through one switch and two kernels is about 0.1 ms.
 SITE_RTT_S = 1e-4
 SITE_BANDWIDTH = 10e9 / 8
-
+#: What a line between sites is taken to carry, where nothing is known of it, when a host's own card is asked for less.
+LINE_BANDWIDTH = 1e9 / 8
 
 #: Variables of a worker's environment, for `WorkerSlot.enter`: STARTING is set where the worker may start unconfined;
 #: READY then names a file a line and what to write there, `FILE=TEXT`, once it has started.
@@ -88,8 +89,8 @@ class DataSheet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
-        """`dtypes` without tf32, which is only used where a training asks for it."""
-        return tuple(dtype for dtype in self.dtypes if dtype != "tf32")
+        """`dtypes` without tf32, which is only used where a training asks for it: its numbers are fp32."""
+        return tuple(dict.fromkeys("fp32" if dtype == "tf32" else dtype for dtype in self.dtypes))
 
 
 class DeviceTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -163,6 +164,8 @@ class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     memory: int | None = None
     #: Measured bytes a second of a collective between its devices, all taking part.
     local_rate: float | None = None
+    #: Bytes a second of its network card: what leaves or enters it at most.
+    nic: float | None = None
     #: What other hosts connect to; None is the name itself.
     address: str | None = None
     #: The network interface that workers use; None lets the route to the other hosts decide.
@@ -184,6 +187,10 @@ class Site(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     lease_s: float | None = None
     #: Seconds that a job waits in the site's queue before it starts.
     queue_s: float = 0.0
+    #: Bytes a second, and the round trip, between its hosts; None takes the slower card of two hosts whose cards are
+    #: known, or SITE_BANDWIDTH, and SITE_RTT_S.
+    lan_bandwidth: float | None = None
+    lan_rtt_s: float | None = None
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -281,18 +288,26 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def link(self, a: str, b: str) -> Link | None:
         """The network between two hosts: theirs, their sites', or derived from others; None where nothing is known.
 
-        Derived: inside a site a local network; between sites the way over other sites with the shortest round trip,
-        whose round trips add up and whose slowest part, pace and losses count.
+        Derived: inside a site its local network; between sites the way over other sites with the shortest round trip,
+        whose round trips add up and whose slowest part, pace and losses count. Between sites no more goes over than the
+        hosts' cards let through; inside one, a link of the hosts' own goes before cards and local network.
         """
-        site_a, site_b = self.site_of(a).name, self.site_of(b).name
-        for pair in ({a, b}, {site_a, site_b}):
-            for link in self.links:
-                if {link.a, link.b} == pair:
-                    return msgspec.structs.replace(link, a=a, b=b)
-        if site_a == site_b:
-            return Link(a=a, b=b, rtt_s=SITE_RTT_S, bandwidth=SITE_BANDWIDTH, origin="derived")
-        way = self._shortest(site_a, site_b)
-        return _joined(way, a, b) if way else None
+        site_a, site_b = self.site_of(a), self.site_of(b)
+        cards = [nic for nic in (_card(site_a, a), _card(site_b, b)) if nic is not None]
+        link = self._given(a, b, {a, b}) or self._given(a, b, {site_a.name, site_b.name})
+        if site_a.name == site_b.name:
+            return link or _inside(site_a, a, b, cards)
+        if link is None:
+            way = self._shortest(site_a.name, site_b.name)
+            link = _joined(way, a, b) if way else None
+        if link is None or not cards or min(cards) >= (link.bandwidth or LINE_BANDWIDTH):
+            return link
+        return msgspec.structs.replace(link, bandwidth=min(cards))
+
+    def _given(self, a: str, b: str, pair: set[str]) -> Link | None:
+        """The first link that joins a pair of names, as one of two hosts."""
+        found = (link for link in self.links if {link.a, link.b} == pair)
+        return next((msgspec.structs.replace(link, a=a, b=b) for link in found), None)
 
     def _shortest(self, start: str, goal: str) -> list[Link]:
         """Dijkstra's shortest way over site links, by round trip, of such the widest; empty where there is none."""
@@ -314,6 +329,21 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                     best[neighbour] = cost, [*way, link]
                     open_sites += [neighbour] if neighbour not in open_sites else []
         return []
+
+
+def _card(site: Site, name: str) -> float | None:
+    """Bytes a second of a host's network card, where that is known."""
+    return next((host.nic for host in site.hosts if host.name == name), None)
+
+
+def _inside(site: Site, a: str, b: str, cards: list[float]) -> Link:
+    """The local network of a site between two of its hosts, whose `cards` are those that are known."""
+    # A switch carries what both cards do, where nothing else is said of it.
+    carries = site.lan_bandwidth or (min(cards) if len(cards) == 2 else SITE_BANDWIDTH)
+    return Link(
+        a=a, b=b, rtt_s=SITE_RTT_S if site.lan_rtt_s is None else site.lan_rtt_s, bandwidth=min([carries, *cards]),
+        origin="derived" if site.lan_bandwidth is None else "given",
+    )  # fmt: skip
 
 
 def _joined(way: list[Link], a: str, b: str) -> Link:

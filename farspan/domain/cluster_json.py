@@ -13,10 +13,17 @@ import msgspec
 from farspan.domain.cluster import PART_OF, Cluster
 from farspan.domain.codec import parse_json, read_bytes, save
 
+#: Figures of sites and hosts that came after the first version: a cluster without them has the hash that it had.
+LATER = {"lan_bandwidth", "lan_rtt_s", "nic"}
+
 
 def as_json(cluster: Cluster) -> dict[str, Any]:
     """The file's content."""
     content: dict[str, Any] = msgspec.to_builtins(cluster, str_keys=True)
+    for table in (*content["sites"], *(host for site in content["sites"] for host in site["hosts"])):
+        for name in LATER & table.keys():
+            if table[name] is None:
+                del table[name]
     for device in _devices(content):
         for part in dict.fromkeys(PART_OF.values()):
             device |= device.pop(part)

@@ -17,6 +17,7 @@ from farspan.domain import catalog
 from farspan.domain.cluster import (
     Cluster,
     Count,
+    DataSheet,
     Device,
     DType,
     Flops,
@@ -53,6 +54,23 @@ class InterconnectEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     p2p: bool = True
 
 
+class KindEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A kind of device by its data sheet: `memory`, `bandwidth` and `flops` must be there."""
+
+    memory: Quantity | None = None
+    #: Of its memory.
+    bandwidth: Quantity | None = None
+    flops: dict[DType, Flops] = {}
+    #: What it computes in hardware, where `flops` does not say it.
+    dtypes: tuple[DType, ...] | None = None
+    measured: dict[DType, Flops] = {}
+    interconnect: InterconnectEntry | None = None
+    watts: Annotated[float, msgspec.Meta(ge=0, le=1e6)] | None = None
+    #: Dollars an hour.
+    price: Price | None = None
+    backend: Literal["cpu", "cuda", "mps"] | None = None
+
+
 class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """`count` devices of a kind; what is set here goes before the catalogue."""
 
@@ -87,6 +105,8 @@ class HostEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     memory: Quantity | None = None
     #: Bytes a second between its devices.
     local_rate: Quantity | None = None
+    #: Rate of its network card.
+    nic: Quantity | None = None
     address: str | None = None
     interface: str | None = None
     enter: tuple[str, ...] | None = None
@@ -103,6 +123,9 @@ class SiteEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     lease: Quantity | None = None
     #: What a job waits there before it starts.
     queue: Quantity | None = None
+    #: Rate and round trip between its hosts.
+    lan: Quantity | None = None
+    lan_rtt: Quantity | None = None
 
 
 class LinkEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -119,9 +142,10 @@ class LinkEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The whole file. `prices` are dollars an hour by device kind."""
+    """The whole file. `prices` are dollars an hour by device kind; `kinds` go before those of the catalogue."""
 
     sites: dict[Name, SiteEntry]
+    kinds: dict[Name, KindEntry] = {}
     links: tuple[LinkEntry, ...] = ()
     prices: dict[Name, Price] = {}
     allreduce_s: dict[Count, Seconds] = {}
@@ -138,6 +162,7 @@ class _Reader:
 
     def __init__(self, file: ClusterFile, where: str) -> None:
         self._file, self._where, self._kinds = file, where, catalog.devices()
+        self._own = {name: self._kind(name, entry) for name, entry in file.kinds.items()}
 
     def cluster(self) -> Cluster:
         file = self._file
@@ -165,7 +190,31 @@ class _Reader:
         lease = self._quantity(parse_seconds, entry.lease, f"{where}.lease", 1, 1e9)
         hosts = tuple(self._host(host, host_entry, where, entry.price) for host, host_entry in entry.hosts.items())
         queue = self._quantity(parse_seconds, entry.queue, f"{where}.queue", 0, 1e9) or 0.0
-        return Site(name=name, hosts=hosts, egress_usd_per_byte=entry.egress / 1e9, lease_s=lease, queue_s=queue)
+        return Site(
+            name=name, hosts=hosts, egress_usd_per_byte=entry.egress / 1e9, lease_s=lease, queue_s=queue,
+            lan_bandwidth=self._quantity(parse_rate, entry.lan, f"{where}.lan", 1e2, MAX_BANDWIDTH),
+            lan_rtt_s=self._quantity(parse_seconds, entry.lan_rtt, f"{where}.lan_rtt", 1e-7, MAX_RTT_S),
+        )  # fmt: skip
+
+    def _kind(self, name: str, entry: KindEntry) -> Device:
+        """A kind that the file declares, as a device of it."""
+        where = f"kinds.{name}"
+        memory = self._quantity(parse_bytes, entry.memory, f"{where}.memory", 2**20, 2**50)
+        bandwidth = self._quantity(parse_rate, entry.bandwidth, f"{where}.bandwidth", 1e6, 1e15)
+        needed = {"memory: 24GB": memory, "bandwidth: 900GB/s": bandwidth, "flops: {bf16: 150e12}": entry.flops}
+        for example, value in needed.items():
+            if not value:
+                lacking = example.partition(":")[0]
+                raise self._invalid(f"the kind {name} has no {lacking}", where,
+                                    "a kind needs memory, bandwidth and flops",
+                                    f"add its {lacking} to {where}, such as {example}")  # fmt: skip
+        assert memory is not None
+        sheet = DataSheet(
+            flops=entry.flops, dtypes=entry.dtypes or tuple(entry.flops), bandwidth=bandwidth, watts=entry.watts,
+            measured=entry.measured, interconnect=self._interconnect(entry.interconnect, f"{where}.interconnect"),
+        )  # fmt: skip
+        backend = entry.backend or ("cpu" if name.startswith("cpu") else "cuda")
+        return Device(kind=name, backend=backend, memory=memory, sheet=sheet, usd_per_hour=entry.price, origin="given")
 
     def _host(self, name: str, entry: HostEntry, site: str, price: float | None) -> Host:
         where = f"{site}.hosts.{name}"
@@ -187,6 +236,7 @@ class _Reader:
             name=name, devices=tuple(devices), cpus=entry.cpus,
             memory=self._quantity(parse_bytes, entry.memory, f"{where}.memory", 2**20, 2**50),
             local_rate=self._quantity(parse_rate, entry.local_rate, f"{where}.local_rate", 1e6, 1e15),
+            nic=self._quantity(parse_rate, entry.nic, f"{where}.nic", 1e2, MAX_BANDWIDTH),
             address=entry.address, interface=entry.interface, enter=() if local and not entry.enter else entry.enter,
             python=entry.python,
             folder=FAR_FOLDER if far and entry.folder is None else entry.folder,
@@ -194,10 +244,14 @@ class _Reader:
 
     def _device(self, entry: DeviceEntry, where: str, site_price: float | None) -> Device:
         memory = self._quantity(parse_bytes, entry.memory, f"{where}.memory", 2**20, 2**50)
+        whole = None not in (entry.backend, entry.bandwidth, entry.flops)
         device: Device | None
-        if entry.kind not in self._kinds and entry.backend == "cuda" and memory is not None:
-            # A GPU by its driver's name, of which only the file and measurements say more.
-            device = Device(kind=entry.kind, backend="cuda", memory=memory)
+        if entry.kind in self._own:
+            own = self._own[entry.kind]
+            device = own.but(memory=memory or own.memory)
+        elif memory is not None and (whole or (entry.kind not in self._kinds and entry.backend == "cuda")):
+            # A GPU by its driver's name, of which only the file and measurements say more; or all that there is to say.
+            device = Device(kind=entry.kind, backend=entry.backend or "cuda", memory=memory)
         else:
             self._check_kind(entry.kind, where)
             device = self._kinds[entry.kind].device(entry.kind, memory)
@@ -269,8 +323,8 @@ class _Reader:
         return value  # type: ignore[no-any-return]
 
     def _check_kind(self, kind: str, where: str) -> None:
-        if kind not in self._kinds:
-            raise self._unknown(kind, self._kinds, where, "device kind")
+        if kind not in (known := {**self._kinds, **self._own}):
+            raise self._unknown(kind, known, where, "device kind")
 
     def _unknown(self, name: str, known: Iterable[str], where: str, what: str) -> Refusal:
         names = sorted(known)
@@ -314,6 +368,7 @@ def to_file(cluster: Cluster) -> ClusterFile:
             site.name: SiteEntry(
                 hosts={host.name: _host_entry(host) for host in site.hosts},
                 egress=site.egress_usd_per_byte * 1e9, lease=site.lease_s, queue=site.queue_s or None,
+                lan=site.lan_bandwidth, lan_rtt=site.lan_rtt_s,
             )
             for site in cluster.sites
         },
@@ -332,8 +387,8 @@ def to_file(cluster: Cluster) -> ClusterFile:
 def _host_entry(host: Host) -> HostEntry:
     devices = tuple(map(_device_entry, host.devices))
     return HostEntry(
-        devices=devices, cpus=host.cpus, memory=host.memory, local_rate=host.local_rate, address=host.address,
-        interface=host.interface, enter=host.enter, python=host.python, folder=host.folder,
+        devices=devices, cpus=host.cpus, memory=host.memory, local_rate=host.local_rate, nic=host.nic,
+        address=host.address, interface=host.interface, enter=host.enter, python=host.python, folder=host.folder,
     )  # fmt: skip
 
 

@@ -137,6 +137,10 @@ def parse_yaml(text: str, where: object) -> Any:
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             seen: set[str] = set()
+            for key, _ in node.value:
+                # In YAML 1.1 the key `on` is the value true.
+                if key.tag == "tag:yaml.org,2002:bool":
+                    key.tag = "tag:yaml.org,2002:str"
             for name, mark in ((str(key.value), key.start_mark) for key, _ in node.value):
                 if name in seen:
                     raise yaml.constructor.ConstructorError(None, None, f"{name!r} is set twice", mark)
@@ -265,7 +269,7 @@ def _dotted(kind: Any, folder: str = "", outer: tuple[Any, ...] = ()) -> Iterato
 
 
 def _path_of(message: str) -> str:
-    match = re.search(r"at `\$\.?([^`]*)`", message)
+    match = re.search(r"(?:at|in) `\$\.?([^`]*)`", message)
     return match[1] if match else ""
 
 
@@ -323,7 +327,10 @@ def _explained(said: str, path: str, kind: Any) -> tuple[str, str]:
 
 
 def _allowed(kind: Any) -> list[str]:
-    """What may stand where a type spells out its values: those of its literals, and a number if it takes any."""
+    """What may stand where a type spells out its values: those of its literals, and a number if it takes any; of a
+    table of keys which keys."""
+    if get_origin(kind) is dict:
+        return _allowed(get_args(kind)[0])
     if get_origin(kind) is Literal:
         return [str(value) for value in get_args(kind)]
     if kind in (int, float):

@@ -138,19 +138,18 @@ def work(
     if op.kind == "matmul":
         moved += sum(graph.size(weight.dims) for weight in op.weights) * weight_share
     summed = "".join(dim for dim in op.inputs[-1] if dim not in op.output) if op.kind == "matmul" else "d"
-    shape = rows * seq_len, graph.size(summed), max(1, round(graph.size(op.output[2:] or "d") * share))
+    m, k, n = rows * seq_len, graph.size(summed), max(1, round(graph.size(op.output[2:] or "d") * share))
     done = activities(graph, op, rows, seq_len, keys)
     found = []
     for backward, flops in enumerate((forward_flops, backward_flops)):
-        moved_by = [0.0, 0.0]
+        streamed = composed = 0.0
         launches = engine.launches[backward] if product else 0
         for activity, elements in done.items():
             if moves := engine.kernels.get(activity):
                 part = weight_share if activity in ("weight", "table") else share
-                moved_by[moves.composed] += moves.bytes(bool(backward), width) * elements * part
+                there = moves.bytes(bool(backward), width) * elements * part
+                streamed, composed = streamed + there * (not moves.composed), composed + there * moves.composed
                 launches += moves.launches[backward]
-        operands = width * moved * (1 + backward)
-        found.append(OperatorWork(
-            flops(graph, op, rows, seq_len, keys) * share, operands, *shape, *moved_by, launches
-        ))  # fmt: skip
+        arithmetic, operands = flops(graph, op, rows, seq_len, keys) * share, width * moved * (1 + backward)
+        found.append(OperatorWork(arithmetic, operands, m, k, n, streamed, composed, launches))
     return found[0], found[1]

@@ -27,14 +27,29 @@ def shape(
     )  # fmt: skip
 
 
+def _preset(name: str, layers: int, d_model: int, heads: int, published: int) -> Preset:
+    return Preset(
+        name=name, spec=shape(d_model=d_model, layers=layers, heads=heads, vocab_size=50272, context=2048),
+        published=published, source=f"facebook/{name} checkpoint; arXiv 2205.01068, table 1",
+        planning_only=published > 2e9,
+    )  # fmt: skip
+
+
 PRESETS = (
+    _preset("opt-125m", 12, 768, 12, 125_239_296),
+    # Its layers, width and heads, but neither its norms after the blocks nor its tokens' width of 512: a model of other
+    # parameters, for plans alone. `from_config` refuses the checkpoint.
     Preset(
-        name="opt-6.7b",
-        spec=shape(d_model=4096, layers=32, heads=32, vocab_size=50272, context=2048),
-        published=6_658_473_984,
-        source="facebook/opt-6.7b checkpoint; arXiv 2205.01068, table 1",
+        name="opt-350m",
+        spec=shape(d_model=1024, layers=24, heads=16, vocab_size=50272, context=2048),
+        published=None,
+        source="arXiv 2205.01068, table 1. facebook/opt-350m has 331,196,416 parameters: word_embed_proj_dim is 512 "
+        "and norms come after the blocks, which farspan does not compute; this shape has 355,889,152",
         planning_only=True,
     ),
+    _preset("opt-1.3b", 24, 2048, 32, 1_315_758_080),
+    _preset("opt-2.7b", 32, 2560, 32, 2_651_596_800),
+    _preset("opt-6.7b", 32, 4096, 32, 6_658_473_984),
     # GPT-3's weights are closed and its table 2.1 (arXiv 2005.14165) prints "13.0B" with d_model 5140, a misprint: 40
     # heads of 128 make 5120. The exact count is that of its open replica OPT-13B, hence OPT's vocabulary and positions.
     Preset(

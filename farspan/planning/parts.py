@@ -90,7 +90,8 @@ def _likeness(cluster: Cluster, chosen: Sequence[_At]) -> object:
     hosts: dict[str, list[Any]] = {}
     for at in chosen:
         figures = msgspec.json.encode(at.device.but(enter=None))
-        own = [at.host.memory or 0, at.host.cpus or 0, at.host.local_rate or 0]
+        own = [at.host.memory or 0, at.host.cpus or 0, at.host.local_rate or 0, at.host.nic or 0]
         hosts.setdefault(at.host.name, own).append(figures)
     (site,) = sites.values()
-    return tuple(sorted(map(tuple, hosts.values()))), site.lease_s, site.queue_s, site.egress_usd_per_byte
+    lan = (site.lan_bandwidth, site.lan_rtt_s)
+    return tuple(sorted(map(tuple, hosts.values()))), site.lease_s, site.queue_s, site.egress_usd_per_byte, lan

@@ -89,13 +89,13 @@ def asked_tokens(value: Quantity, parameters: int, key: str = "train.tokens") ->
     return positive(parse_count, value, key, example)
 
 
-def asked_rows(value: Quantity, seq_len: int, key: str = "train.batch.global") -> int:
+def asked_rows(value: Quantity, seq_len: int, key: str = "train.batch.global", file: str = "run.yaml") -> int:
     """Sequences of a global batch: `256k tokens` (rounded to whole sequences), `32 sequences`, or bare `32`."""
-    count = positive(parse_count, value, key, "8k tokens or 32 sequences")
+    count = positive(parse_count, value, key, "8k tokens or 32 sequences", file)
     if not str(value).strip().lower().endswith("tokens"):
         return count
     if count < seq_len:
-        raise out_of_range(key, value, f"one sequence has {seq_len} tokens", setting(key, f"{seq_len} tokens"))
+        raise out_of_range(key, value, f"one sequence has {seq_len} tokens", setting(key, f"{seq_len} tokens"), file)
     return round(count / seq_len)
 
 

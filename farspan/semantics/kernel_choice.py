@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from farspan.domain.cluster import DType
 from farspan.domain.engine import Activity
 from farspan.domain.graph import Operator, OpGraph
@@ -44,20 +46,32 @@ def activities(graph: OpGraph, op: Operator, rows: int, seq_len: int, keys: floa
     if op.kind == "loss":
         return {"loss": size(op.inputs[0])}
     if op.kind == "matmul":
-        bias = {"bias": size(op.output)} if len(op.weights) > 1 else {}
-        residual = {"residual": size("bsd")} if returns_to_residual(op) else {}
-        return {"weight": weights, **bias, **residual}
+        done: dict[Activity, float] = {"weight": weights}
+        if len(op.weights) > 1:
+            done["bias"] = size(op.output)
+        if returns_to_residual(op):
+            done["residual"] = size("bsd")
+        return done
     if op.kind == "attention":
-        rotary = {"rotary": size("bsnr") + size("bsne")} if len(op.keeps) > 1 else {}
-        if keys is None:
-            return rotary
-        scores = keys * size("bsn") * graph.sizes["r"] / graph.sizes["e"]
-        return {**rotary, "heads": size("bsnr"), "scores" if keys == seq_len else "score_blocks": scores}
+        return _attended(graph, op, size, keys, whole=keys == seq_len)
     if op.weights:
         return {"rmsnorm" if op.upcasts else "layernorm": size("bsd")}
     if graph.sizes["w"] > 1:
         return {"swiglu": size(op.output)}
     return {"gelu" if op.keeps else "relu": size(op.output)}
+
+
+def _attended(
+    graph: OpGraph, op: Operator, size: Callable[[str], float], keys: float | None, *, whole: bool
+) -> dict[Activity, float]:
+    """What attention does beside its products; `whole` if no keys are left out."""
+    done: dict[Activity, float] = {}
+    if len(op.keeps) > 1:  # Rotation made new q and k.
+        done["rotary"] = size("bsnr") + size("bsne")
+    if keys is not None:
+        done["heads"] = size("bsnr")
+        done["scores" if whole else "score_blocks"] = keys * size("bsn") * graph.sizes["r"] / graph.sizes["e"]
+    return done
 
 
 def scored_keys(train: TrainSpec, backend: str) -> float | None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farspan.domain.cluster import SITE_BANDWIDTH, SITE_RTT_S, Cluster, Link
+from farspan import models
+from farspan.domain.cluster import LINE_BANDWIDTH, SITE_BANDWIDTH, SITE_RTT_S, Cluster, Link
+from farspan.domain.plan import Plan
 from farspan.estimate.network import LOCAL_DELAY_S, SEGMENT, UNKNOWN_BANDWIDTH, Network, NoLink
+from farspan.estimate.price import estimate
 from farspan.semantics.communications import Flow
-from tests.estimate.parts import cluster, device, plain, planned
+from tests.estimate.parts import ENGINES, cluster, device, named, plain, planned, plans
 
 
 def network(there: Cluster, **changes) -> Network:
@@ -236,3 +240,54 @@ def test_an_engine_may_be_another_between_cpus():
     made = plain(cpu={"ring_answered": True, "overlap": 0.0}, overlap=0.8)
     assert made.on(["cpu", "cpu"]) == plain(ring_answered=True, overlap=0.0)
     assert made.on(["cpu", "cuda"]) == made
+
+
+def changed(there: Cluster, site: dict[str, float], host: dict[str, float]) -> Cluster:
+    """The same cluster with other figures of every site and of every host."""
+    sites = tuple(msgspec.structs.replace(each, **site) for each in there.sites)
+    hosts = msgspec.structs.replace(there, sites=sites).with_hosts(lambda each: msgspec.structs.replace(each, **host))
+    assert isinstance(hosts, Cluster)
+    return hosts
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    plans(), st.sampled_from(ENGINES), st.sampled_from([1e6, 1e8, 1e10]), st.sampled_from([1.0, 3.0, 100.0]),
+    st.sampled_from(["lan_bandwidth", "lan_rtt_s", "nic"]),
+)  # fmt: skip
+def test_no_faster_local_network_or_card_makes_a_plan_slower(
+    case: tuple[Cluster, Plan], name: str, rate: float, times: float, what: str
+) -> None:
+    there, made = case
+    figures = {"lan_bandwidth": rate, "lan_rtt_s": 1e-3, "nic": rate}
+    better = figures | {what: figures[what] / times if what == "lan_rtt_s" else figures[what] * times}
+    graph, engine = models.graph(made.model), named(name)
+
+    def step_s(known: dict[str, float]) -> float:
+        site = {key: value for key, value in known.items() if key != "nic"}
+        return estimate(made, graph, changed(there, site, {"nic": known["nic"]}), engine).step_s
+
+    before, after = map(step_s, (figures, better))
+    assert after <= before * (1 + 1e-9)
+
+
+def test_what_hosts_of_a_site_exchange_goes_at_the_rate_of_its_local_network_and_their_cards() -> None:
+    there = cluster([[device()], [device()]])
+    assert LINE_BANDWIDTH == UNKNOWN_BANDWIDTH
+    for site, host, rate, rtt_s in (
+        ({}, {}, SITE_BANDWIDTH, SITE_RTT_S),
+        ({"lan_bandwidth": 12.5e9}, {}, 12.5e9, SITE_RTT_S),
+        ({"lan_bandwidth": 12.5e9, "lan_rtt_s": 2e-5}, {"nic": 3e9}, 3e9, 2e-5),
+        ({}, {"nic": 25e9}, 25e9, SITE_RTT_S),
+    ):
+        found = network(changed(there, site, host)).wire(0, 1, collective=False)
+        assert (found.line, found.delay_s) == pytest.approx((rate, rtt_s / 2))
+
+
+@pytest.mark.xfail(strict=True, reason="Network keeps one link for all pairs of hosts of the same two sites")
+def test_hosts_with_unlike_cards_have_wires_of_unlike_rates() -> None:
+    there = cluster([[device()], [device()], [device()]])
+    nics = {"a0": 1e9, "a1": 1e9, "a2": 1e8}
+    there = there.with_hosts(lambda host: msgspec.structs.replace(host, nic=nics[host.name]))
+    known = network(there)
+    assert [known.wire(0, other, collective=False).line for other in (1, 2)] == [1e9, 1e8]

@@ -20,6 +20,9 @@ PUBLISHED = {
     "slm-500m": 526_550_016,
     "slm-1b": 970_458_240,
     "slm-2b": 1_969_027_008,
+    "opt-125m": 125_239_296,
+    "opt-1.3b": 1_315_758_080,
+    "opt-2.7b": 2_651_596_800,
     "opt-6.7b": 6_658_473_984,
     "mistral-7b": 7_241_732_096,
     "gpt3-13b": 12_853_473_280,
@@ -45,6 +48,17 @@ def test_the_fabric_models_have_the_papers_shapes(name, layers, d_model, heads):
         1024,
         50256,
     )
+
+
+def test_a_shape_that_is_not_its_checkpoints_says_so_and_is_for_plans_alone():
+    preset = models.preset("opt-350m")
+    assert preset.published is None and preset.planning_only
+    assert f"{parameters(preset.spec):,}" in preset.source and "331,196,416" in preset.source
+    checkpoint = models.family("opt").to_config(preset.spec) | {"word_embed_proj_dim": 512}
+    for config in (checkpoint, checkpoint | {"word_embed_proj_dim": 1024, "do_layer_norm_before": False}):
+        with pytest.raises(Refusal) as caught:
+            models.from_config(config)
+        assert caught.value.problem.code == "model-unsupported"
 
 
 @pytest.mark.parametrize("name", models.presets())

@@ -61,8 +61,8 @@ def refused(config, **where):
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.sampled_from(["gpt2", "llama"]), st.integers(1_000_000, 2_000_000_000), st.sampled_from([300, 8192, 32000]),
-    st.booleans(),
+    st.sampled_from(["gpt2", "llama", "opt"]), st.integers(1_000_000, 2_000_000_000),
+    st.sampled_from([300, 8192, 32000]), st.booleans(),
 )  # fmt: skip
 def test_the_size_dial_comes_within_a_tenth(family, target, vocab, tied):
     target = max(target, 4 * 64 * vocab)

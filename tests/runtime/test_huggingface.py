@@ -122,7 +122,7 @@ def test_a_mistral_folder_is_read(tmp_path):
 
 @settings(max_examples=20, deadline=None)
 @given(
-    st.sampled_from(["gpt2", "llama"]), st.integers(1, 3), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]),
+    st.sampled_from(["gpt2", "llama", "opt"]), st.integers(1, 3), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]),
     st.integers(1, 9), st.integers(1, 60), st.integers(1, 40), st.booleans(), st.integers(0, 99),
 )  # fmt: skip
 def test_a_round_trip_keeps_every_bit(

@@ -9,7 +9,7 @@ import argparse
 from typing import Any
 
 from farspan.app import pricing
-from farspan.cli import offers
+from farspan.cli import given_plan, offers
 from farspan.cli.arguments import load_config, takes_config
 from farspan.cli.console import Console
 from farspan.cli.planviews import check_names, say_views, takes_views
@@ -44,10 +44,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resolved", action="store_true", help="show each value of run.yaml and where it came from")
     takes_views(parser)
     offers.takes_offers(parser)
+    given_plan.takes_price(parser)
     parser.add_argument("-o", "--out", metavar="PLAN.JSON", help="write the chosen plan to this file")
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
+    if given_plan.priced(given, console):
+        return
     query = offers.asked_of(given)
     query.check()
     check_names(given)
