@@ -75,6 +75,8 @@ class Network:
         self.local_rate = {name: self._local_rate(by_name[name]) for name in self.crowd}
         self._site_of = {name: site.name for name, site in sites.items()}
         self._own = {frozenset((link.a, link.b)) for link in cluster.links}
+        #: Hosts whose network cards have rates of their own.
+        self._cards = {host.name for host in cluster.hosts if host.nic is not None}
         self._links: dict[tuple[str, str], Link] = {}
         self._wires: dict[tuple[str, str, bool, int], NetworkPath] = {}
         self._rings: dict[tuple[tuple[str, ...], int, str], tuple[float, float]] = {}
@@ -97,7 +99,7 @@ class Network:
         """The link between two hosts, as it is given; that of their sites where they have none of their own. Raises
         NoLink where nothing leads from one to the other."""
         pair = (a, b)
-        if frozenset(pair) not in self._own:
+        if frozenset(pair) not in self._own and not self._cards.intersection(pair):
             pair = (self._site_of[a], self._site_of[b])
         if pair not in self._links:
             link = self.cluster.link(a, b)

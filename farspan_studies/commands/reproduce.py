@@ -17,15 +17,18 @@ from farspan.domain.results import Estimate
 from farspan.domain.train import TrainSpec
 from farspan.report.tables import table_lines
 
-HELP = "compare predictions with two papers' numbers"
+HELP = "compare predictions with what others measured and published"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("paper", choices=("fabric", "slm-cost"), help="arXiv 2602.02632, or arXiv 2410.19456")
+    parser.add_argument(
+        "paper", choices=("fabric", "slm-cost", "published"),
+        help="arXiv 2602.02632, arXiv 2410.19456, or runs and block times of many sources",
+    )  # fmt: skip
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
-    (_fabric if given.paper == "fabric" else _slm_cost)(console)
+    {"fabric": _fabric, "slm-cost": _slm_cost, "published": _published}[given.paper](console)
 
 
 def _fabric(console: Console) -> None:
@@ -119,6 +122,38 @@ def _slm_cost(console: Console) -> None:
     _say_surface(console, surface)
     _say_rest(console, answer, ("fitted", "held_out"))
     console.answer(answer)
+
+
+def _published(console: Console) -> None:
+    """Runs that nothing was fitted to, each priced from the catalogue alone."""
+    from farspan_studies.papers import unseen_runs
+
+    rows, blocks = unseen_runs.unseen_runs(), unseen_runs.unseen_blocks()
+    table = Table("run", "GPUs", "plan", "", "engine", ">measured", ">predicted", ">error", "")
+    for row in rows:
+        table.add(
+            row.id, f"{row.gpus} {row.gpu.removeprefix('NVIDIA ')}", row.parallel, row.precision, row.engine,
+            f"{row.measured_s:.3g} s", f"{row.predicted_s:.3g} s", f"{row.error:+.0%}",
+            "" if row.inside else "outside its interval",
+        )  # fmt: skip
+    table.say(console)
+    by_engine = {name: [row for row in rows if row.engine == name] for name in sorted({row.engine for row in rows})}
+    scores = {"all": unseen_runs.score(rows), **{name: unseen_runs.score(own) for name, own in by_engine.items()}}
+    for name, one in scores.items():
+        console.say(
+            f"{name}: {one.runs} runs, median error {one.median:.1%} ({one.usual_median:.1%} if all had "
+            f"{unseen_runs.USUAL_MFU:.0%} MFU), {one.inside:.0%} inside intervals that are {one.width:.2f} to 1 wide; "
+            f"interval score {one.interval_score:.2f}."
+        )
+    kinds = unseen_runs.block_scores(blocks)
+    console.say("Blocks, median error by GPU from the data sheet, and with one other shape known:")
+    table = Table("GPU", "", ">times", ">data sheet", ">one known")
+    for kind in kinds:
+        known = "" if kind.known_median is None else f"{kind.known_median:.0%}"
+        table.add(kind.gpu, kind.precision, str(kind.times), f"{kind.median:.0%}", known)
+    table.say(console)
+    console.answer({"cells": rows, "median": scores["all"].median, "scores": scores, "blocks": blocks,
+                    "block_scores": kinds})  # fmt: skip
 
 
 def _say_surface(console: Console, surface: Sequence[Any]) -> None:

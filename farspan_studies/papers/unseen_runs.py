@@ -10,15 +10,16 @@ import functools
 import math
 import statistics
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
 from farspan import models
 from farspan.domain import catalog
-from farspan.domain.cluster import Cluster, Device, Host, Site
+from farspan.domain.cluster import Cluster, Device, DType, Host, Site
 from farspan.domain.engine import Engine, engine
 from farspan.domain.model import ModelSpec, train_flops_per_token
-from farspan.domain.plan import Edge, GradSync, Inputs, Mesh, Plan, Replica, Stage
+from farspan.domain.plan import Axis, Edge, GradSync, Inputs, Mesh, Plan, Replica, Stage
 from farspan.domain.train import TrainSpec
 from farspan.estimate.network import Network
 from farspan.estimate.price import price
@@ -102,7 +103,7 @@ def measured_s(run: Run) -> float:
     return run.batch * run.seq_len / run.tokens_per_s
 
 
-# -- what a run's facts say as a plan ------------------------------------------------------------------------------------
+# -- what a run's facts say as a plan ----------------------------------------------------------------------------------
 
 
 def software(run: Run | Block) -> str:
@@ -117,15 +118,16 @@ def run_plan(run: Run) -> tuple[Plan, Cluster]:
     cluster, spec = _cluster(run), model_spec(run.model)
     graph, parts = models.graph(spec), run.batch // (run.data * run.microbatch)
     each, layers = run.data * run.tensor, spec.layers
-    axes = {"data": run.data, "tensor": run.tensor} if run.tensor > 1 else {"data": run.data}
+    axes: dict[Axis, int] = {"data": run.data, "tensor": run.tensor} if run.tensor > 1 else {"data": run.data}
     splits = {
         op.name: op.divisible for unit in (graph.embedding, graph.block, graph.head) for op in unit
         if op.divisible and all(graph.sizes[dim] % run.tensor == 0 for dim in op.divisible)
     }  # fmt: skip
-    few = BITS[run.precision] if run.zero or software(run) == "megatron2021" else 32
+    few = BITS[run.precision] if run.zero or run.attention == "fused" else 32
+    bounds = [0, *(1 + s * layers // run.pipeline for s in range(1, run.pipeline)), layers + 2]
     stages = tuple(
         Stage(
-            units=(s * layers // run.pipeline + (s > 0), (s + 1) * layers // run.pipeline + 1 + (s + 1 == run.pipeline)),
+            units=(bounds[s], bounds[s + 1]),
             mesh=Mesh(ranks=tuple(range(s * each, (s + 1) * each)), shape=tuple(axes.values()), axes=tuple(axes)),
             rows=(run.batch // run.data,) * run.data, grad_sync=GradSync(bucket_bytes=BUCKET_BYTES, bits=few),
             zero=run.zero, splits=splits if run.tensor > 1 else {}, recompute=run.recompute == "full",
@@ -149,7 +151,8 @@ def run_plan(run: Run) -> tuple[Plan, Cluster]:
     return plan, cluster
 
 
-BITS = {"fp32": 32, "tf32": 32, "bf16": 16, "fp16": 16}
+#: Bits of a number on its way.
+BITS: dict[DType, Literal[16, 32]] = {"fp32": 32, "tf32": 32, "bf16": 16, "fp16": 16}
 #: Rows of a classifier's matrix, where a run has no head of the vocabulary's size.
 CLASSES = 16
 
@@ -191,7 +194,7 @@ def gpu(name: str) -> Device:
     return device
 
 
-# -- blocks --------------------------------------------------------------------------------------------------------------
+# -- blocks ------------------------------------------------------------------------------------------------------------
 
 
 def unseen_blocks() -> tuple[UnseenBlock, ...]:
@@ -212,7 +215,7 @@ def unseen_blocks() -> tuple[UnseenBlock, ...]:
 
 
 def _tells(other: Block, block: Block) -> bool:
-    """Whether one time tells of another: on the same GPU, by the same software at the same precision, of another shape."""
+    """Whether one time tells of another: same GPU, software and precision, another shape."""
     alike = all(getattr(other, name) == getattr(block, name) for name in ("gpu", "software", "precision", "covers"))
     return alike and other.id != block.id and (other.model, other.batch, other.seq_len) != (
         block.model, block.batch, block.seq_len,
@@ -239,7 +242,30 @@ def block_s(block: Block) -> float:
     return sum(count * (forward + (backward if block.backward_s else 0.0)) for (forward, backward), count in times)
 
 
-# -- scores --------------------------------------------------------------------------------------------------------------
+class BlockScore(msgspec.Struct, frozen=True, kw_only=True):
+    """Median errors over the block times of one GPU at one precision."""
+
+    gpu: str
+    precision: str
+    times: int
+    median: float
+    known_median: float | None
+
+
+def block_scores(rows: Sequence[UnseenBlock]) -> tuple[BlockScore, ...]:
+    """By GPU and precision."""
+    scores = []
+    for gpu, precision in dict.fromkeys((row.gpu, row.precision) for row in rows):
+        own = [row for row in rows if (row.gpu, row.precision) == (gpu, precision)]
+        known = [abs(row.known_error) for row in own if row.known_error is not None]
+        scores.append(BlockScore(
+            gpu=gpu, precision=precision, times=len(own), median=statistics.median(abs(row.error) for row in own),
+            known_median=statistics.median(known) if known else None,
+        ))  # fmt: skip
+    return tuple(scores)
+
+
+# -- scores ------------------------------------------------------------------------------------------------------------
 
 
 class RunScore(msgspec.Struct, frozen=True, kw_only=True):
