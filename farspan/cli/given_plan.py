@@ -167,8 +167,8 @@ def _memory(found: PricedPlan, *, colours: bool) -> list[str]:
     lines: dict[tuple[str, ...], list[int]] = {}
     for rank, (part, place) in enumerate(zip(found.memory, _places(found), strict=True)):
         at, device = found.plan.devices[rank], found.cluster.devices[place]
-        rest = part.buffers + part.framework + part.snapshot
-        parts = (part.weights, part.gradients, part.optimizer, part.activations, part.logits, rest)
+        named = (part.weights, part.gradients, part.optimizer, part.activations, part.logits)
+        parts = (*named, part.total - sum(named))
         holds = (f"{size / 1e9:.2f}" for size in parts)
         used = f"{part.total / 1e9:.2f} of {device.memory / 1e9:.3g}"
         lines.setdefault((at.host, device.kind, used, *holds), []).append(rank)

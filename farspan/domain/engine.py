@@ -137,6 +137,10 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     #: Bytes of a worker before it holds any tensor: of the device, and of the host where that is another memory.
     framework: int
     host_framework: int
+    #: Bytes that libraries of matrix products work in.
+    workspace: int = 0
+    #: Bytes that a communicator keeps for each of its channels (`estimate.memory.CHANNELS`).
+    channel_bytes: int = 0
     #: Checkpoints are written from a copy while training goes on.
     snapshots: bool = False
     #: Bytes a parameter of the host's memory while a run starts: of the whole model on the first host, which makes the
@@ -144,9 +148,11 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     host_state: int = 0
     #: Logits are made so many bytes at a time; None makes them whole.
     logits_chunk: int | None
-    #: Factors on the predicted step between which the measured one is expected: compute, network.
+    #: Factors on the predicted step between which the measured one is expected, eight times of ten: of compute by the
+    #: data sheet, of networks as they were given, and of either where it was measured.
     interval: tuple[float, float]
     network_interval: tuple[float, float]
+    probed_interval: tuple[float, float] = (0.82, 1.22)
     fitted: dict[str, str] = {}
     #: What of this is otherwise where every device is a CPU.
     cpu: dict[str, float | bool] = {}

@@ -29,7 +29,13 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     activations: float
     logits: float
     buffers: float
+    #: What the process holds before any tensor: of a GPU its context and the kernels that were loaded.
     framework: float
+    #: What libraries of matrix products work in, and what communicators keep for their channels.
+    workspace: float = 0.0
+    communicators: float = 0.0
+    #: What the allocator holds of tensors' memory while no tensor does, or a compiler keeps twice.
+    fragmentation: float = 0.0
     #: The copy of what the worker writes of a checkpoint, while training goes on; of other devices than CPUs it lies in
     #: the host's memory.
     snapshot: float = 0.0

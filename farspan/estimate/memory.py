@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from farspan.domain.engine import Engine
 from farspan.domain.graph import Operator, OpGraph
+from farspan.domain.plan import Mesh
 from farspan.domain.train import TrainSpec
 from farspan.semantics.kernel_choice import BYTES, scored_keys
 from farspan.semantics.tensor_sharding import RESIDUAL, weight_share
@@ -15,6 +16,9 @@ from farspan.semantics.tensor_sharding import RESIDUAL, weight_share
 #: Bytes a parameter of replicas that meet: the parameters of their last meeting, and the outer momentum (arXiv
 #: 2311.08105); while an exchange goes on, what it left from too.
 MEETING, OVERLAPPING = 8, 12
+#: Channels of an NCCL communicator by what joins the devices of a host: two for each link of an A100's twelve, and what
+#: rings over PCIe get (src/graph/search.cc, ncclTopoDupChannels and its callers).
+CHANNELS = {"nvlink": 24, "xgmi": 24, "pcie": 4, "unified": 2}
 
 
 def local_parameters(graph: OpGraph, units: tuple[int, int], splits: dict[str, str], ways: int) -> float:
@@ -84,6 +88,12 @@ def logits_bytes(
     whole = graph.size("bsv", b=micro_rows, s=train.seq_len) * width * share
     chunk = whole if engine.logits_chunk is None else min(whole, engine.logits_chunk)
     return chunk * (1 + 4 // width) + (2 * 4 * graph.size("vd") * held if engine.logits_chunk is not None else 0.0)
+
+
+def communicators(mesh: Mesh, piped: bool, devices: int) -> int:
+    """Communicators of a worker: one for each axis, for its neighbours in a pipeline, and for all of the plan."""
+    axes = sum(size > 1 for size in mesh.shape)
+    return axes + piped + (devices > 1 and (axes > 1 or piped))
 
 
 def snapshot_bytes(parameters: float, copies: int, outer: float) -> float:

@@ -8,6 +8,7 @@ MSS / RTT x sqrt(3/2) / sqrt(loss) a stream), and what the software moves. On a 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
@@ -107,6 +108,14 @@ class Network:
                 raise NoLink(a, b)
             self._links[pair] = link
         return self._links[pair]
+
+    @functools.cached_property
+    def probed(self) -> bool:
+        """Whether all that lies between the devices was measured: links, and rates inside hosts."""
+        counts = Counter(self.hosts)
+        by_name = {host.name: host for host in self.cluster.machines}
+        inside = all(by_name[host].local_rate is not None for host, count in counts.items() if count > 1)
+        return inside and all(self.link(a, b).origin == "measured" for a, b in itertools.combinations(counts, 2))
 
     def site(self, host: str) -> str:
         """The site of a host."""

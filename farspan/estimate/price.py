@@ -65,7 +65,7 @@ def estimate(plan: Plan, graph: OpGraph, cluster: Cluster, engine: Engine) -> Es
 def price(plan: Plan, costs: Costs, *, brief: bool = False) -> Estimate:
     """As `estimate`, with what was priced before kept in `costs`: searches price hundreds of plans of one model. A
     `brief` one lists no assumptions."""
-    network, engine = costs.network, costs.engine
+    network = costs.network
     steps = [step(replica, costs) for replica in plan.replicas]
     slowest = max(steps, key=lambda replica_step: replica_step.seconds)
     outer, sent = _outer(plan, costs, slowest)
@@ -79,7 +79,7 @@ def price(plan: Plan, costs: Costs, *, brief: bool = False) -> Estimate:
         step_s=step_s, compute_s=slowest.compute, communication_s=slowest.communication + outer,
         bubble_s=slowest.bubble, memory=_memory(plan, costs), workload=_workload(plan, costs, used, sent),
         token_efficiency=worth.tokens, token_efficiency_interval=worth.interval, evidence=worth.evidence,
-        interval=_interval(engine, step_s, slowest.network + outer, used, plan),
+        interval=_interval(network, step_s, slowest.network + outer, used, plan),
         assumptions=() if brief else assumptions(plan, costs),
     )  # fmt: skip
     return with_loss(priced, costs.graph.parameters())
@@ -256,17 +256,16 @@ def _sum(figures: Iterable[float | None]) -> float | None:
     return None if None in known else math.fsum(figure for figure in known if figure is not None)
 
 
-def _interval(engine: Engine, step_s: float, network_s: float, used: list[Device], plan: Plan) -> tuple[float, float]:
+def _interval(network: Network, step_s: float, network_s: float, used: list[Device], plan: Plan) -> tuple[float, float]:
     """The widest of the devices' factors and the engine's own on networks, weighed by what of the step is which."""
-    factors = [_factors(engine, device, plan.train.precision) for device in used]
+    engine = network.engine
+    factors = [_factors(engine, device, plan.train.precision) for device in {id(one): one for one in used}.values()]
     low, high = min(low for low, _ in factors), max(high for _, high in factors)
     if all(device.learned.pace != 1.0 for device in used) and len(used) > 1:
         high = 2.0  # A trial on one device does not show what several do to each other.
     share = min(1.0, network_s / step_s) if step_s else 0.0
-    return (
-        (1 - share) * low + share * engine.network_interval[0],
-        (1 - share) * high + share * engine.network_interval[1],
-    )
+    between = engine.probed_interval if share and network.probed else engine.network_interval
+    return (1 - share) * low + share * between[0], (1 - share) * high + share * between[1]
 
 
 def _factors(engine: Engine, device: Device, precision: Precision) -> tuple[float, float]:
@@ -274,7 +273,7 @@ def _factors(engine: Engine, device: Device, precision: Precision) -> tuple[floa
     if device.learned.pace != 1.0:
         return TRIED
     if any(precision in rate.flops for rate in device.times.rates):
-        return engine.interval
+        return engine.probed_interval
     if precision not in device.sheet.flops:
         return BLIND
     low, high = engine.interval

@@ -15,7 +15,9 @@ from farspan.domain.results import Memory
 from farspan.domain.train import TrainSpec
 from farspan.estimate.compute import DeviceSpeed, Kernels, work
 from farspan.estimate.memory import (
+    CHANNELS,
     activations_per_row,
+    communicators,
     local_parameters,
     logits_bytes,
     replayed_per_row,
@@ -323,15 +325,23 @@ class Costs:
         if stage.zero == 3:
             unit = max(self.graph.size("vd"), self.graph.parameters(1, 2))
             buffers += 2 * unit * engine.weight_bytes[train.precision] / ways
+        logits = logits_bytes(self.graph, train, rows, engine, *shares) if head else 0.0
+        lost = (engine.overhead - 1) * (weights + gradients + optimizer)
+        lost += (engine.overhead * engine.slack - 1) * kept + (engine.slack - 1) * (logits + buffers)
         return Memory(
-            weights=weights * engine.overhead, gradients=gradients * engine.overhead,
-            optimizer=optimizer * engine.overhead, activations=kept * engine.overhead * engine.slack,
-            logits=engine.slack * logits_bytes(self.graph, train, rows, engine, *shares) if head else 0.0,
-            buffers=engine.slack * buffers,
+            weights=weights, gradients=gradients, optimizer=optimizer, activations=kept, logits=logits, buffers=buffers,
             framework=engine.framework if device.learned.framework is None else device.learned.framework,
+            workspace=engine.workspace, fragmentation=lost,
+            communicators=communicators(stage.mesh, piped, len(self.network.devices)) * engine.channel_bytes
+            * CHANNELS[self._joined(rank)],
             snapshot=snapshot_bytes(parameters, len(stage.mesh.ranks) // ways, max(outer, self._outer))
             if engine.snapshots and device.backend == "cpu" else 0.0,
         )  # fmt: skip
+
+    def _joined(self, rank: int) -> str:
+        """What joins a device to others of its host."""
+        joined = self.network.devices[rank].sheet.interconnect
+        return joined.kind if joined else "pcie"
 
 
 def _figures(device: Device) -> bytes:

@@ -79,7 +79,7 @@ def unseen_runs() -> tuple[UnseenRun, ...]:
 
 def _priced(run: Run) -> UnseenRun:
     plan, cluster = run_plan(run)
-    used = engine(plan.engine)
+    used = engine_of(plan.engine)
     costs = Costs(models.graph(plan.model), plan.train, Network(cluster, plan.devices, used))
     estimate = price(plan, costs, brief=True)
     measured = measured_s(run)
@@ -104,6 +104,12 @@ def measured_s(run: Run) -> float:
 
 
 # -- what a run's facts say as a plan ----------------------------------------------------------------------------------
+
+
+@functools.cache
+def engine_of(name: str) -> Engine:
+    """The engine, in which fp32 is fp32: the list says tf32 where products were so."""
+    return msgspec.structs.replace(engine(name), tf32=False)
 
 
 def software(run: Run | Block) -> str:
@@ -204,9 +210,11 @@ def unseen_blocks() -> tuple[UnseenBlock, ...]:
     ]
     rows = []
     for block, measured, predicted in priced:
-        others = [took / said for other, took, said in priced if _tells(other, block)]
-        # The first of another shape in the list's order: one, whichever was published first.
-        known = predicted * others[0] / measured - 1 if others else None
+        # One other shape: the nearest in predicted time, by ratio.
+        others = [
+            (abs(math.log(said / predicted)), took / said) for other, took, said in priced if _tells(other, block)
+        ]
+        known = predicted * min(others)[1] / measured - 1 if others else None
         rows.append(UnseenBlock(
             id=block.id, gpu=block.gpu, precision=block.precision, measured_s=measured, predicted_s=predicted,
             error=predicted / measured - 1, known_error=known,
@@ -224,7 +232,7 @@ def _tells(other: Block, block: Block) -> bool:
 
 def block_s(block: Block) -> float:
     """Predicted seconds of what a published time covers: forward, and backward where it was measured."""
-    used, spec = engine(software(block)), model_spec(block.model)
+    used, spec = engine_of(software(block)), model_spec(block.model)
     graph, device = models.graph(spec), gpu(block.gpu)
     train = TrainSpec(
         steps=1, batch=block.batch, seq_len=block.seq_len, precision=block.precision,
@@ -298,8 +306,3 @@ def interval_score(value: float, interval: tuple[float, float], level: float = L
     low, high = map(math.log, interval)
     outside = max(0.0, low - math.log(value)) + max(0.0, math.log(value) - high)
     return high - low + 2 / (1 - level) * outside
-
-
-def engines_used() -> dict[str, Engine]:
-    """The engines that stand for the runs' software."""
-    return {name: engine(name) for name in sorted({software(run) for run in published_runs().runs})}

@@ -284,7 +284,6 @@ def test_what_hosts_of_a_site_exchange_goes_at_the_rate_of_its_local_network_and
         assert (found.line, found.delay_s) == pytest.approx((rate, rtt_s / 2))
 
 
-@pytest.mark.xfail(strict=True, reason="Network keeps one link for all pairs of hosts of the same two sites")
 def test_hosts_with_unlike_cards_have_wires_of_unlike_rates() -> None:
     there = cluster([[device()], [device()], [device()]])
     nics = {"a0": 1e9, "a1": 1e9, "a2": 1e8}

@@ -61,7 +61,21 @@ def test_what_nobody_knows_is_foretold_widely():
     assert interval(backend="cpu") == (0.4, 1.5)  # A kind of core whose clock is assumed.
     assert interval(backend="cpu", flops={}) == (0.2, 2.0)
     probed = (MatmulRate(m=1024, k=64, n=64, flops={"fp32": 1e11}),)
-    assert interval(backend="cpu", rates=probed) == (0.7, 1.5)
+    assert interval(backend="cpu", rates=probed) == (0.82, 1.22)
+
+
+def test_networks_that_were_measured_are_told_narrowly():
+    def interval(origin, local_rate):
+        link = msgspec.structs.replace(WIDE, origin=origin)
+        there = cluster([[device()] * 2], [[device()] * 2], links=(link,))
+        there = there.with_hosts(lambda host: msgspec.structs.replace(host, local_rate=local_rate))
+        engine = plain(interval=(0.5, 2.0), network_interval=(0.1, 9.0), probed_interval=(0.9, 1.1))
+        return estimate(plan(there, single(mesh(0, 1, 2, 3), (2,) * 4)), models.graph(TIED), there, engine).interval
+
+    # Nearly all of the step is communication over the long line.
+    assert interval("measured", 1e10) == pytest.approx((0.9, 1.1), rel=0.01)
+    for unknown in (("given", 1e10), ("measured", None)):
+        assert interval(*unknown) == pytest.approx((0.1, 9.0), rel=0.02)
 
 
 # -- sums of gradients -------------------------------------------------------------------------------------------------
