@@ -41,6 +41,15 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     snapshot: float = 0.0
 
     @property
+    def shown(self) -> dict[str, float]:
+        """The same in as many parts as a picture can tell apart: communicators count with the buffers, and libraries
+        with the framework."""
+        parts: dict[str, float] = msgspec.structs.asdict(self)
+        parts["buffers"] += parts.pop("communicators")
+        parts["framework"] += parts.pop("workspace")
+        return parts
+
+    @property
     def total(self) -> int:
         held: float = sum(msgspec.structs.astuple(self))
         return round(held)

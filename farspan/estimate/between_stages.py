@@ -25,12 +25,12 @@ def edges(replica: Replica, costs: Costs) -> tuple[list[Hop], list[Hop]]:
 
 def _hop(costs: Costs, sends: Sends, streams: int) -> Hop:
     """Wires are busy with what goes across; what then goes inside a site comes later, beside the next message."""
-    network = costs.network
-    across = network.flows_s(sends.across, max(costs.engine.streams, streams))
-    if not sends.inside:
-        return across
-    inside = network.flows_s(sends.inside, costs.engine.streams)
-    return Hop(across.busy, across.delay + inside.busy + inside.delay)
+    network, key = costs.network, (id(sends), streams)  # Costs keep what was sent.
+    if key not in costs.hops:
+        across = network.flows_s(sends.across, max(costs.engine.streams, streams))
+        inside = network.flows_s(sends.inside, costs.engine.streams)
+        costs.hops[key] = Hop(across.busy, across.delay + inside.busy + inside.delay)
+    return costs.hops[key]
 
 
 def crossing(replica: Replica, costs: Costs, edge: int, backward: bool) -> dict[str, float]:

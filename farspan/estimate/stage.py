@@ -25,6 +25,7 @@ from farspan.estimate.memory import (
     state_bytes,
 )
 from farspan.estimate.network import Network
+from farspan.estimate.schedule import Hop
 from farspan.estimate.unit_times import TimedUnits
 from farspan.semantics.communications import (
     Communication,
@@ -81,6 +82,8 @@ class Costs:
         self._sizes: dict[tuple[object, ...], float] = {}
         self._waits: dict[tuple[object, ...], tuple[float, float]] = {}
         self._sends: dict[tuple[object, ...], Sends] = {}
+        #: What messages between stages take, by the number of these in memory and of their streams.
+        self.hops: dict[tuple[int, int], Hop] = {}
 
     # -- arithmetic --------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from farspan.report.page import environment
 from farspan.report.plan_picture import PARTS, Box, Flow, Picture, SiteView
 
 #: Colours of chart.css: what fills memory.
-FILLS = dict(zip(PARTS, ("train", "val", "memory", "speed", "lr", "norm", "rest", "copy"), strict=True))
+FILLS = dict(zip(PARTS, ("train", "val", "memory", "speed", "lr", "norm", "rest", "lost", "copy"), strict=True))
 #: Pixels of the cluster's picture: a host's heading, a row of boxes, the gap between sites, boxes in a row.
 HEAD, ROW, GAP, ACROSS = 26, 76, 46, 2
 #: Links between sites that are not neighbours in the picture, drawn at its side; the table has the others.

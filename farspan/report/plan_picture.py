@@ -18,7 +18,7 @@ from farspan.estimate.stage_time import StageTime
 from farspan.estimate.traffic import Exchange, traffic
 
 #: What fills memory, in the order in which bars stack it.
-PARTS = tuple(Memory.__struct_fields__)
+PARTS = tuple(Memory(**dict.fromkeys(Memory.__struct_fields__, 0.0)).shown)
 PURPOSES = {
     "gradients": "gradients", "weights": "weights", "operators": "activations inside operators",
     "activations": "activations and their gradients", "tied table": "the tied table's gradient",
@@ -296,7 +296,7 @@ def bars(shown: Picture) -> list[tuple[str, Box]]:
     """(label, box) for every distinct device: kind, what fills it and how much."""
     groups: dict[tuple[object, ...], list[Box]] = {}
     for box in shown.boxes:
-        parts = tuple(round(getattr(box.memory, part), -6) for part in PARTS)
+        parts = tuple(round(size, -6) for size in box.memory.shown.values())
         groups.setdefault((box.kind, box.capacity, parts), []).append(box)
     labelled = []
     for group in groups.values():

@@ -16,7 +16,7 @@ GLYPHS = {"forward": "▒", "backward": "█", "send": "~", "sums": "≈", "rece
 WORDS = {"send": "sending", "sums": "communication", "receive": "waiting for a message"}
 #: Of every other microbatch, so that neighbours can be told apart.
 OTHERS = {"forward": "░", "backward": "▓"}
-BAR = dict(zip(PARTS, "WGOALBFS", strict=True))
+BAR = dict(zip(PARTS, "WGOALBFUS", strict=True))
 #: Lanes and bars beyond so many are left to the page.
 MOST = 24
 
@@ -126,8 +126,8 @@ def memory(shown: Picture, width: int) -> Iterator[Line]:
     cells = width - name - 22
     for label, box in labelled[:MOST]:
         bar, at = "", 0.0
-        for part in PARTS:
-            at += getattr(box.memory, part)
+        for part, size in box.memory.shown.items():
+            at += size
             bar += BAR[part] * (round(cells * at / scale) - len(bar))
         edge = round(cells * box.capacity / scale)
         used = f"{format_bytes(box.memory.total):>8} of {format_bytes(box.capacity)}"

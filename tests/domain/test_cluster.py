@@ -3,6 +3,7 @@
 import itertools
 import json
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
