@@ -24,8 +24,8 @@ from farspan_studies.papers.calibrate import constant, fit, with_constants
 from farspan_studies.papers.published import Point, catalog_cluster, cost_study, mean_error, planned_devices
 
 #: What is fitted, all on the 100M and 1B models.
-FITTED = ("efficiency", "composed_bandwidth")
-MOVED = (*FITTED, "launch_s", "bandwidth", "contention", "overlap", "local_rate", "overhead")
+FITTED = ("composed_bandwidth",)
+MOVED = (*FITTED, "efficiency", "launch_s", "bandwidth", "contention", "overlap", "local_rate", "overhead")
 ATTENTION = ("sdpa", "vanilla")
 #: PyTorch DDP's default bucket (arXiv 2006.15704).
 BUCKET_BYTES = 25 * 2**20
