@@ -26,7 +26,7 @@ Objective = Literal["time", "cost", "loss_per_dollar", "fewest_devices"]
 OBJECTIVES: tuple[Objective, ...] = ("time", "cost", "loss_per_dollar", "fewest_devices")
 #: `fewest_devices` admits plans that take at most this much longer than the fastest.
 TOLERANCE = 0.1
-#: What stands before the dollars of a plan for which the law of losses knows no gain: more than any run costs.
+#: What the dollars of a plan are multiplied by for which the law of losses knows no gain: more than any gain is small.
 NO_GAIN = 1e12
 
 
@@ -206,4 +206,4 @@ def _loss_per_dollar(candidate: Candidate) -> float:
         return math.inf
     gained, spent = math.log(candidate.plan.model.vocab_size) - loss, usd + 1e-9 * candidate.time_s
     # So few tokens that the law knows of no gain: by dollars, and after all that gain.
-    return spent / gained if gained > 0 else NO_GAIN + spent
+    return spent / gained if gained > 0 else NO_GAIN * (1 + spent)

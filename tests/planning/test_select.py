@@ -118,7 +118,7 @@ def test_something_is_chosen_whenever_anything_ran(budget_s):
 
 
 def test_no_more_is_tried_than_the_budget_holds():
-    here = cluster((FAST, FAST), (FAST, FAST), rtt_s=1e-3, bandwidth=1e10)
+    here = cluster((FAST, FAST), (FAST, FAST), rtt_s=1e-3, bandwidth=1e9)
     world = World(here, spread=0.2, took_s=30.0)
     found = select(here, asked(allow=SYNCHRONOUS), world, budget_s=60.0)
     assert (found.ended, len(found.tried), found.spent_s) == ("budget", 2, 60.0)
@@ -230,7 +230,7 @@ def test_what_was_measured_stands_in_the_ranking():
 
 def test_a_lease_holds_at_the_measured_pace():
     """Just long enough for the best plan as predicted; a trial shows it slower by half."""
-    here = cluster((FAST, FAST), (FAST, FAST), rtt_s=1e-3, bandwidth=1e10)
+    here = cluster((FAST, FAST), (FAST, FAST), rtt_s=1e-3, bandwidth=1e9)
     question = asked(allow=SYNCHRONOUS)
     first = question.rank(here)
     best = first.candidates[first.chosen]
