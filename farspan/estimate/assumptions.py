@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from farspan.domain.plan import Plan
 from farspan.domain.units import format_bytes, format_rate
-from farspan.estimate.compute import UNKNOWN_FLOPS
+from farspan.estimate.compute import UNKNOWN_FLOPS, best_product, product_dtype
 from farspan.estimate.network import assumed_bandwidth
 from farspan.estimate.stage import Costs
 
 
 def assumptions(plan: Plan, costs: Costs) -> tuple[str, ...]:
     """Sentences for what was not measured on this cluster."""
-    return (*_rates(costs), *_links(plan, costs), *_run(plan, costs))
+    return (*_rates(costs), *_inside_hosts(costs), *_links(plan, costs), *_run(plan, costs))
 
 
 def _rates(costs: Costs) -> list[str]:
-    dtype, engine, sentences = costs.train.precision, costs.engine, []
+    engine, sentences = costs.engine, []
     for kind in dict.fromkeys(device.kind for device in costs.network.devices):
         device = next(device for device in costs.network.devices if device.kind == kind)
+        dtype = product_dtype(device, costs.train.precision, engine)
         if device.times.units and not costs.timed(device):
             sentences.append(
                 f"{kind} was timed with other units, dtypes or lengths of sequences; farspan probe measures these"
@@ -29,13 +32,26 @@ def _rates(costs: Costs) -> list[str]:
         elif any(dtype in rate.flops for rate in device.times.rates):
             sentences.append(f"{kind} keeps the {dtype} speed that its matrix products were measured at")
         elif dtype in device.sheet.flops:
-            share = f"{engine.efficiency[dtype]:.0%} of its data sheet's {device.sheet.flops[dtype] / 1e12:.3g} TFLOP/s"
+            reached = engine.efficiency[dtype] * best_product(device, dtype) / device.sheet.flops[dtype]
+            share = f"{reached:.0%} of its data sheet's {device.sheet.flops[dtype] / 1e12:.3g} TFLOP/s"
             sentences.append(f"{kind} reaches {share} in {dtype}")
         else:
             known = UNKNOWN_FLOPS[device.backend] / 1e12
             unknown = f"{kind} has no known {dtype} speed: {known:.3g} TFLOP/s is assumed"
             sentences.append(f"{unknown}; farspan probe measures it")
     return sentences
+
+
+def _inside_hosts(costs: Costs) -> list[str]:
+    """Rates between devices of one host that nobody measured."""
+    network, hosts_by_text = costs.network, dict[str, list[str]]()
+    counts = Counter(network.hosts)
+    for host in network.cluster.machines:
+        if counts[host.name] > 1 and host.local_rate is None:
+            rate = format_rate(network.local_rate[host.name])
+            text = f"devices of the host exchange {rate} each way; farspan probe measures it"
+            hosts_by_text.setdefault(text, []).append(host.name)
+    return [f"{_some(hosts, 'hosts')}: {text}" for text, hosts in hosts_by_text.items()]
 
 
 def _links(plan: Plan, costs: Costs) -> list[str]:
@@ -57,11 +73,11 @@ def _links(plan: Plan, costs: Costs) -> list[str]:
                 pairs_by_text.setdefault(text, []).append(pair)
             if link.origin == "derived":
                 pairs_by_text.setdefault("the network inside a site, or derived from other links", []).append(pair)
-    return [f"{_some(pairs)}: {text}" for text, pairs in pairs_by_text.items()]
+    return [f"{_some(pairs, 'pairs')}: {text}" for text, pairs in pairs_by_text.items()]
 
 
-def _some(pairs: list[str]) -> str:
-    return ", ".join(pairs[:2]) + (f" and {len(pairs) - 2} other pairs" if len(pairs) > 2 else "")
+def _some(names: list[str], what: str) -> str:
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} other {what}" if len(names) > 2 else "")
 
 
 def _run(plan: Plan, costs: Costs) -> list[str]:

@@ -21,6 +21,7 @@ from farspan.domain.results import Estimate, Memory, Workload
 from farspan.domain.train import Precision
 from farspan.estimate.assumptions import assumptions
 from farspan.estimate.between_stages import Tie, crossing, edges, sent_between, tie
+from farspan.estimate.compute import product_dtype
 from farspan.estimate.loss import loss
 from farspan.estimate.memory import MEETING, OVERLAPPING
 from farspan.estimate.network import Network
@@ -244,7 +245,9 @@ def _workload(plan: Plan, costs: Costs, used: list[Device], sent: dict[str, floa
     return Workload(
         steps=train.steps, tokens_per_step=train.tokens_per_step, deadline_s=train.deadline_s, devices=len(used),
         flops_per_step=train.tokens_per_step * train_flops_per_token(plan.model, train.seq_len),
-        peak_flops=_sum(device.sheet.flops.get(train.precision) or None for device in used),
+        peak_flops=_sum(
+            device.sheet.flops.get(product_dtype(device, train.precision, costs.engine)) or None for device in used
+        ),
         usd_per_hour=_sum(device.usd_per_hour for device in used), watts=_sum(device.sheet.watts for device in used),
         egress_usd_per_step=sum(egress[site] * size for site, size in sent.items()),
     )  # fmt: skip
@@ -272,9 +275,10 @@ def _factors(engine: Engine, device: Device, precision: Precision) -> tuple[floa
     """By what says how fast a device computes: a trial, a probe, a data sheet, a kind of core, or nothing."""
     if device.learned.pace != 1.0:
         return TRIED
-    if any(precision in rate.flops for rate in device.times.rates):
+    dtype = product_dtype(device, precision, engine)
+    if any(dtype in rate.flops for rate in device.times.rates):
         return engine.probed_interval
-    if precision not in device.sheet.flops:
+    if dtype not in device.sheet.flops:
         return BLIND
     low, high = engine.interval
     return (min(low, ASSUMED), high) if device.backend == "cpu" else (low, high)

@@ -409,3 +409,14 @@ def test_cluster_json_has_all_figures_of_a_device_side_by_side_and_reads_back(tm
 
 def test_a_clusters_hash_is_that_of_earlier_versions(tmp_path):
     assert cluster_hash(read(tmp_path, LEAST)) == "4bd1997859300879"
+
+
+def test_tf32_is_fp32_on_devices_that_lack_it_if_others_have_it():
+    kinds = {name: catalog.devices()[name].device(name) for name in ("a100-40", "v100-16")}
+
+    def lacking(precision, *names):
+        host = Host(name="h", devices=tuple(kinds[name] for name in names))
+        return Cluster(sites=(Site(name="s", hosts=(host,)),)).lacking(precision)
+
+    assert lacking("tf32", "a100-40", "v100-16") == [] == lacking("tf32", "a100-40")
+    assert lacking("tf32", "v100-16") == ["v100-16"] == lacking("bf16", "a100-40", "v100-16")
