@@ -1,0 +1,87 @@
+"""What a lab's line carries in a step is what the plan's list of communications says (`semantics.communications`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from farspan import models
+from farspan.app import training
+from farspan.app.plans import best_plan
+from farspan.app.resolving import resolve
+from farspan.domain.config import (
+    BatchConfig,
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+    TokenizerConfig,
+    TrainConfig,
+)
+from farspan.domain.engine import engine
+from farspan.domain.plan import Plan
+from farspan.estimate.network import Network
+from farspan.estimate.stage import Costs
+from farspan.estimate.traffic import traffic
+from farspan_lab import state
+from farspan_lab.cluster import of_lab
+from tests.lab.conftest import OWN, parsed, traces
+
+TWO = (
+    f"name: {OWN}-carried\nsites: {{utah: {{devices: 2}}, mass: {{}}}}\nlinks: [{{between: [utah, mass], rtt: 4ms}}]\n"
+)
+#: Steps of a short and of a long run: what both send once falls out of the difference.
+SHORT, LONG = 20, 60
+
+
+@pytest.fixture(scope="module")
+def lab():
+    made = state.up(parsed(TWO))
+    yield made.lab.name
+    state.down(made.lab.name)
+    assert traces() == []
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(40):
+        words = " ".join(f"{word}{number % 7}" for word in ("wind", "list", "blow", "where", "they")) * 30
+        (folder / f"{number:02}.txt").write_text(f"Paper {number}\n\n{words}.\n")
+    return folder
+
+
+def carried(lab: str, technique: str, steps: int, text: Path, folder: Path) -> tuple[int, Plan]:
+    """Bytes that the line carried while a run of so many steps went on, both ways, headers and all."""
+    config = RunConfig(
+        data=DataConfig(source=str(text), val="10%"), tokenizer=TokenizerConfig(vocab=300),
+        model=ModelConfig(layers=3, d_model=96, heads=2, context=32, tied=False),
+        train=TrainConfig(steps=steps, batch=BatchConfig(global_=12), precision="fp32", validate_every=1000),
+        parallel=ParallelConfig(cluster=f"lab:{lab}", technique=technique), checkpoint=CheckpointConfig(every="1h"),
+    )  # fmt: skip
+    run = training.make(folder, config, best_plan(resolve(config, trial=False), config.parallel))
+    before = sum(way.bytes for way in state.status(lab).traffic)
+    training.train(run)
+    return sum(way.bytes for way in state.status(lab).traffic) - before, run.load_plan()
+
+
+def listed(plan: Plan, lab: str) -> float:
+    """Bytes of a step between the sites, by the list."""
+    cluster = of_lab(state.status(lab))
+    costs = Costs(models.graph(plan.model), plan.train, Network(cluster, plan.devices, engine(plan.engine)))
+    return sum(
+        size for exchange in traffic(plan, costs) for (a, b), size in exchange.by_hosts.items()
+        if costs.network.site(a) != costs.network.site(b)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("technique", ["zero2", "pipeshard"])
+def test_a_line_carries_what_the_list_says(lab: str, technique: str, text: Path, tmp_path: Path):
+    (short, plan), (long, _) = (carried(lab, technique, steps, text, tmp_path / f"{steps}") for steps in (SHORT, LONG))
+    assert {device.site for device in plan.devices} == {"utah", "mass"}
+    step = (long - short) / (LONG - SHORT)
+    # Headers of packets, their acknowledgements, and what workers tell one another beside: the gradient's norm, each
+    # second that they live.
+    assert step == pytest.approx(listed(plan, lab), rel=0.05)
