@@ -30,7 +30,7 @@ class TrainEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     batch: Quantity
     seq_len: Positive | None = None
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
     attention: Literal["sdpa", "vanilla"] = "sdpa"
     recompute: bool = False
     steps: Positive = 1

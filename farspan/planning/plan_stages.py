@@ -15,6 +15,7 @@ from farspan.domain.problems import Refusal, nearest
 from farspan.domain.train import TrainSpec
 from farspan.domain.units import counted, parse_bytes
 from farspan.planning.quantities import positive
+from farspan.semantics.kernel_choice import BYTES
 from farspan.semantics.tensor_sharding import RESIDUAL, strategy
 
 T = TypeVar("T")
@@ -98,7 +99,7 @@ class StageReader:
         )
 
     def _edge(self, a: Mesh, b: Mesh) -> Edge:
-        bits: Literal[8, 16, 32] = 32 if self._train.precision == "fp32" else 16
+        bits: Literal[8, 16, 32] = 32 if BYTES[self._train.precision] == 4 else 16
         if self._sites[a.ranks[-1]] != self._sites[b.ranks[0]] and self._train.wan_bits < bits:
             bits = self._train.wan_bits
         return Edge(bits=bits)

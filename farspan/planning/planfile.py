@@ -23,6 +23,7 @@ from farspan.domain.planfile import ModelEntry, PlanFile, PlanRefusals
 from farspan.domain.problems import Refusal, nearest
 from farspan.domain.train import Precision, TrainSpec
 from farspan.domain.units import counted, parse_count
+from farspan.estimate.compute import product_dtype
 from farspan.planning.choose_model import DEFAULT_FAMILY
 from farspan.planning.model_speed import common_precisions
 from farspan.planning.plan_stages import StageReader
@@ -71,10 +72,11 @@ def _check_engine(file: PlanFile, refusals: PlanRefusals) -> None:
 
 def check_precision(plan: Plan, cluster: Cluster, where: str) -> None:
     """Refuse a precision that a device of the plan does not compute in hardware."""
-    places = [place for place, _ in _planned(plan, cluster)]
+    places, precision = [place for place, _ in _planned(plan, cluster)], plan.train.precision
+    lacking = cluster.only(places).lacking(precision)
     for place, name in _planned(plan, cluster):
-        device, precision = cluster.devices[place], plan.train.precision
-        if precision not in device.sheet.dtypes:
+        device = cluster.devices[place]
+        if device.kind in lacking:
             raise PlanRefusals(where).value(
                 "train.precision",
                 f"{device.kind} ({name}) does not compute {precision} in hardware",
@@ -85,9 +87,9 @@ def check_precision(plan: Plan, cluster: Cluster, where: str) -> None:
 
 def check_rates(plan: Plan, cluster: Cluster) -> None:
     """Refuse a device of which nothing says how fast it computes."""
-    precision = plan.train.precision
     for place, name in _planned(plan, cluster):
         device = cluster.devices[place]
+        precision = product_dtype(device, plan.train.precision, engine(plan.engine))
         timed = device.times.units or any(precision in rate.flops for rate in device.times.rates)
         if not (timed or precision in device.sheet.flops or device.learned.pace != 1.0):
             raise Refusal(
