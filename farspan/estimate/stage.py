@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -77,6 +77,9 @@ class Costs:
         self._units: dict[tuple[object, ...], tuple[float, float]] = {}
         self._sizes: dict[tuple[object, ...], float] = {}
         self._waits: dict[tuple[object, ...], tuple[float, float]] = {}
+        #: What `stage_time` knows of stages, and of the sums of their gradients.
+        self.stage_times: dict[tuple[object, ...], Any] = {}
+        self.syncs: dict[tuple[object, ...], Any] = {}
 
     # -- arithmetic --------------------------------------------------------------------------------------------------
 
