@@ -105,9 +105,19 @@ class Task:
         wire = network.wire(a, b, collective=False, streams=1)
         return max(1, min(MOST_STREAMS, math.ceil(wire.line / wire.rate)))
 
-    def likeness(self, ranks: Sequence[int]) -> object:
-        """What makes two runs of devices take the same: figures, division into hosts, and the links between these; how
-        the engine works on all of the question's kinds of devices; and what must be left free."""
+    @functools.cached_property
+    def _known_likeness(self) -> dict[tuple[int, ...], int]:
+        return {}
+
+    def likeness(self, ranks: Sequence[int]) -> int:
+        """A number for what makes two runs of devices take the same: figures, division into hosts, and the links
+        between these; how the engine works on all of the question's kinds of devices; and what must be left free."""
+        key = tuple(ranks)
+        if key not in self._known_likeness:
+            self._known_likeness[key] = self.memo.setdefault(("likeness", self._likeness(key)), len(self.memo))
+        return self._known_likeness[key]
+
+    def _likeness(self, ranks: tuple[int, ...]) -> object:
         network = self.costs.network
         hosts = list(dict.fromkeys(network.hosts[rank] for rank in ranks))
         places = tuple(hosts.index(network.hosts[rank]) for rank in ranks)
