@@ -77,6 +77,7 @@ class Costs:
         self._units: dict[tuple[object, ...], tuple[float, float]] = {}
         self._sizes: dict[tuple[object, ...], float] = {}
         self._waits: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._passes: dict[tuple[object, ...], tuple[float, float, float, float]] = {}
         #: What `stage_time` knows of stages, and of the sums of their gradients.
         self.stage_times: dict[tuple[object, ...], Any] = {}
         self.syncs: dict[tuple[object, ...], Any] = {}
@@ -208,11 +209,18 @@ class Costs:
     def _unit_pass(
         self, group: Sequence[int], unit: tuple[Operator, ...], rows: int, stage: Stage, concurrent: int
     ) -> tuple[float, float, float, float]:
-        """Seconds of the slowest device of a tensor axis for a unit, forward and backward; and of its collectives."""
+        """Seconds of the slowest device of a tensor axis for a unit, forward and backward; and of its collectives. Kept
+        by what decides them."""
         ways = len(group)
-        times = [self.unit_s(rank, unit, rows, stage.splits, ways) for rank in group]
-        waits = self.unit_wait(group, unit, rows, stage.splits, concurrent) if ways > 1 else (0.0, 0.0)
-        return max(t[0] for t in times), max(t[1] for t in times), *waits
+        if ways == 1:
+            return *self.unit_s(group[0], unit, rows, stage.splits, ways), 0.0, 0.0
+        places = ((self.network.hosts[rank], self.alike[rank]) for rank in group)
+        key = (*places, unit[0].name, len(unit), rows, concurrent, *stage.splits.items())
+        if key not in self._passes:
+            times = [self.unit_s(rank, unit, rows, stage.splits, ways) for rank in group]
+            waits = self.unit_wait(group, unit, rows, stage.splits, concurrent)
+            self._passes[key] = (max(t[0] for t in times), max(t[1] for t in times), *waits)
+        return self._passes[key]
 
     def parameters(self, stage: Stage) -> float:
         """Parameters that each device of a stage holds before ZeRO divides them."""
