@@ -7,6 +7,7 @@ carries one message at a time each way.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -91,4 +92,4 @@ def simulate(
             if not waiting or waiting[-1] != peer:
                 waiting.append(peer)
         free[stage] = idle
-    return Simulated(free, computed, sending, list(map(PassSpan._make, spans)))
+    return Simulated(free, computed, sending, list(map(functools.partial(tuple.__new__, PassSpan), spans)))

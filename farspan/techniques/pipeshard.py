@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from farspan.domain.plan import Plan, Replica
 from farspan.domain.problems import Problem
@@ -74,18 +74,18 @@ def best_pipeline(task: Task) -> tuple[float, Replica] | None:
 def _solutions(task: Task, most: int) -> list[tuple[Solution, int]]:
     """The best few solutions of the stage search over all orders and numbers of microbatches, with the latter. Where
     one is in sight is searched first: the sooner the rest is known to be worse."""
-    searches: list[tuple[float, int, int, StageSearch]] = []
+    searches: list[tuple[float, int, float, int, StageSearch]] = []
     for parts in microbatch_counts(task):
         tables = Tables(task, parts)
         for order in orders(task):
-            search = StageSearch(task, order, tables)
-            searches.append((search.glimpse(), len(searches), parts, search))
+            search, tied = StageSearch(task, order, tables), tied_s(task, order)
+            searches.append((search.glimpse() + tied, len(searches), tied, parts, search))
     found: list[tuple[float, int, int, Solution, int]] = []
-    for _, place, parts, search in sorted(searches, key=lambda row: row[:2]):
+    for _, place, tied, parts, search in sorted(searches, key=lambda row: row[:2]):
         worst = found[-1][0] if len(found) == most else math.inf
-        for number, solution in enumerate(search.solutions(worst)):
+        for number, solution in enumerate(search.solutions(worst - tied)):
             if len(solution.cuts) > 1:
-                found.append((solution.objective + tied_s(task, solution), place, number, solution, parts))
+                found.append((solution.objective + tied, place, number, solution, parts))
         found = heapq.nsmallest(most, found, key=lambda row: row[:3])
     return [(solution, parts) for *_, solution, parts in found]
 
@@ -101,11 +101,11 @@ def _best_even(task: Task, best: float) -> list[tuple[float, Replica]]:
     return even
 
 
-def tied_s(task: Task, solution: Solution) -> float:
+def tied_s(task: Task, order: Sequence[int]) -> float:
     """Seconds that a tied table's gradient takes from the last stage to the first, and its rows back."""
     if not task.graph.tied:
         return 0.0
-    first, last = solution.cuts[0].ranks[0], solution.cuts[-1].ranks[-1]
+    first, last = order[0], order[-1]
     wire = task.costs.network.wire(first, last, collective=False, streams=task.streams(first, last))
     return 2 * (wire.delay_s + task.costs.network.send_s(wire, 4 * task.graph.size("vd")))
 

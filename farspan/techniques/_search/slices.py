@@ -108,6 +108,7 @@ class Tables:
     def __init__(self, task: Task, microbatches: int) -> None:
         self.task, self.microbatches = task, microbatches
         self.rows = task.train.batch // microbatches
+        self._room: dict[tuple[object, ...], tuple[float, float]] = {}
 
     def of(self, ranks: Sequence[int], ends: Ends) -> list[PassTable]:
         """The tables of a slice's options that can be of use to a stage with these ends of the model."""
@@ -185,9 +186,19 @@ class Tables:
         cycle = (parts - 1) * seconds + time.exposed + time.update
         worst = (-math.inf, 0.0)
         for c in {task.costs.alike[group[0]]: c for c, group in enumerate(stage.mesh.batch)}.values():
-            empty, single = (task.costs.memory_of(stage, option.rows[c], depth, c).total for depth in (0, 1))
+            empty, single = self._bytes(stage, option.rows[c], c)
             worst = max(worst, (empty - task.capacity(stage.mesh.batch[c][0]), float(single - empty)))
         return seconds, cycle, *worst
+
+    def _bytes(self, stage: Stage, rows: int, coordinate: int) -> tuple[float, float]:
+        """Bytes of a device with no microbatch in flight, and with one: wherever the others of its stage are."""
+        mesh, costs = stage.mesh, self.task.costs
+        kind = costs.alike[mesh.batch[coordinate][0]]
+        key = kind, rows, stage.units, mesh.shape, stage.zero, stage.recompute, *stage.splits.items()
+        if key not in self._room:
+            memory = (costs.memory_of(stage, rows, depth, coordinate).total for depth in (0, 1))
+            self._room[key] = next(memory), next(memory)
+        return self._room[key]
 
 
 def cheapest_splits(

@@ -156,8 +156,8 @@ class StageSearch:
 
     @functools.cached_property
     def least(self) -> float:
-        """Seconds that no slowest cycle falls below. In fewer, stages over all devices hold too few blocks, or a message
-        keeps a wire for longer that every pipeline has here, as no slice lies on both of its sides."""
+        """Seconds that no slowest cycle falls below. In fewer, stages over all devices hold too few blocks, or a
+        message keeps a wire for longer that every pipeline has here: no slice lies on both of its sides."""
         cycle = self._stacked.cycle.min(axis=2)
         times = np.unique(cycle[np.isfinite(cycle)])
         place = bisect.bisect_left(
