@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -77,10 +78,17 @@ class Costs:
         self._units: dict[tuple[object, ...], tuple[float, float]] = {}
         self._sizes: dict[tuple[object, ...], float] = {}
         self._waits: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._slowest: dict[tuple[object, ...], Pass] = {}
         self._passes: dict[tuple[object, ...], tuple[float, float, float, float]] = {}
         #: What `stage_time` knows of stages, and of the sums of their gradients.
         self.stage_times: dict[tuple[object, ...], Any] = {}
         self.syncs: dict[tuple[object, ...], Any] = {}
+
+    def with_batch(self, train: TrainSpec, outer: int) -> Costs:
+        """The costs of a training that is the same but for its batch: they keep what they know together."""
+        other = copy.copy(self)
+        other.train, other._outer = train, outer
+        return other
 
     # -- arithmetic --------------------------------------------------------------------------------------------------
 
@@ -178,21 +186,26 @@ class Costs:
     def passes(self, stage: Stage, rows: Sequence[int], microbatches: int = 1) -> Pass:
         """The passes of a stage over one microbatch, in the mean of those that the rows of its batch coordinates come
         in: those of its slowest coordinate."""
-        slowest = Pass(0.0, 0.0)
-        ways, seen = stage.mesh.size("tensor"), set()
+        ways, hosts = stage.mesh.size("tensor"), self.network.hosts
+        unlike: dict[tuple[object, ...], Sequence[int]] = {}
         for group, count in zip(stage.mesh.batch, rows, strict=True):
-            places = tuple(self.network.hosts[rank] for rank in group) if ways > 1 else ()
-            key = (count, *(self.alike[rank] for rank in group), *places)
-            if count == 0 or key in seen:
-                continue
-            seen.add(key)
-            each, larger = divmod(count, microbatches)
-            passes = self._pass(group, max(1, each), stage)  # A worker without a sequence in a microbatch reads one.
-            if larger:
-                more = self._pass(group, each + 1, stage)
-                passes = Pass(*(a + larger / microbatches * (b - a) for a, b in zip(passes, more, strict=True)))
-            slowest = max(slowest, passes, key=lambda p: p.forward + p.backward)
-        return slowest
+            places = tuple(hosts[rank] for rank in group) if ways > 1 else ()
+            unlike.setdefault((count, *(self.alike[rank] for rank in group), *places), group)
+        about = (stage.units, stage.recompute, microbatches, len(stage.mesh.batch), *stage.splits.items())
+        key = (about, *unlike)
+        if key not in self._slowest:
+            passes = (self._mean_pass(group, stage, like[0], microbatches) for like, group in unlike.items() if like[0])
+            self._slowest[key] = max(passes, key=lambda p: p.forward + p.backward, default=Pass(0.0, 0.0))
+        return self._slowest[key]
+
+    def _mean_pass(self, group: Sequence[int], stage: Stage, count: Any, microbatches: int) -> Pass:
+        """The passes of a batch coordinate in the mean of its microbatches."""
+        each, larger = divmod(count, microbatches)
+        passes = self._pass(group, max(1, each), stage)  # A worker without a sequence in a microbatch reads one.
+        if larger:
+            more = self._pass(group, each + 1, stage)
+            passes = Pass(*(a + larger / microbatches * (b - a) for a, b in zip(passes, more, strict=True)))
+        return passes
 
     def _pass(self, group: Sequence[int], rows: int, stage: Stage) -> Pass:
         """The passes of a batch coordinate over so many sequences."""
