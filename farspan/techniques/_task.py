@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import msgspec
 
 from farspan.domain.cluster import Cluster
 from farspan.domain.cluster_json import as_json
@@ -70,11 +72,28 @@ class Task:
 
     @functools.cached_property
     def costs(self) -> Costs:
-        return Costs(self.graph, self.train, Network(self.cluster, self.devices, self.engine), self.outer)
+        """What plans for these devices cost: with all that is known of them from questions with another batch."""
+        alike = ("costs", self.only, msgspec.structs.replace(self.train, batch=1))
+        if alike in self.memo:
+            return self.memo[alike].with_batch(self.train, self.outer)
+        costs = self.memo[alike] = Costs(
+            self.graph, self.train, Network(self.cluster, self.devices, self.engine), self.outer
+        )
+        return costs
 
     @functools.cached_property
     def inputs(self) -> Inputs:
         return Inputs(cluster=content_hash(as_json(self.cluster)), corpus=self.corpus)
+
+    @functools.cached_property
+    def _answers(self) -> dict[str, Plan | Problem]:
+        return {}
+
+    def answer(self, technique: str, plan: Callable[[Task], Plan | Problem]) -> Plan | Problem:
+        """What a technique answers, kept: others ask for it again."""
+        if technique not in self._answers:
+            self._answers[technique] = plan(self)
+        return self._answers[technique]
 
     @property
     def ranks(self) -> range:

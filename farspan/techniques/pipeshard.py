@@ -14,6 +14,8 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
+import msgspec
+
 from farspan.domain.plan import Plan, Replica
 from farspan.domain.problems import Problem
 from farspan.estimate.price import step
@@ -58,17 +60,27 @@ def plan(task: Task) -> Plan | Problem:
 def best_pipeline(task: Task) -> tuple[float, Replica] | None:
     """The best pipeline of two and more stages with the seconds of its step, if any fits."""
     few = len(task.ranks) <= ALL_MOVES
-    timed: list[tuple[float, Replica]] = []
-    for solution, parts in _solutions(task, PRICED[len(task.ranks) > EVERY_RUN]):
-        # Of what cannot be among those that moves start from, no step is simulated.
-        beyond = sorted(seconds for seconds, _ in timed)[STARTS - 1 if few else 0 :][:1] or [math.inf]
-        if pipeline := at_best_depth(task, solution, parts, beyond[0]):
-            timed.append(pipeline)
+    timed = _timed(task, STARTS if few else 1)
     if ALL_MOVES < len(task.ranks) <= MOST_EVEN or not timed:
         timed += _best_even(task, min((seconds for seconds, _ in timed), default=math.inf))
     timed.sort(key=lambda pair: pair[0])
     starts = timed[: STARTS if few else 1]
     return min((improved(task, *start) for start in starts), key=lambda pair: pair[0], default=None)
+
+
+def _timed(task: Task, wanted: int) -> list[tuple[float, Replica]]:
+    """The `wanted` fastest of the solutions of the stage search, fully priced, and some others. The order is that of
+    their objectives; what a bound shows to be beyond those wanted is not simulated."""
+    replicas = [stages_at(task, *found) for found in _solutions(task, PRICED[len(task.ranks) > EVERY_RUN])]
+    least = [stages_s(replica, task.costs) for replica in replicas]
+    timed: dict[int, tuple[float, Replica]] = {}
+    for place in sorted(range(len(replicas)), key=least.__getitem__):
+        fastest = sorted(seconds for seconds, _ in timed.values())[:wanted]
+        if len(fastest) == wanted and least[place] > fastest[-1]:
+            break
+        if pipeline := at_best_depth(task, replicas[place]):
+            timed[place] = pipeline
+    return [timed[place] for place in sorted(timed)]
 
 
 def _solutions(task: Task, most: int) -> list[tuple[Solution, int]]:
@@ -96,7 +108,7 @@ def _best_even(task: Task, best: float) -> list[tuple[float, Replica]]:
     for replica in even_splits(task, microbatch_counts(task)):
         if passes_s(replica, task.costs) >= best or not task.fits(replica):
             continue
-        if (seconds := step(replica, task.costs).seconds) < best:
+        if stages_s(replica, task.costs) < best and (seconds := step(replica, task.costs).seconds) < best:
             best, even = seconds, [(seconds, replica)]
     return even
 
@@ -178,17 +190,20 @@ def _site_orders(task: Task, names: list[str], by_site: dict[str, list[int]]) ->
     yield from (shortest, shortest[::-1], tuple(names), fast, fast[::-1])
 
 
-def at_best_depth(
-    task: Task, solution: Solution, parts: int, beyond: float = math.inf
-) -> tuple[float, Replica] | None:  # fmt: skip
-    """The step of a solution and its replica, with the microbatches in flight of 1F1B, or more as memory lets it: those
-    cover round trips, but put off the first backward pass. None where it does not fit after all, or takes longer than
-    `beyond` whatever its depth."""
-    stages, timed = [stage_of(cut.ranks, cut.option, cut.units, parts) for cut in solution.cuts], []
+def stages_at(task: Task, solution: Solution, parts: int) -> Replica:
+    """A solution's replica, with as many microbatches in flight as memory lets there be."""
+    stages = [stage_of(cut.ranks, cut.option, cut.units, parts) for cut in solution.cuts]
+    return task.replica(stages, parts, [min(parts, cut.depth) for cut in solution.cuts])
+
+
+def at_best_depth(task: Task, deepest: Replica) -> tuple[float, Replica] | None:
+    """The step of a pipeline, with the microbatches in flight of 1F1B, or more as far as it may: those cover round
+    trips, but put off the first backward pass. None where it does not fit after all."""
+    timed, stages, parts = list[tuple[float, Replica]](), len(deepest.stages), deepest.microbatches
     for extra in (0, 2, 8, parts) if len(task.ranks) <= EVERY_RUN else (0, 8):
-        depths = [min(parts, cut.depth, len(stages) - i + extra) for i, cut in enumerate(solution.cuts)]
-        replica = task.replica(stages, parts, depths)
-        if (not timed and stages_s(replica, task.costs) > beyond) or not task.fits(replica):
+        depths = [min(most, stages - i + extra) for i, most in enumerate(deepest.in_flight)]
+        replica = msgspec.structs.replace(deepest, in_flight=tuple(depths))
+        if not task.fits(replica):
             break
         timed.append((step(replica, task.costs).seconds, replica))
     return min(timed, key=lambda pair: pair[0], default=None)
