@@ -10,6 +10,7 @@ Nodes that occur several times (repeated layers) enter once, their costs multipl
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -79,8 +80,8 @@ def _optimise(
 
     program = _Program(costs, edges)
     if memory is not None and cap < math.inf:
-        program.row([(x, m / cap) for xs, ms in zip(program.x, memory, strict=True) for x, m in zip(xs, ms, strict=True)],
-                    -math.inf, 1.0)  # fmt: skip
+        filled = zip(itertools.chain(*program.x), itertools.chain(*memory), strict=True)
+        program.row([(x, m / cap) for x, m in filled], -math.inf, 1.0)
     model = highspy.Highs()  # type: ignore[no-untyped-call]
     model.silent()
     for option, value in (("time_limit", deadline_s), ("mip_rel_gap", GAP), ("threads", 1), ("random_seed", 0)):
