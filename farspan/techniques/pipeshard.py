@@ -199,11 +199,13 @@ def stages_at(task: Task, solution: Solution, parts: int) -> Replica:
 def at_best_depth(task: Task, deepest: Replica) -> tuple[float, Replica] | None:
     """The step of a pipeline, with the microbatches in flight of 1F1B, or more as far as it may: those cover round
     trips, but put off the first backward pass. None where it does not fit after all."""
-    timed, stages, parts = list[tuple[float, Replica]](), len(deepest.stages), deepest.microbatches
-    for extra in (0, 2, 8, parts) if len(task.ranks) <= EVERY_RUN else (0, 8):
-        depths = [min(most, stages - i + extra) for i, most in enumerate(deepest.in_flight)]
-        replica = msgspec.structs.replace(deepest, in_flight=tuple(depths))
+    stages, timed = len(deepest.stages), dict[tuple[int, ...], tuple[float, Replica]]()
+    for extra in (0, 2, 8, deepest.microbatches) if len(task.ranks) <= EVERY_RUN else (0, 8):
+        depths = tuple(min(most, stages - i + extra) for i, most in enumerate(deepest.in_flight))
+        replica = msgspec.structs.replace(deepest, in_flight=depths)
+        if depths in timed:
+            continue
         if not task.fits(replica):
             break
-        timed.append((step(replica, task.costs).seconds, replica))
-    return min(timed, key=lambda pair: pair[0], default=None)
+        timed[depths] = step(replica, task.costs).seconds, replica
+    return min(timed.values(), key=lambda pair: pair[0], default=None)
