@@ -30,7 +30,8 @@ def stage_time(costs: Costs, stage: Stage, rows: Sequence[int], microbatches: in
     )  # fmt: skip
     if key not in costs.stage_times:
         costs.stage_times[key] = _stage_time(costs, stage, rows, microbatches)
-    return costs.stage_times[key]
+    known: StageTime = costs.stage_times[key]
+    return known
 
 
 def _stage_time(costs: Costs, stage: Stage, rows: Sequence[int], microbatches: int) -> StageTime:
@@ -61,7 +62,8 @@ def _sync(costs: Costs, stage: Stage, microbatches: int) -> SyncTimes:
     key = stage.units, stage.mesh, stage.zero, stage.grad_sync, tuple(stage.splits.items()), often
     if key not in costs.syncs:
         costs.syncs[key] = sync(costs, stage, microbatches)
-    return costs.syncs[key]
+    known: SyncTimes = costs.syncs[key]
+    return known
 
 
 def _exposed(engine: Engine, seconds: float, cover: float, last: float) -> float:

@@ -74,11 +74,11 @@ class Task:
     def costs(self) -> Costs:
         """What plans for these devices cost: with all that is known of them from questions with another batch."""
         alike = ("costs", self.only, msgspec.structs.replace(self.train, batch=1))
-        if alike in self.memo:
-            return self.memo[alike].with_batch(self.train, self.outer)
-        costs = self.memo[alike] = Costs(
-            self.graph, self.train, Network(self.cluster, self.devices, self.engine), self.outer
-        )
+        known: Costs | None = self.memo.get(alike)
+        if known is not None:
+            return known.with_batch(self.train, self.outer)
+        costs = Costs(self.graph, self.train, Network(self.cluster, self.devices, self.engine), self.outer)
+        self.memo[alike] = costs
         return costs
 
     @functools.cached_property

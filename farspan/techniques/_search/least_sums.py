@@ -100,7 +100,7 @@ class LeastSums:
         shape = (stacked.most + 1, 2 * stacked.layers + 1)
         self.seconds = np.where(stacked.cycle < bound, stacked.seconds, np.inf)
         #: The most blocks that each row may have.
-        possible = np.isfinite(self.seconds).any(axis=2)
+        possible: NDArray[np.bool_] = np.isfinite(self.seconds).max(axis=2)
         self._blocks = np.where(possible.any(axis=1), stacked.layers - possible[:, ::-1].argmax(axis=1), 0)
         #: By place and hosts, over stages to come and blocks before: beyond all blocks nothing is.
         self.value: list[dict[int, Floats]] = [{} for _ in range(stacked.places)]

@@ -172,7 +172,8 @@ class Tables:
         counts = np.arange(fewest, layers + 1)
         time, cycle, fixed, each = (np.interp(counts, knots, values) for values in zip(*priced, strict=True))
         deep = np.where(fixed > 0, 0, np.minimum(self.microbatches, -fixed // np.maximum(each, 1.0)))
-        table = PassTable(option, *np.full((2, layers + 1), np.inf), np.zeros(layers + 1, dtype=np.int64))
+        seconds, spans = np.full((2, layers + 1), np.inf)
+        table = PassTable(option, seconds, spans, np.zeros(layers + 1, dtype=np.int64))
         table.seconds[fewest:], table.cycle[fewest:], table.depth[fewest:] = time, cycle, deep
         return table
 
