@@ -123,13 +123,18 @@ def everything(asked: Task, parts: int) -> Iterator[Replica]:
                         yield asked.replica(stages, parts, [len(stages) - i for i in range(len(stages))])
 
 
+def gap_case(seed: int) -> Task:
+    """Up to 6 unlike devices and a model of up to 6 layers."""
+    rng = random.Random(seed)
+    return task(random_model(rng, layers=rng.randint(1, 6)), random_cluster(rng, 6), batch=8)
+
+
 def gaps(cases: int, most_space: int) -> list[dict[str, Any]]:
     """How much longer the found plan's step is than that of the best of everything, under the full estimator."""
     rows, seed = [], 0
     while len(rows) < cases:
         seed += 1
-        rng = random.Random(seed)
-        asked = task(random_model(rng, layers=rng.randint(1, 6)), random_cluster(rng, 6), batch=8)
+        asked = gap_case(seed)
         if len(asked.ranks) < 2:
             continue
         best, space = math.inf, 0
@@ -142,10 +147,10 @@ def gaps(cases: int, most_space: int) -> list[dict[str, Any]]:
                     best = took
             if space > most_space:
                 break
-        found = pipeshard.pipelines(asked)
-        if space > most_space or not found or best == math.inf:
+        found = pipeshard.best_pipeline(asked)
+        if space > most_space or found is None or best == math.inf:
             continue
-        gap = found[0][1].step_s / best - 1
+        gap = found[0] / best - 1
         rows.append({"seed": seed, "devices": len(asked.ranks), "space": space, "best_s": best, "gap": gap})
         print(f"seed {seed}: {len(asked.ranks)} devices, {space:,} pipelines, gap {gap:+.2%}", flush=True)
     return rows
@@ -154,27 +159,32 @@ def gaps(cases: int, most_space: int) -> list[dict[str, Any]]:
 # -- grid ------------------------------------------------------------
 
 
+def grid_case(seed: int) -> Task:
+    """16 to 64 devices of one kind, or of two by host, in up to 4 sites."""
+    rng = random.Random(seed)
+    unlike = seed % 4 != 0
+    sites = rng.choice((1, 2, 4))
+    per_site = rng.choice([count for count in (4, 8, 16) if 16 <= count * sites <= 64])
+    kind = rng.choice(list(KINDS))
+    made = []
+    for s in range(sites):
+        per_host = rng.choice((4, 8)) if per_site >= 8 else 4
+        kinds = [rng.choice(("fast", "slow")) if unlike else kind for _ in range(per_site // per_host)]
+        hosts = tuple(Host(name=f"s{s}h{h}", devices=(KINDS[k],) * per_host) for h, k in enumerate(kinds))
+        made.append(Site(name=f"s{s}", hosts=hosts))
+    links = tuple(
+        Link(a=a.name, b=b.name, rtt_s=rng.choice((1e-3, 0.02, 0.1)), bandwidth=rng.choice((1e9, 1e10)) / 8)
+        for a, b in itertools.combinations(made, 2)
+    )
+    model = random_model(rng, layers=rng.choice((8, 12, 16)))
+    return task(model, Cluster(sites=tuple(made), links=links), batch=256)
+
+
 def grids(cases: int) -> list[dict[str, Any]]:
     """The search's step against the best even split's, 16 to 64 devices, like and unlike."""
     rows = []
-    for seed in range(cases):
-        rng = random.Random(1000 + seed)
-        unlike = seed % 4 != 0
-        sites = rng.choice((1, 2, 4))
-        per_site = rng.choice([count for count in (4, 8, 16) if 16 <= count * sites <= 64])
-        kind = rng.choice(list(KINDS))
-        made = []
-        for s in range(sites):
-            per_host = rng.choice((4, 8)) if per_site >= 8 else 4
-            kinds = [rng.choice(("fast", "slow")) if unlike else kind for _ in range(per_site // per_host)]
-            hosts = tuple(Host(name=f"s{s}h{h}", devices=(KINDS[k],) * per_host) for h, k in enumerate(kinds))
-            made.append(Site(name=f"s{s}", hosts=hosts))
-        links = tuple(
-            Link(a=a.name, b=b.name, rtt_s=rng.choice((1e-3, 0.02, 0.1)), bandwidth=rng.choice((1e9, 1e10)) / 8)
-            for a, b in itertools.combinations(made, 2)
-        )
-        model = random_model(rng, layers=rng.choice((8, 12, 16)))
-        asked = task(model, Cluster(sites=tuple(made), links=links), batch=256)
+    for seed in range(1000, 1000 + cases):
+        asked = grid_case(seed)
         grid = even_splits(asked, pipeshard.microbatch_counts(asked))
         fitting = [step(replica, asked.costs).seconds for replica in grid if asked.fits(replica)]
         found = pipeshard.plan(asked)
@@ -183,10 +193,10 @@ def grids(cases: int) -> list[dict[str, Any]]:
         ours = price(found, asked.costs).step_s
         kinds_ = {device.kind for device in asked.costs.network.devices}
         rows.append({
-            "seed": 1000 + seed, "devices": len(asked.ranks), "sites": sites, "unlike": len(kinds_) > 1,
+            "seed": seed, "devices": len(asked.ranks), "sites": len(asked.sites), "unlike": len(kinds_) > 1,
             "grid": len(fitting), "grid_s": min(fitting), "ours_s": ours, "ratio": ours / min(fitting),
         })  # fmt: skip
-        print(f"seed {1000 + seed}: {len(asked.ranks)} devices in {sites} sites, unlike {len(kinds_) > 1}: "
+        print(f"seed {seed}: {len(asked.ranks)} devices in {len(asked.sites)} sites, unlike {len(kinds_) > 1}: "
               f"{ours / min(fitting):.3f} of the best of {len(fitting)} even splits", flush=True)  # fmt: skip
     return rows
 

@@ -82,7 +82,10 @@ class OpGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def size(self, dims: str, **given: int) -> int:
         """Elements of a tensor over these dims; `b` and `s` are given."""
-        return math.prod(given[dim] if dim in given else self.sizes[dim] for dim in dims)
+        elements, sizes = 1, self.sizes
+        for dim in dims:
+            elements *= given[dim] if dim in given else sizes[dim]
+        return elements
 
     def parameters(self, first: int = 0, last: int | None = None) -> int:
         """Trainable parameters of the units [first, last); a tied table counts once where both ends are in."""

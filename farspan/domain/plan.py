@@ -7,6 +7,7 @@ says so, "tensor" divides operators.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Annotated, Literal
 
@@ -24,8 +25,11 @@ Zero = Literal[0, 1, 2, 3]
 Topology = Literal["flat", "hierarchical"]
 
 
-class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Ranks laid out over named axes, row-major: the last axis varies fastest. A tensor axis is the last."""
+class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+    """Ranks laid out over named axes, row-major: the last axis varies fastest. A tensor axis is the last.
+
+    It keeps what it was asked for: searches ask the same mesh again and again.
+    """
 
     ranks: tuple[int, ...]
     shape: tuple[int, ...]
@@ -44,18 +48,30 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
         """The ranks that differ in their coordinate along `axis` only, group by group."""
         if axis not in self.axes:
-            return tuple((rank,) for rank in self.ranks)
-        place = self.axes.index(axis)
-        step, size = math.prod(self.shape[place + 1 :]), self.shape[place]
-        starts = [i for i in range(len(self.ranks)) if i // step % size == 0]
-        return tuple(tuple(self.ranks[start + k * step] for k in range(size)) for start in starts)
+            return self._apart
+        if axis not in self._groups:
+            place = self.axes.index(axis)
+            step, size = math.prod(self.shape[place + 1 :]), self.shape[place]
+            starts = [i for i in range(len(self.ranks)) if i // step % size == 0]
+            self._groups[axis] = tuple(self.ranks[start : start + size * step : step] for start in starts)
+        return self._groups[axis]
+
+    @functools.cached_property
+    def _groups(self) -> dict[Axis, tuple[tuple[int, ...], ...]]:
+        """The groups of each axis that was asked for."""
+        return {}
+
+    @functools.cached_property
+    def _apart(self) -> tuple[tuple[int, ...], ...]:
+        """Each rank by itself."""
+        return tuple((rank,) for rank in self.ranks)
 
     @property
     def batch(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each batch coordinate: those that share one tensor axis see the same sequences."""
         return self.groups("tensor")
 
-    @property
+    @functools.cached_property
     def transposed(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each tensor coordinate: those that hold the same parts of operators for other sequences."""
         ways = self.size("tensor")

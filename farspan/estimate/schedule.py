@@ -7,6 +7,7 @@ carries one message at a time each way.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -51,41 +52,44 @@ def simulate(
     waits for the receiver to be free and to answer: another delay.
     """
     stages = len(forward)
-    todo = [pass_order(microbatches, depth) for depth in depths]
-    place, computed, sending = [0] * stages, [0.0] * stages, [0.0] * stages
-    free = list(starts or [0.0] * stages)
-    ready: dict[tuple[int, str, int], float] = {(0, "forward", i): -math.inf for i in range(microbatches)}
-    wires = {(i, way): -math.inf for i in range(stages) for way in (1, -1)}
-    spans: list[PassSpan] = []
+    orders = {depth: pass_order(microbatches, depth) for depth in set(depths)}
+    todo, place = [orders[depth] for depth in depths], [0] * stages
+    computed, sending, free = [0.0] * stages, [0.0] * stages, list(starts or [0.0] * stages)
+    ready: list[dict[str, list[float | None]]] = [
+        {kind: [None] * microbatches for kind in ("forward", "backward")} for _ in range(stages)
+    ]
+    ready[0]["forward"] = [-math.inf] * microbatches
+    wires = {1: [-math.inf] * stages, -1: [-math.inf] * stages}
+    spans: list[tuple[int, str, int, float, float]] = []
     waiting = list(range(stages))
     while waiting:
         stage = waiting.pop()
-        while place[stage] < len(todo[stage]):
-            kind, index = todo[stage][place[stage]]
-            if (ready_at := ready.get((stage, kind, index))) is None:
+        due, took, idle = ready[stage], {"forward": forward[stage], "backward": backward[stage]}, free[stage]
+        for kind, index in todo[stage][place[stage] :]:
+            if (ready_at := due[kind][index]) is None:
                 break
             place[stage] += 1
-            took = forward[stage] if kind == "forward" else backward[stage]
-            start = max(ready_at, free[stage])
-            end = start + took
-            spans.append(PassSpan(stage, kind, index, start, end))
-            computed[stage] += took
-            free[stage] = end
-            if kind == "forward" and stage == stages - 1:
-                ready[(stage, "backward", index)] = end
+            start = ready_at if ready_at > idle else idle
+            idle = end = start + took[kind]
+            spans.append((stage, kind, index, start, end))
+            computed[stage] += took[kind]
+            way = 1 if kind == "forward" else -1
+            if way == 1 and stage == stages - 1:
+                due["backward"][index] = end
                 continue
-            if kind == "backward" and stage == 0:
+            if way == -1 and stage == 0:
                 continue
-            peer, hop, way = (stage + 1, down[stage], 1) if kind == "forward" else (stage - 1, up[stage - 1], -1)
-            sent = max(end, wires[stage, way])
+            peer, hop, wire = stage + way, down[stage] if way == 1 else up[stage - 1], wires[way]
+            sent = wire[stage] if wire[stage] > end else end
             if not receives_ahead:
                 sent = max(sent, free[peer]) + hop.delay
-            wires[stage, way] = sent + hop.busy
-            arrives = sent + hop.busy + hop.delay
-            ready[(peer, kind, index)] = arrives
+            wire[stage] = sent + hop.busy
+            ready[peer][kind][index] = arrives = sent + hop.busy + hop.delay
             if sends_awaited:
-                free[stage] = arrives
                 sending[stage] += arrives - end
-                spans.append(PassSpan(stage, "send", index, end, arrives))
-            waiting.append(peer)
-    return Simulated(free, computed, sending, spans)
+                spans.append((stage, "send", index, end, arrives))
+                idle = arrives
+            if not waiting or waiting[-1] != peer:
+                waiting.append(peer)
+        free[stage] = idle
+    return Simulated(free, computed, sending, list(map(functools.partial(tuple.__new__, PassSpan), spans)))

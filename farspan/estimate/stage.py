@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -84,6 +85,17 @@ class Costs:
         self._sends: dict[tuple[object, ...], Sends] = {}
         #: What messages between stages take, by the number of these in memory and of their streams.
         self.hops: dict[tuple[int, int], Hop] = {}
+        self._slowest: dict[tuple[object, ...], Pass] = {}
+        self._passes: dict[tuple[object, ...], tuple[float, float, float, float]] = {}
+        #: What `stage_time` knows of stages, and of the sums of their gradients.
+        self.stage_times: dict[tuple[object, ...], Any] = {}
+        self.syncs: dict[tuple[object, ...], Any] = {}
+
+    def with_batch(self, train: TrainSpec, outer: int) -> Costs:
+        """The costs of a training that is the same but for its batch: they keep what they know together."""
+        other = copy.copy(self)
+        other.train, other._outer = train, outer
+        return other
 
     # -- arithmetic --------------------------------------------------------------------------------------------------
 
@@ -213,21 +225,26 @@ class Costs:
     def passes(self, stage: Stage, rows: Sequence[int], microbatches: int = 1) -> Pass:
         """The passes of a stage over one microbatch, in the mean of those that the rows of its batch coordinates come
         in: those of its slowest coordinate."""
-        slowest = Pass(0.0, 0.0)
-        ways, seen = stage.mesh.size("tensor"), set()
+        ways, hosts = stage.mesh.size("tensor"), self.network.hosts
+        unlike: dict[tuple[object, ...], Sequence[int]] = {}
         for group, count in zip(stage.mesh.batch, rows, strict=True):
-            places = tuple(self.network.hosts[rank] for rank in group) if ways > 1 else ()
-            key = (count, *(self.alike[rank] for rank in group), *places)
-            if count == 0 or key in seen:
-                continue
-            seen.add(key)
-            each, larger = divmod(count, microbatches)
-            passes = self._pass(group, max(1, each), stage)  # A worker without a sequence in a microbatch reads one.
-            if larger:
-                more = self._pass(group, each + 1, stage)
-                passes = Pass(*(a + larger / microbatches * (b - a) for a, b in zip(passes, more, strict=True)))
-            slowest = max(slowest, passes, key=lambda p: p.forward + p.backward)
-        return slowest
+            places = tuple(hosts[rank] for rank in group) if ways > 1 else ()
+            unlike.setdefault((count, *(self.alike[rank] for rank in group), *places), group)
+        about = (stage.units, stage.recompute, microbatches, len(stage.mesh.batch), *stage.splits.items())
+        key = (about, *unlike)
+        if key not in self._slowest:
+            passes = (self._mean_pass(group, stage, like[0], microbatches) for like, group in unlike.items() if like[0])
+            self._slowest[key] = max(passes, key=lambda p: p.forward + p.backward, default=Pass(0.0, 0.0))
+        return self._slowest[key]
+
+    def _mean_pass(self, group: Sequence[int], stage: Stage, count: Any, microbatches: int) -> Pass:
+        """The passes of a batch coordinate in the mean of its microbatches."""
+        each, larger = divmod(count, microbatches)
+        passes = self._pass(group, max(1, each), stage)  # A worker without a sequence in a microbatch reads one.
+        if larger:
+            more = self._pass(group, each + 1, stage)
+            passes = Pass(*(a + larger / microbatches * (b - a) for a, b in zip(passes, more, strict=True)))
+        return passes
 
     def _pass(self, group: Sequence[int], rows: int, stage: Stage) -> Pass:
         """The passes of a batch coordinate over so many sequences."""
@@ -244,11 +261,18 @@ class Costs:
     def _unit_pass(
         self, group: Sequence[int], unit: tuple[Operator, ...], rows: int, stage: Stage, concurrent: int
     ) -> tuple[float, float, float, float]:
-        """Seconds of the slowest device of a tensor axis for a unit, forward and backward; and of its collectives."""
+        """Seconds of the slowest device of a tensor axis for a unit, forward and backward; and of its collectives. Kept
+        by what decides them."""
         ways = len(group)
-        times = [self.unit_s(rank, unit, rows, stage.splits, ways) for rank in group]
-        waits = self.unit_wait(group, unit, rows, stage.splits, concurrent) if ways > 1 else (0.0, 0.0)
-        return max(t[0] for t in times), max(t[1] for t in times), *waits
+        if ways == 1:
+            return *self.unit_s(group[0], unit, rows, stage.splits, ways), 0.0, 0.0
+        places = ((self.network.hosts[rank], self.alike[rank]) for rank in group)
+        key = (*places, unit[0].name, len(unit), rows, concurrent, *stage.splits.items())
+        if key not in self._passes:
+            times = [self.unit_s(rank, unit, rows, stage.splits, ways) for rank in group]
+            waits = self.unit_wait(group, unit, rows, stage.splits, concurrent)
+            self._passes[key] = (max(t[0] for t in times), max(t[1] for t in times), *waits)
+        return self._passes[key]
 
     def parameters(self, stage: Stage) -> float:
         """Parameters that each device of a stage holds before ZeRO divides them."""

@@ -23,8 +23,19 @@ class StageTime(NamedTuple):
 
 def stage_time(costs: Costs, stage: Stage, rows: Sequence[int], microbatches: int) -> StageTime:
     """All of a stage's times for so many rows of each batch coordinate, with ZeRO's gathers and sums where its level
-    has them."""
-    engine, passes, sums = costs.engine, costs.passes(stage, rows, microbatches), sync(costs, stage, microbatches)
+    has them; kept, as searches ask for the same stages among others again."""
+    key = (
+        stage.units, stage.mesh, stage.zero, stage.recompute, stage.grad_sync, tuple(stage.splits.items()), tuple(rows),
+        microbatches,
+    )  # fmt: skip
+    if key not in costs.stage_times:
+        costs.stage_times[key] = _stage_time(costs, stage, rows, microbatches)
+    known: StageTime = costs.stage_times[key]
+    return known
+
+
+def _stage_time(costs: Costs, stage: Stage, rows: Sequence[int], microbatches: int) -> StageTime:
+    engine, passes, sums = costs.engine, costs.passes(stage, rows, microbatches), _sync(costs, stage, microbatches)
     forward, backward = _contended(engine, stage, passes, sums, microbatches)
     if stage.zero == 3:
         # arXiv 2304.11277: gathered before each pass, the next unit's while one computes; scattered after each.
@@ -42,6 +53,17 @@ def stage_time(costs: Costs, stage: Stage, rows: Sequence[int], microbatches: in
     # A device that waits for weights in its passes moves bytes meanwhile.
     tail += max(0.0, sums.busy - microbatches * sum(waits))
     return StageTime(adjusted, tail, costs.update_s(stage), sums.sent)
+
+
+def _sync(costs: Costs, stage: Stage, microbatches: int) -> SyncTimes:
+    """`sums.sync`, kept: whose rows these are does not matter to it, nor, where gradients are summed once a step, how
+    many microbatches there are."""
+    often = microbatches if stage.zero >= 2 else 1
+    key = stage.units, stage.mesh, stage.zero, stage.grad_sync, tuple(stage.splits.items()), often
+    if key not in costs.syncs:
+        costs.syncs[key] = sync(costs, stage, microbatches)
+    known: SyncTimes = costs.syncs[key]
+    return known
 
 
 def _exposed(engine: Engine, seconds: float, cover: float, last: float) -> float:

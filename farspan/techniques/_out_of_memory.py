@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
 
-from farspan.domain.plan import Plan
+from farspan.domain.plan import Plan, Replica
 from farspan.domain.problems import Problem
 from farspan.domain.results import Estimate
 from farspan.domain.units import format_bytes
-from farspan.estimate.price import price
+from farspan.estimate.price import price, step
+from farspan.techniques._bounds import passes_s
 from farspan.techniques._task import Task
 
 
@@ -22,12 +24,27 @@ def shortage(task: Task, plan: Plan, estimate: Estimate) -> tuple[float, int]:
 
 def best(task: Task, plans: Sequence[Plan]) -> Plan | Problem:
     """The fastest plan that fits every device; where none does, what the one that lacks least is short of."""
+    if all(plan.sync is None and len(plan.replicas) == 1 for plan in plans):
+        fastest = fastest_fitting(task, [plan.replicas[0] for plan in plans])
+        if fastest is not None:
+            return plans[fastest]
     priced = [(plan, price(plan, task.costs, brief=True)) for plan in plans]
     fitting = [(plan, estimate) for plan, estimate in priced if shortage(task, plan, estimate)[0] <= 0]
     if fitting:
         return min(fitting, key=lambda pair: pair[1].step_s / pair[1].token_efficiency)[0]
     plan, estimate = min(priced, key=lambda pair: shortage(task, *pair)[0])
     return out_of_memory(task, plan, estimate)
+
+
+def fastest_fitting(task: Task, replicas: Sequence[Replica]) -> int | None:
+    """The place of the fastest replica that fits, the first of several; None where none does. What cannot be faster
+    than one that fits is not priced."""
+    least = [passes_s(replica, task.costs) for replica in replicas]
+    fastest = (math.inf, -1)
+    for place in sorted(range(len(replicas)), key=least.__getitem__):
+        if least[place] <= fastest[0] and task.fits(replicas[place]):
+            fastest = min(fastest, (step(replicas[place], task.costs).seconds, place))
+    return None if fastest[1] < 0 else fastest[1]
 
 
 def out_of_memory(task: Task, plan: Plan, estimate: Estimate) -> Problem:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import msgspec
 
 from farspan.domain.cluster import Cluster
 from farspan.domain.cluster_json import as_json
@@ -71,11 +73,28 @@ class Task:
 
     @functools.cached_property
     def costs(self) -> Costs:
-        return Costs(self.graph, self.train, Network(self.cluster, self.devices, self.engine), self.outer)
+        """What plans for these devices cost: with all that is known of them from questions with another batch."""
+        alike = ("costs", self.only, msgspec.structs.replace(self.train, batch=1))
+        known: Costs | None = self.memo.get(alike)
+        if known is not None:
+            return known.with_batch(self.train, self.outer)
+        costs = Costs(self.graph, self.train, Network(self.cluster, self.devices, self.engine), self.outer)
+        self.memo[alike] = costs
+        return costs
 
     @functools.cached_property
     def inputs(self) -> Inputs:
         return Inputs(cluster=content_hash(as_json(self.cluster)), corpus=self.corpus)
+
+    @functools.cached_property
+    def _answers(self) -> dict[str, Plan | Problem]:
+        return {}
+
+    def answer(self, technique: str, plan: Callable[[Task], Plan | Problem]) -> Plan | Problem:
+        """What a technique answers, kept: others ask for it again."""
+        if technique not in self._answers:
+            self._answers[technique] = plan(self)
+        return self._answers[technique]
 
     @property
     def ranks(self) -> range:
@@ -106,9 +125,19 @@ class Task:
         wire = network.wire(a, b, collective=False, streams=1)
         return max(1, min(MOST_STREAMS, math.ceil(wire.line / wire.rate)))
 
-    def likeness(self, ranks: Sequence[int]) -> object:
-        """What makes two runs of devices take the same: figures, division into hosts, and the links between these; how
-        the engine works on all of the question's kinds of devices; and what must be left free."""
+    @functools.cached_property
+    def _known_likeness(self) -> dict[tuple[int, ...], int]:
+        return {}
+
+    def likeness(self, ranks: Sequence[int]) -> int:
+        """A number for what makes two runs of devices take the same: figures, division into hosts, and the links
+        between these; how the engine works on all of the question's kinds of devices; and what must be left free."""
+        key = tuple(ranks)
+        if key not in self._known_likeness:
+            self._known_likeness[key] = self.memo.setdefault(("likeness", self._likeness(key)), len(self.memo))
+        return self._known_likeness[key]
+
+    def _likeness(self, ranks: tuple[int, ...]) -> object:
         network = self.costs.network
         hosts = list(dict.fromkeys(network.hosts[rank] for rank in ranks))
         places = tuple(hosts.index(network.hosts[rank]) for rank in ranks)

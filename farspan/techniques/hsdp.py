@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farspan.domain.plan import Mesh, Plan
+from farspan.domain.plan import Mesh, Plan, Zero
 from farspan.domain.problems import Problem
 from farspan.techniques._out_of_memory import best
 from farspan.techniques._search.one_stage import plans, too_few_rows
@@ -20,4 +20,7 @@ def plan(task: Task) -> Plan | Problem:
     if task.train.batch < len(task.ranks):
         return too_few_rows(task, len(task.ranks))
     mesh = Mesh(ranks=tuple(task.ranks), shape=(len(counts), counts[0]), axes=("site", "data"))
-    return best(task, [candidate for zero in (1, 2, 3) for candidate in plans(task, "hsdp", mesh, zero=zero)])
+    levels: tuple[Zero, ...] = (1, 2, 3)
+    return task.answer("hsdp", lambda asked: best(
+        asked, [candidate for zero in levels for candidate in plans(asked, "hsdp", mesh, zero=zero)]
+    ))  # fmt: skip

@@ -12,16 +12,18 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+import msgspec
 
 from farspan.domain.plan import Plan, Replica
 from farspan.domain.problems import Problem
-from farspan.domain.results import Estimate
-from farspan.estimate.price import price, step
+from farspan.estimate.price import step
 from farspan.techniques import shard
+from farspan.techniques._bounds import passes_s, stages_s
 from farspan.techniques._search.even import even_splits
 from farspan.techniques._search.moves import ALL_MOVES, improved
-from farspan.techniques._search.one_stage import one_device, relabelled
+from farspan.techniques._search.one_stage import one_device
 from farspan.techniques._search.slices import EVERY_RUN, Tables, stage_of
 from farspan.techniques._search.stages import Solution, StageSearch
 from farspan.techniques._task import Task, cannot
@@ -42,61 +44,80 @@ def plan(task: Task) -> Plan | Problem:
     """The best pipeline, or a single stage where that is faster."""
     if alone := one_device(task, "pipeshard"):
         return alone
-    candidates = pipelines(task)
+    candidates = [pipeline for pipeline in (best_pipeline(task),) if pipeline is not None]
     single = shard.plan(task)
     if isinstance(single, Plan):
-        candidates.append((single, price(single, task.costs, brief=True)))
+        candidates.append((step(single.replicas[0], task.costs).seconds, single.replicas[0]))
     if not candidates:
         assert isinstance(single, Problem)
         return single if single.code == "out-of-memory" else cannot(
             "no pipeline fits these devices", "the cluster", f"{len(task.ranks)} devices, batch {task.train.batch}",
             "ask what fits: farspan plan --fit model, with the same cluster",
         )  # fmt: skip
-    return relabelled(min(candidates, key=lambda pair: pair[1].step_s)[0], "pipeshard")
+    return task.plan("pipeshard", [min(candidates, key=lambda pair: pair[0])[1]])
 
 
-def pipelines(task: Task) -> list[tuple[Plan, Estimate]]:
-    """The best pipeline of two and more stages, if any fits."""
-    solutions: list[tuple[float, int, Solution, int]] = []
-    count, most = itertools.count(), PRICED[len(task.ranks) > EVERY_RUN]
+def best_pipeline(task: Task) -> tuple[float, Replica] | None:
+    """The best pipeline of two and more stages with the seconds of its step, if any fits."""
+    few = len(task.ranks) <= ALL_MOVES
+    timed = _timed(task, STARTS if few else 1)
+    if ALL_MOVES < len(task.ranks) <= MOST_EVEN or not timed:
+        timed += _best_even(task, min((seconds for seconds, _ in timed), default=math.inf))
+    timed.sort(key=lambda pair: pair[0])
+    starts = timed[: STARTS if few else 1]
+    return min((improved(task, *start) for start in starts), key=lambda pair: pair[0], default=None)
+
+
+def _timed(task: Task, wanted: int) -> list[tuple[float, Replica]]:
+    """The `wanted` fastest of the solutions of the stage search, fully priced, and some others. The order is that of
+    their objectives; what a bound shows to be beyond those wanted is not simulated."""
+    replicas = [stages_at(task, *found) for found in _solutions(task, PRICED[len(task.ranks) > EVERY_RUN])]
+    least = [stages_s(replica, task.costs) for replica in replicas]
+    timed: dict[int, tuple[float, Replica]] = {}
+    for place in sorted(range(len(replicas)), key=least.__getitem__):
+        fastest = sorted(seconds for seconds, _ in timed.values())[:wanted]
+        if len(fastest) == wanted and least[place] > fastest[-1]:
+            break
+        if pipeline := at_best_depth(task, replicas[place]):
+            timed[place] = pipeline
+    return [timed[place] for place in sorted(timed)]
+
+
+def _solutions(task: Task, most: int) -> list[tuple[Solution, int]]:
+    """The best few solutions of the stage search over all orders and numbers of microbatches, with the latter. Where
+    one is in sight is searched first: the sooner the rest is known to be worse."""
+    searches: list[tuple[float, int, float, int, StageSearch]] = []
     for parts in microbatch_counts(task):
         tables = Tables(task, parts)
         for order in orders(task):
-            worst = solutions[-1][0] if len(solutions) == most else math.inf
-            for solution in StageSearch(task, order, tables).solutions(worst):
-                if len(solution.cuts) > 1:
-                    objective = solution.objective + tied_s(task, solution)
-                    solutions.append((objective, next(count), solution, parts))
-            solutions = heapq.nsmallest(most, solutions)
-    timed = [pipeline for _, _, solution, parts in solutions if (pipeline := at_best_depth(task, solution, parts))]
-    few = len(task.ranks) <= ALL_MOVES
-    if ALL_MOVES < len(task.ranks) <= MOST_EVEN or not timed:
-        timed += _best_even(task, min((seconds for seconds, _ in timed), default=math.inf))
-    if not timed:
-        return []
-    timed.sort(key=lambda pair: pair[0])
-    best = min((improved(task, *start) for start in timed[: STARTS if few else 1]), key=lambda pair: pair[0])
-    plan = task.plan("pipeshard", [best[1]])
-    return [(plan, price(plan, task.costs, brief=True))]
+            search, tied = StageSearch(task, order, tables), tied_s(task, order)
+            searches.append((search.glimpse() + tied, len(searches), tied, parts, search))
+    found: list[tuple[float, int, int, Solution, int]] = []
+    for _, place, tied, parts, search in sorted(searches, key=lambda row: row[:2]):
+        worst = found[-1][0] if len(found) == most else math.inf
+        for number, solution in enumerate(search.solutions(worst - tied)):
+            if len(solution.cuts) > 1:
+                found.append((solution.objective + tied, place, number, solution, parts))
+        found = heapq.nsmallest(most, found, key=lambda row: row[:3])
+    return [(solution, parts) for *_, solution, parts in found]
 
 
 def _best_even(task: Task, best: float) -> list[tuple[float, Replica]]:
     """The even split that beats `best` seconds and fits, if any: what the search's runs of hosts do not contain."""
     even: list[tuple[float, Replica]] = []
     for replica in even_splits(task, microbatch_counts(task)):
-        passes = (task.costs.passes(stage, stage.rows, replica.microbatches) for stage in replica.stages)
-        if max(replica.microbatches * (p.forward + p.backward) for p in passes) >= best or not task.fits(replica):
+        if passes_s(replica, task.costs) >= best or not task.fits(replica):
             continue
-        if (seconds := step(replica, task.costs).seconds) < best:
+        if stages_s(replica, task.costs) < best and (seconds := step(replica, task.costs).seconds) < best:
             best, even = seconds, [(seconds, replica)]
     return even
 
 
-def tied_s(task: Task, solution: Solution) -> float:
+def tied_s(task: Task, order: Sequence[int]) -> float:
     """Seconds that a tied table's gradient takes from the last stage to the first, and its rows back."""
     if not task.graph.tied:
         return 0.0
-    first, last = solution.cuts[0].ranks[0], solution.cuts[-1].ranks[-1]
+    first, last = order[0], order[-1]
     wire = task.costs.network.wire(first, last, collective=False, streams=task.streams(first, last))
     return 2 * (wire.delay_s + task.costs.network.send_s(wire, 4 * task.graph.size("vd")))
 
@@ -169,14 +190,22 @@ def _site_orders(task: Task, names: list[str], by_site: dict[str, list[int]]) ->
     yield from (shortest, shortest[::-1], tuple(names), fast, fast[::-1])
 
 
-def at_best_depth(task: Task, solution: Solution, parts: int) -> tuple[float, Replica] | None:
-    """The step of a solution and its replica, with the microbatches in flight of 1F1B, or more as memory lets it: those
-    cover round trips, but put off the first backward pass. None where it does not fit after all."""
-    stages, timed = [stage_of(cut.ranks, cut.option, cut.units, parts) for cut in solution.cuts], []
-    for extra in (0, 2, 8, parts) if len(task.ranks) <= EVERY_RUN else (0, 8):
-        depths = [min(parts, cut.depth, len(stages) - i + extra) for i, cut in enumerate(solution.cuts)]
-        replica = task.replica(stages, parts, depths)
+def stages_at(task: Task, solution: Solution, parts: int) -> Replica:
+    """A solution's replica, with as many microbatches in flight as memory lets there be."""
+    stages = [stage_of(cut.ranks, cut.option, cut.units, parts) for cut in solution.cuts]
+    return task.replica(stages, parts, [min(parts, cut.depth) for cut in solution.cuts])
+
+
+def at_best_depth(task: Task, deepest: Replica) -> tuple[float, Replica] | None:
+    """The step of a pipeline, with the microbatches in flight of 1F1B, or more as far as it may: those cover round
+    trips, but put off the first backward pass. None where it does not fit after all."""
+    stages, timed = len(deepest.stages), dict[tuple[int, ...], tuple[float, Replica]]()
+    for extra in (0, 2, 8, deepest.microbatches) if len(task.ranks) <= EVERY_RUN else (0, 8):
+        depths = tuple(min(most, stages - i + extra) for i, most in enumerate(deepest.in_flight))
+        replica = msgspec.structs.replace(deepest, in_flight=depths)
+        if depths in timed:
+            continue
         if not task.fits(replica):
             break
-        timed.append((step(replica, task.costs).seconds, replica))
-    return min(timed, key=lambda pair: pair[0], default=None)
+        timed[depths] = step(replica, task.costs).seconds, replica
+    return min(timed.values(), key=lambda pair: pair[0], default=None)

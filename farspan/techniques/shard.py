@@ -21,8 +21,10 @@ ZEROS: tuple[Zero, ...] = (0, 1, 2, 3)
 
 def plan(task: Task) -> Plan | Problem:
     """The best mesh of (data, tensor); raises nothing: what does not fit is told as data parallelism tells it."""
-    if alone := one_device(task, "shard"):
-        return alone
+    return one_device(task, "shard") or task.answer("shard", _plan)
+
+
+def _plan(task: Task) -> Plan | Problem:
     candidates: list[Plan] = []
     problems: list[Problem] = []
     for other in (data, zero1, zero2, fsdp, hsdp):

@@ -123,7 +123,8 @@ def test_every_solution_of_the_search_is_a_plan_that_the_estimator_prices_as_its
             run = next(run for run in search.slices if [search.order[i] for i in range(*run)] == list(cut.ranks))
             seconds = time.passes.forward + time.passes.backward
             expected = seconds, (parts - 1) * seconds + time.exposed + time.update
-            told = [(lane.seconds[:, *cut.units], lane.cycle[:, *cut.units]) for lane in search.lanes[run]]
+            blocks = cut.units[1] - cut.units[0] - sum(search.ends(run))
+            told = [(lane.seconds[:, blocks], lane.cycle[:, blocks]) for lane in search.lanes[run]]
             pairs = [pair for s, c in told for pair in zip(s, c, strict=True)]
             assert any(pair == pytest.approx(expected, rel=1e-3) for pair in pairs)
 

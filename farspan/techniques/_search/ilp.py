@@ -10,10 +10,13 @@ Nodes that occur several times (repeated layers) enter once, their costs multipl
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 #: A share of the objective within which HiGHS may stop: far below what any estimate resolves.
 GAP = 1e-6
@@ -75,32 +78,15 @@ def _optimise(
 ) -> tuple[tuple[int, ...] | None, float]:  # fmt: skip
     import highspy
 
+    program = _Program(costs, edges)
+    if memory is not None and cap < math.inf:
+        filled = zip(itertools.chain(*program.x), itertools.chain(*memory), strict=True)
+        program.row([(x, m / cap) for x, m in filled], -math.inf, 1.0)
     model = highspy.Highs()  # type: ignore[no-untyped-call]
     model.silent()
     for option, value in (("time_limit", deadline_s), ("mip_rel_gap", GAP), ("threads", 1), ("random_seed", 0)):
         model.setOptionValue(option, value)
-    # Costs may be microseconds: in their own scale the solver's absolute tolerances would swallow them.
-    finite = [abs(c) for row in costs for c in row if c < math.inf]
-    finite += [abs(c) for rows in edges.values() for row in rows for c in row if c < math.inf]
-    scale = 1 / max(finite, default=1.0) if max(finite, default=0.0) > 0 else 1.0
-
-    def variable(cost: float, **kind: Any) -> Any:
-        """Between 0 and 1 at this cost; an infinite cost keeps it at 0."""
-        return model.addVariable(0, 0, 0, **kind) if cost == math.inf else model.addVariable(0, 1, cost * scale, **kind)
-
-    x = [[variable(c, type=highspy.HighsVarType.kInteger) for c in row] for row in costs]
-    for i, row in enumerate(x):
-        model.addConstr(sum(row[1:], row[0]) == 1, f"choose[{i}]")
-    for (i, j), rows in edges.items():
-        y = [[variable(c) for c in row] for row in rows]
-        for a, row in enumerate(y):
-            model.addConstr(sum(row[1:], row[0]) == x[i][a], f"from[{i},{j},{a}]")
-        for b in range(len(rows[0])):
-            column = [row[b] for row in y]
-            model.addConstr(sum(column[1:], column[0]) == x[j][b], f"to[{i},{j},{b}]")
-    if memory is not None and cap < math.inf:
-        terms = [m / cap * v for ms, row in zip(memory, x, strict=True) for m, v in zip(ms, row, strict=True)]
-        model.addConstr(sum(terms[1:], terms[0]) <= 1, "memory")
+    program.hand_to(model)
     model.run()
     status, info = model.getModelStatus(), model.getInfo()
     if status == highspy.HighsModelStatus.kInfeasible:
@@ -108,5 +94,53 @@ def _optimise(
     if not info.primal_solution_status:
         raise TimeoutError(f"no plan within {deadline_s:g} s")
     values = model.getSolution().col_value
-    picks = tuple(max(range(len(row)), key=lambda a: values[row[a].index]) for row in x)
+    picks = tuple(max(range(len(row)), key=lambda a: values[row[a]]) for row in program.x)
     return picks, 0.0 if status == highspy.HighsModelStatus.kOptimal else info.mip_gap
+
+
+class _Program:
+    """The program's columns and rows, handed to HiGHS at once: one by one they take longer than the solution."""
+
+    def __init__(
+        self, costs: Sequence[Sequence[float]], edges: Mapping[tuple[int, int], Sequence[Sequence[float]]]
+    ) -> None:
+        # Costs may be microseconds: in their own scale the solver's absolute tolerances would swallow them.
+        finite = [abs(c) for row in costs for c in row if c < math.inf]
+        finite += [abs(c) for rows in edges.values() for row in rows for c in row if c < math.inf]
+        self._scale = 1 / max(finite, default=1.0) if max(finite, default=0.0) > 0 else 1.0
+        self._costs: list[float] = []
+        self._rows: list[tuple[list[tuple[int, float]], float, float]] = []
+        #: Columns of the choices of each node.
+        self.x = [[self._column(c) for c in row] for row in costs]
+        self._choices = len(self._costs)
+        for row in self.x:
+            self.row([(x, 1.0) for x in row], 1.0, 1.0)
+        for (i, j), matrix in edges.items():
+            y = [[self._column(c) for c in row] for row in matrix]
+            for a, row in enumerate(y):
+                self.row([(self.x[i][a], -1.0), *((column, 1.0) for column in row)], 0.0, 0.0)
+            for b, x in enumerate(self.x[j]):
+                self.row([(x, -1.0), *((row[b], 1.0) for row in y)], 0.0, 0.0)
+
+    def _column(self, cost: float) -> int:
+        self._costs.append(cost)
+        return len(self._costs) - 1
+
+    def row(self, terms: list[tuple[int, float]], least: float, most: float) -> None:
+        """A sum of columns between two bounds."""
+        self._rows.append((terms, least, most))
+
+    def hand_to(self, model: Any) -> None:
+        """Columns between 0 and 1, choices whole; an infinite cost keeps one at 0. Then the rows."""
+        none, costs = np.empty(0, dtype=np.int32), np.array(self._costs)
+        possible = np.isfinite(costs)
+        model.addCols(len(costs), np.where(possible, costs * self._scale, 0.0), np.zeros(len(costs)),
+                      possible.astype(np.float64), 0, none, none, np.empty(0))  # fmt: skip
+        whole = np.arange(self._choices, dtype=np.int32)
+        model.changeColsIntegrality(len(whole), whole, np.ones(len(whole), dtype=np.uint8))
+        terms = [term for row, _, _ in self._rows for term in row]
+        starts = np.cumsum([0, *(len(row) for row, _, _ in self._rows[:-1])], dtype=np.int32)
+        columns, factors = zip(*terms, strict=True)
+        _, least, most = zip(*self._rows, strict=True)
+        model.addRows(len(self._rows), np.array(least), np.array(most), len(terms), starts,
+                      np.array(columns, dtype=np.int32), np.array(factors))  # fmt: skip

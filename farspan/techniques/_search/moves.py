@@ -9,6 +9,7 @@ import msgspec
 
 from farspan.domain.plan import Replica, Stage
 from farspan.estimate.price import step
+from farspan.techniques._bounds import stages_s
 from farspan.techniques._search.slices import Tables, stage_of
 from farspan.techniques._task import Task
 
@@ -24,7 +25,8 @@ def improved(task: Task, seconds: float, replica: Replica) -> tuple[float, Repli
     for _ in range(MOST_MOVES):
         better = next(
             ((took, other) for other in _neighbours(task, replica)
-             if (took := step(other, task.costs).seconds) < 0.9999 * seconds and task.fits(other)), None,
+             if stages_s(other, task.costs) < 0.9999 * seconds
+             and (took := step(other, task.costs).seconds) < 0.9999 * seconds and task.fits(other)), None,
         )  # fmt: skip
         if better is None:
             break

@@ -112,19 +112,16 @@ def in_fewest_parts(task: Task, stage: Stage) -> Replica:
     Memory is linear in a microbatch's rows but for the logits' cap, so the count follows by bisection.
     """
     counts = part_counts(stage)
+    #: A coordinate of each kind of device and number of rows.
+    unlike = {(task.costs.alike[ranks[0]], stage.rows[c]): c for c, ranks in enumerate(stage.mesh.batch)}.values()
 
     def replica(parts: int) -> Replica:
         return task.replica([stage], parts, (1,))
 
     def fits(parts: int) -> bool:
         candidate = replica(parts)
-        seen = set()
-        for c, ranks in enumerate(stage.mesh.batch):
-            key = (task.costs.alike[ranks[0]], candidate.micro_rows(0, c))
-            if key not in seen and task.costs.memory(candidate, 0, c).total > task.capacity(ranks[0]):
-                return False
-            seen.add(key)
-        return True
+        capacities = ((c, task.capacity(stage.mesh.batch[c][0])) for c in unlike)
+        return all(task.costs.memory(candidate, 0, c).total <= capacity for c, capacity in capacities)
 
     return replica(counts[bisect.bisect_left(counts, True, hi=len(counts) - 1, key=fits)])
 
@@ -145,7 +142,7 @@ def over_batch(task: Task, technique: str, zero: Zero) -> Plan | Problem:
     if task.train.batch < len(ranks):
         return too_few_rows(task, len(ranks))
     mesh = Mesh(ranks=ranks, shape=(len(ranks),), axes=("data",))
-    return best(task, plans(task, technique, mesh, zero=zero))
+    return task.answer(technique, lambda asked: best(asked, plans(asked, technique, mesh, zero=zero)))
 
 
 def too_few_rows(task: Task, coordinates: int) -> Problem:

@@ -54,9 +54,10 @@ class Assignment:
         task, ways = self.task, len(self.group)
         options = strategies(op, task.graph.sizes, ways, self.rows)
         device = task.costs.network.devices[self.group[0]]
+        unlike = {task.costs.alike[rank]: rank for rank in self.group}.values()
         costs, memory = [], []
         for option in options:
-            times = [task.costs.op_s(rank, op, self.rows, option.split, ways) for rank in self.group]
+            times = [task.costs.op_s(rank, op, self.rows, option.split, ways) for rank in unlike]
             seconds = count * self.parts * max(f + b for f, b in times)
             own = count * sum(
                 task.graph.size(w.dims) * weight_share(op, w.dims, option.split, ways) for w in op.weights

@@ -1,8 +1,9 @@
 """What a run of neighbouring devices can be as a pipeline stage: its meshes, and tables of what they take.
 
-A table holds, for every pair of cuts (first, last unit), what a microbatch takes, what the rest of a step takes, and
-how many microbatches memory lets be in flight. Blocks are alike, so a few priced stages give the whole table: almost
-everything is affine in the number of blocks.
+A table holds, for every number of blocks, what a microbatch takes, what the rest of a step takes, and how many
+microbatches memory lets be in flight. Blocks are alike, so it does not matter which they are, and a few priced stages
+give the whole table: almost everything is affine in their number. Whether a stage has the embedding or the head follows
+from where its devices stand in the order: at its start and at its end.
 """
 
 from __future__ import annotations
@@ -38,6 +39,24 @@ class DeviceRange(NamedTuple):
     stop: int
 
 
+class Ends(NamedTuple):
+    """Which ends of the model a stage has."""
+
+    embedding: bool
+    head: bool
+
+    def units(self, layers: int, blocks: int, first: int = 1) -> tuple[int, int]:
+        """The units of a stage of so many blocks: with the embedding from the first on, with the head to the last, else
+        from block `first` on."""
+        if self.embedding:
+            return 0, blocks + 1 + self.head
+        return (layers + 1 - blocks, layers + 2) if self.head else (first, first + blocks)
+
+    def fewest(self, layers: int) -> int:
+        """Blocks at least: all where the stage is the whole model, one where it has neither end."""
+        return layers if self.embedding and self.head else int(not any(self))
+
+
 class Option(NamedTuple):
     """One way to run a stage on a slice: tensor width, splits, ZeRO level, recompute, rows of a microbatch."""
 
@@ -49,8 +68,8 @@ class Option(NamedTuple):
 
 
 class PassTable(NamedTuple):
-    """By cuts [first, last]: seconds a microbatch (both passes), seconds of the other microbatches and of what comes
-    once a step, and microbatches in flight that fit (0: does not fit)."""
+    """By blocks: seconds a microbatch (both passes), seconds of the other microbatches and of what comes once a step,
+    and microbatches in flight that fit (0: does not fit)."""
 
     option: Option
     seconds: NDArray[np.float64]
@@ -89,26 +108,27 @@ class Tables:
     def __init__(self, task: Task, microbatches: int) -> None:
         self.task, self.microbatches = task, microbatches
         self.rows = task.train.batch // microbatches
+        self._room: dict[tuple[object, ...], tuple[float, float]] = {}
 
-    def of(self, ranks: Sequence[int]) -> list[PassTable]:
-        """The tables of a slice's options that can be of use, fastest first."""
-        key = ("tables", self.task.likeness(ranks), self.microbatches, self.rows)
+    def of(self, ranks: Sequence[int], ends: Ends) -> list[PassTable]:
+        """The tables of a slice's options that can be of use to a stage with these ends of the model."""
+        key = ("tables", self.task.likeness(ranks), self.microbatches, self.rows, ends)
         memo = self.task.memo
         if key not in memo:
-            memo[key] = self._all(ranks)
+            memo[key] = self._all(ranks, ends)
         tables: list[PassTable] = memo[key]
         return tables
 
-    def _all(self, ranks: Sequence[int]) -> list[PassTable]:
+    def _all(self, ranks: Sequence[int], ends: Ends) -> list[PassTable]:
         """A table for every option that can be best: computing again is of use only where memory is short without."""
         tables: list[PassTable] = []
         full = None
         for option in self.options(ranks):
             if option.recompute and not self.task.train.recompute and full is not None and full.all():
                 continue
-            table = self._table(ranks, option)
-            full = None if table is None else table.depth[np.isfinite(table.seconds)] >= self.microbatches
-            tables += [table] if table is not None else []
+            table = self._table(ranks, option, ends)
+            full = table.depth[np.isfinite(table.seconds)] >= self.microbatches if table.depth.any() else None
+            tables += [table] if table.depth.any() else []
         return tables
 
     def options(self, ranks: Sequence[int]) -> list[Option]:
@@ -143,37 +163,19 @@ class Tables:
             return {}
         return cheapest_splits(self.task, ranks[:ways], rows, len(ranks) // ways)
 
-    def _table(self, ranks: Sequence[int], option: Option) -> PassTable | None:
-        """Priced by the number of blocks, with and without the ends of the model."""
-        units = self.task.graph.units
-        seconds, cycle = np.full((2, units + 1, units + 1), np.inf)
-        table = PassTable(option, seconds, cycle, np.zeros((units + 1, units + 1), dtype=np.int64))
-        for has_embedding in (False, True):
-            for has_head in (False, True):
-                self._fill(ranks, table, has_embedding, has_head)
-        return table if table.depth.any() else None
-
-    def _fill(self, ranks: Sequence[int], table: PassTable, embedding: bool, head: bool) -> None:
+    def _table(self, ranks: Sequence[int], option: Option, ends: Ends) -> PassTable:
+        """Priced by the number of blocks."""
         layers = self.task.graph.layers
-        fewest = layers if embedding and head else 0 if embedding or head else 1
-        knots = list(range(fewest, layers + 1)) if layers <= PRICED_LAYERS else sorted({fewest, layers})
-        priced = [self._priced(ranks, table.option, self._units(embedding, head, blocks)) for blocks in knots]
+        fewest = ends.fewest(layers)
+        knots = range(fewest, layers + 1) if layers <= PRICED_LAYERS else sorted({fewest, layers})
+        priced = [self._priced(ranks, option, ends.units(layers, blocks)) for blocks in knots]
         counts = np.arange(fewest, layers + 1)
         time, cycle, fixed, each = (np.interp(counts, knots, values) for values in zip(*priced, strict=True))
-        deep = np.where(fixed > 0, 0, np.minimum(self.microbatches, -fixed // np.maximum(each, 1.0))).astype(np.int64)
-        for blocks in range(fewest, layers + 1):
-            first, last = self._units(embedding, head, blocks)
-            starts = np.arange(1, layers + 2 - blocks) if not embedding and not head else np.array([first])
-            cuts = starts, starts + last - first
-            table.seconds[cuts], table.cycle[cuts] = time[blocks - fewest], cycle[blocks - fewest]
-            table.depth[cuts] = deep[blocks - fewest]
-
-    def _units(self, embedding: bool, head: bool, blocks: int) -> tuple[int, int]:
-        """A stage of so many blocks and these ends."""
-        units = self.task.graph.units
-        if embedding:
-            return (0, units if head else blocks + 1)
-        return (units - 1 - blocks, units) if head else (1, 1 + blocks)
+        deep = np.where(fixed > 0, 0, np.minimum(self.microbatches, -fixed // np.maximum(each, 1.0)))
+        seconds, spans = np.full((2, layers + 1), np.inf)
+        table = PassTable(option, seconds, spans, np.zeros(layers + 1, dtype=np.int64))
+        table.seconds[fewest:], table.cycle[fewest:], table.depth[fewest:] = time, cycle, deep
+        return table
 
     def _priced(self, ranks: Sequence[int], option: Option, units: tuple[int, int]) -> tuple[float, ...]:
         """Seconds of a microbatch; of all others and what comes once a step; bytes of the fullest device that stay
@@ -185,9 +187,19 @@ class Tables:
         cycle = (parts - 1) * seconds + time.exposed + time.update
         worst = (-math.inf, 0.0)
         for c in {task.costs.alike[group[0]]: c for c, group in enumerate(stage.mesh.batch)}.values():
-            empty, single = (task.costs.memory_of(stage, option.rows[c], depth, c).total for depth in (0, 1))
+            empty, single = self._bytes(stage, option.rows[c], c)
             worst = max(worst, (empty - task.capacity(stage.mesh.batch[c][0]), float(single - empty)))
         return seconds, cycle, *worst
+
+    def _bytes(self, stage: Stage, rows: int, coordinate: int) -> tuple[float, float]:
+        """Bytes of a device with no microbatch in flight, and with one: wherever the others of its stage are."""
+        mesh, costs = stage.mesh, self.task.costs
+        kind = costs.alike[mesh.batch[coordinate][0]]
+        key = kind, rows, stage.units, mesh.shape, stage.zero, stage.recompute, *stage.splits.items()
+        if key not in self._room:
+            memory = (costs.memory_of(stage, rows, depth, coordinate).total for depth in (0, 1))
+            self._room[key] = next(memory), next(memory)
+        return self._room[key]
 
 
 def cheapest_splits(
