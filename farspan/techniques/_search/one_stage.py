@@ -46,21 +46,28 @@ def rows_by_speed(rows: int, seconds: Sequence[float], quantum: int = 1) -> list
 
 
 def stage_rows(task: Task, mesh: Mesh, splits: dict[str, str], rows: int, quantum: int = 1) -> tuple[int, ...]:
-    """Sequences of each batch coordinate of a mesh that holds the whole model, by the speed of its slowest device."""
+    """Sequences of each batch coordinate of a mesh that holds the whole model, by the speed of its slowest device: at a
+    typical load first, then at the load that this gives it, as long as the last one ends sooner."""
     ways, graph, costs = mesh.size("tensor"), task.graph, task.costs
-    pace: dict[int, float] = {}
+    groups = mesh.batch
 
-    def seconds(rank: int) -> float:
-        kind = costs.alike[rank]
-        if kind not in pace:
-            # At a typical load, so that fixed costs of operators count as they will.
-            typical = max(1, rows // len(mesh.batch))
-            units = (costs.unit_s(rank, unit, typical, splits, ways) for unit, _ in graph.kinds(0, graph.units))
-            counts = [count for _, count in graph.kinds(0, graph.units)]
-            pace[kind] = sum(count * (f + b) for count, (f, b) in zip(counts, units, strict=True)) / typical
-        return pace[kind]
+    def seconds(group: Sequence[int], own: int) -> float:
+        unlike = {costs.alike[rank]: rank for rank in group}.values()
+        return max(
+            sum(count * sum(costs.unit_s(rank, unit, own, splits, ways)) for unit, count in graph.kinds(0, graph.units))
+            for rank in unlike
+        )
 
-    return tuple(rows_by_speed(rows, [max(map(seconds, group)) for group in mesh.batch], quantum))
+    def again(given: Sequence[int]) -> list[int]:
+        return rows_by_speed(rows, [seconds(*pair) / pair[1] for pair in zip(groups, given, strict=True)], quantum)
+
+    def last(given: Sequence[int]) -> float:
+        return max(seconds(*pair) for pair in zip(groups, given, strict=True))
+
+    found = again([max(1, rows // len(groups))] * len(groups))
+    while last(other := again(found)) < last(found):
+        found = other
+    return tuple(found)
 
 
 def plans(
