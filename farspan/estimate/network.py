@@ -181,24 +181,28 @@ class Network:
     def flows_s(self, flows: Sequence[Flow], streams: int) -> Hop:
         """What messages that leave at the same time take: each on its own wire, all that share a line after another,
         and the software of each sender one after another."""
+        # Of each pair of hosts the largest message; of each device what goes out and comes in inside its host.
+        largest: dict[tuple[str, str], float] = {}
         lines: defaultdict[object, float] = defaultdict(float)
-        ports: defaultdict[tuple[int, str], float] = defaultdict(float)
-        posted = Counter[int]()
+        ports: defaultdict[tuple[int, bool], float] = defaultdict(float)
+        posted = Counter(flow.source for flow in flows)
         for source, target, size in flows:
-            lines[self._line(self.hosts[source], self.hosts[target])] += size
-            ports[source, "out"] += size
-            ports[target, "in"] += size
-            posted[source] += 1
-        busy = delay = 0.0
-        for source, target, size in flows:
-            wire = self.wire(source, target, collective=False, streams=streams)
-            if wire.local:
-                took = max(ports[source, "out"], ports[target, "in"]) / wire.rate
+            pair = self.hosts[source], self.hosts[target]
+            largest[pair] = max(size, largest.get(pair, 0.0))
+            if pair[0] == pair[1]:
+                ports[source, True] += size
+                ports[target, False] += size
             else:
-                took = max(lines[self._line(*wire.hosts)] / wire.line, self.send_s(wire, size))
-            busy = max(busy, took + posted[source] * self.engine.message_s)
-            delay = max(delay, wire.delay_s)
-        return Hop(busy, delay)
+                lines[self._line(*pair)] += size
+        busy = delay = 0.0
+        for pair, size in largest.items():
+            wire = self.between(*pair, False, streams)
+            if wire.local:
+                took = max(moved for (rank, _), moved in ports.items() if self.hosts[rank] == pair[0]) / wire.rate
+            else:
+                took = max(lines[self._line(*pair)] / wire.line, self.send_s(wire, size))
+            busy, delay = max(busy, took), max(delay, wire.delay_s)
+        return Hop(busy + max(posted.values(), default=0) * self.engine.message_s, delay)
 
     def leaving(self, flows: Iterable[Flow]) -> dict[str, float]:
         """Bytes that leave each site."""
