@@ -43,7 +43,11 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def size(self, axis: Axis) -> int:
         """Coordinates along an axis; 1 where the mesh lacks it."""
-        return self.shape[self.axes.index(axis)] if axis in self.axes else 1
+        return self._sizes.get(axis, 1)
+
+    @functools.cached_property
+    def _sizes(self) -> dict[Axis, int]:
+        return dict(zip(self.axes, self.shape, strict=True))
 
     def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
         """The ranks that differ in their coordinate along `axis` only, group by group."""
@@ -66,7 +70,7 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Each rank by itself."""
         return tuple((rank,) for rank in self.ranks)
 
-    @property
+    @functools.cached_property
     def batch(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each batch coordinate: those that share one tensor axis see the same sequences."""
         return self.groups("tensor")

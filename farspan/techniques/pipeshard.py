@@ -105,8 +105,12 @@ def _solutions(task: Task, most: int) -> list[tuple[Solution, int]]:
 def _best_even(task: Task, best: float) -> list[tuple[float, Replica]]:
     """The even split that beats `best` seconds and fits, if any: what the search's runs of hosts do not contain."""
     even: list[tuple[float, Replica]] = []
+    least: dict[tuple[int, int, int], float] = {}
     for replica in even_splits(task, microbatch_counts(task)):
-        if passes_s(replica, task.costs) >= best or not task.fits(replica):
+        # ZeRO's level is no matter of passes.
+        shape = replica.microbatches, len(replica.stages), replica.stages[0].mesh.size("tensor")
+        least[shape] = least[shape] if shape in least else passes_s(replica, task.costs)
+        if least[shape] >= best or not task.fits(replica):
             continue
         if stages_s(replica, task.costs) < best and (seconds := step(replica, task.costs).seconds) < best:
             best, even = seconds, [(seconds, replica)]

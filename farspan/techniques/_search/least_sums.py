@@ -51,7 +51,7 @@ class Stacked:
         #: Rows for what follows slices, by where they end and by their hosts.
         self.rests: list[dict[int, int]] = [{} for _ in range(places)]
         self.following = 0
-        #: Stages at most from each place on.
+        #: Stages at most from each place on: `most` less the fewest before it.
         self.longest = [*[0] * places, 0]
         together: dict[tuple[int, int], list[DeviceRange]] = {}
         for run in lanes:
@@ -60,7 +60,11 @@ class Stacked:
         for (place, count), runs in together.items():
             self._add(place, count, [(run, lane) for run in runs for lane in lanes[run]])
         for run, _ in reversed(self.rows):
-            self.longest[run.start] = min(most, max(self.longest[run.start], 1 + self.longest[run.stop]))
+            self.longest[run.start] = max(self.longest[run.start], 1 + self.longest[run.stop])
+        fewest = [0, *[most] * places]
+        for run, _ in self.rows:
+            fewest[run.stop] = min(fewest[run.stop], 1 + fewest[run.start])
+        self.longest = [max(0, min(most - few, long)) for few, long in zip(fewest, self.longest, strict=True)]
         self.seconds, self.cycle = self._tables()
 
     def _add(self, place: int, hosts: int, rows: list[tuple[DeviceRange, RangeTable]]) -> None:
@@ -97,21 +101,24 @@ class LeastSums:
 
     def __init__(self, stacked: Stacked, bound: float, way: Callable[[int, int, int], float]) -> None:
         self.stacked, self._way = stacked, way
-        shape = (stacked.most + 1, 2 * stacked.layers + 1)
+        shape, layers = (stacked.most + 1, stacked.layers + 1), stacked.layers
         self.seconds = np.where(stacked.cycle < bound, stacked.seconds, np.inf)
         #: The most blocks that each row may have.
         possible: NDArray[np.bool_] = np.isfinite(self.seconds).max(axis=2)
         self._blocks = np.where(possible.any(axis=1), stacked.layers - possible[:, ::-1].argmax(axis=1), 0)
-        #: By place and hosts, over stages to come and blocks before: beyond all blocks nothing is.
+        #: By place and hosts, over stages to come and blocks before.
         self.value: list[dict[int, Floats]] = [{} for _ in range(stacked.places)]
-        self.rest = np.full((stacked.following, *shape), np.inf)
+        #: What follows a slice, over the same; beyond all blocks nothing is.
+        self.rest = np.full((stacked.following, stacked.most + 1, 2 * layers + 1), np.inf)
         for place in range(stacked.places - 1, -1, -1):
             for hosts, start in stacked.starts[place].items():
                 value = self.value[place][hosts] = np.full(shape, np.inf)
                 (self._at_start if place == 0 else self._between)(value, place, start)
             for before, row in stacked.rests[place].items() if self.value[place] else ():
-                totals = [least + way(place, before, hosts) for hosts, least in self.value[place].items()]
-                self.rest[row] = np.minimum.reduce(totals)
+                rest, to_come = self.rest[row, :, : layers + 1], slice(1, stacked.longest[place] + 1)
+                for hosts, least in self.value[place].items():
+                    if (between := way(place, before, hosts)) < math.inf:
+                        np.minimum(rest[to_come], least[to_come] + between, out=rest[to_come])
 
     def _at_start(self, value: Floats, place: int, start: Start) -> None:
         """The first stage: no blocks are before it."""
@@ -132,9 +139,9 @@ class LeastSums:
             strides = (8 * stages * width, 8, 8 * width, 8)
             after = np.ndarray((rows, most, stages, layers + 1), buffer=rest, offset=8, strides=strides)
             total = self._own(start, longest)[:, 1 : most + 1, :, None] + after
-            value[2 : longest + 1, : layers + 1] = total.reshape(rows * most, -1).min(axis=0).reshape(stages, -1)
+            value[2 : longest + 1] = total.reshape(rows * most, -1).min(axis=0).reshape(stages, -1)
         if start.last > start.middle:
-            value[1, : layers + 1] = self.seconds[start.middle : start.last, ::-1, 0].min(axis=0)
+            value[1] = self.seconds[start.middle : start.last, ::-1, 0].min(axis=0)
 
     def _own(self, start: Start, longest: int) -> Floats:
         """Seconds of the rows that others follow, by blocks and by stages to come from 2 on."""

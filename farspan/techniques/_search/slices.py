@@ -8,6 +8,7 @@ from where its devices stand in the order: at its start and at its end.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -108,6 +109,7 @@ class Tables:
     def __init__(self, task: Task, microbatches: int) -> None:
         self.task, self.microbatches = task, microbatches
         self.rows = task.train.batch // microbatches
+        self._options: dict[int, list[Option]] = {}
         self._room: dict[tuple[object, ...], tuple[float, float]] = {}
 
     def of(self, ranks: Sequence[int], ends: Ends) -> list[PassTable]:
@@ -133,6 +135,12 @@ class Tables:
 
     def options(self, ranks: Sequence[int]) -> list[Option]:
         """Every way to run a stage on a slice."""
+        like = self.task.likeness(ranks)
+        if like not in self._options:
+            self._options[like] = self._every_option(ranks)
+        return self._options[like]
+
+    def _every_option(self, ranks: Sequence[int]) -> list[Option]:
         options = []
         for ways in tensor_widths(self.task, ranks):
             coordinates = len(ranks) // ways
@@ -237,11 +245,16 @@ def tensor_widths(task: Task, ranks: Sequence[int]) -> list[int]:
 
 def stage_of(ranks: Sequence[int], option: Option, units: tuple[int, int], microbatches: int) -> Stage:
     """The stage that an option means on these ranks."""
-    data = len(ranks) // option.ways
-    axes: tuple[Axis, ...] = ("data",) if option.ways == 1 else ("data", "tensor")
-    shape = (data,) if option.ways == 1 else (data, option.ways)
     return Stage(
-        units=units, mesh=Mesh(ranks=tuple(ranks), shape=shape, axes=axes), zero=option.zero, splits=option.splits,
+        units=units, mesh=_mesh(tuple(ranks), option.ways), zero=option.zero, splits=option.splits,
         rows=tuple(row * microbatches for row in option.rows), recompute=option.recompute,
         grad_sync=GradSync(bucket_bytes=BUCKET_BYTES),
     )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4096)
+def _mesh(ranks: tuple[int, ...], ways: int) -> Mesh:
+    """One mesh for all stages of these ranks, so that it knows its groups."""
+    data = len(ranks) // ways
+    axes: tuple[Axis, ...] = ("data",) if ways == 1 else ("data", "tensor")
+    return Mesh(ranks=ranks, shape=(data,) if ways == 1 else (data, ways), axes=axes)
