@@ -347,8 +347,9 @@ class Costs:
             # The head's gradient is made in the forward pass: each further one that is in flight keeps its own.
             kept += (depth - 1) * self.width * self.graph.size("vd") * shares[1]
         buffers = 2.0 * depth * rows * self.graph.size("bsd", b=1, s=train.seq_len) * self.width if piped else 0
+        buckets = 0.0
         if len(stage.mesh.ranks) > ways and engine.buckets_copied:
-            buffers += stage.grad_sync.bucket_bytes or 0
+            buckets = parameters * stage.grad_sync.bits / 8 if stage.zero == 0 else stage.grad_sync.bucket_bytes or 0
         if stage.zero == 3:
             unit = max(self.graph.size("vd"), self.graph.parameters(1, 2))
             buffers += 2 * unit * engine.weight_bytes[train.precision] / ways
@@ -356,7 +357,8 @@ class Costs:
         lost = (engine.overhead - 1) * (weights + gradients + optimizer)
         lost += (engine.overhead * engine.slack - 1) * kept + (engine.slack - 1) * (logits + buffers)
         return Memory(
-            weights=weights, gradients=gradients, optimizer=optimizer, activations=kept, logits=logits, buffers=buffers,
+            weights=weights, gradients=gradients, optimizer=optimizer, activations=kept, logits=logits,
+            buffers=buffers + buckets,
             framework=engine.framework if device.learned.framework is None else device.learned.framework,
             workspace=engine.workspace, fragmentation=lost,
             communicators=communicators(stage.mesh, piped, len(self.network.devices)) * engine.channel_bytes

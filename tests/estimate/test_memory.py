@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from farspan import models
-from farspan.domain.cluster import Link
+from farspan.domain.cluster import Interconnect, Link
 from farspan.domain.plan import GradSync, Sync
 from farspan.estimate.memory import activations_per_row, local_parameters, logits_bytes, replayed_per_row, state_bytes
 from farspan.estimate.price import estimate
@@ -142,7 +142,9 @@ def test_buffers_of_sums_and_gathers():
     using = costs(there, plain(), precision="bf16")
     bucketed = stage(mesh(0, 1), (4, 4), grad_sync=GradSync(bucket_bytes=1000))
     found = using.memory_of(bucketed, 4, 1, 0, piped=False)
-    assert (found.buffers, found.framework) == (1000, 11)
+    # Whole sums keep a bucket for every gradient, scattered ones reuse theirs.
+    assert (found.buffers, found.framework) == (4 * using.graph.parameters(), 11)
+    assert using.memory_of(msgspec.structs.replace(bucketed, zero=2), 4, 1, 0, piped=False).buffers == 1000
     # Full sharding holds two gathered units, of which the block is the largest here.
     gathered = using.memory_of(msgspec.structs.replace(bucketed, zero=3), 4, 1, 0, piped=False)
     assert gathered.buffers == 1000 + 2 * 2 * using.graph.parameters(1, 2)
@@ -194,3 +196,21 @@ def test_coordinates_hold_their_own_rows():
     per_row = 4 * GPT2_BLOCK + 4 * S * 2 * D
     assert [memory.activations for memory in found.memory] == [4 * per_row, per_row]
     assert found.memory_bytes == found.memory[0].total
+
+
+def test_what_is_no_tensor_is_named_by_what_holds_it():
+    nvlink = Interconnect(kind="nvlink", rate=3e11)
+    there = cluster([[device(interconnect=nvlink)] * 4, [device(interconnect=nvlink)] * 4])
+    using = costs(there, plain(workspace=7, channel_bytes=10, slack=1.25, overhead=1.0))
+    both = mesh(0, 1, 2, 3, data=2, tensor=2)
+    one = using.memory_of(stage(both, (4, 4)), 4, 1, 0, piped=False)
+    # An axis each, and all workers.
+    assert (one.workspace, one.communicators) == (7, 3 * 24 * 10)
+    assert using.memory_of(stage(both, (4, 4)), 4, 1, 0, piped=True).communicators == 4 * 24 * 10
+    assert using.memory_of(stage(mesh(0), (4,)), 4, 1, 0, piped=False).communicators == 0
+    buses = costs(cluster([[device()] * 2]), plain(channel_bytes=10))
+    assert buses.memory_of(stage(mesh(0, 1), (4, 4)), 4, 1, 0, piped=False).communicators == 4 * 10
+    # A quarter of what comes and goes is lost to holes; state stays.
+    held = one.activations + one.logits
+    assert one.fragmentation == pytest.approx(held / 4)
+    assert one.total == round(sum(msgspec.structs.astuple(one))) == round(sum(one.shown.values()))
