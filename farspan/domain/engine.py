@@ -91,8 +91,8 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     direct: bool = False
     #: Sums that are scattered go straight to whom each part is for; else around a ring.
     scatters_straight: bool = False
-    #: Gradients are copied into buckets to be sent, and whole sums keep buckets for all of them; else they lie there from
-    #: the start.
+    #: Gradients are copied into buckets to be sent, and whole sums keep buckets for all of them; else they lie in
+    #: them from the start.
     buckets_copied: bool = True
     #: Weights are gathered in the buckets that gradients are summed in; else one message a tensor.
     gathers_combined: bool = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -20,10 +21,13 @@ from farspan.domain.trial import Trial
 from farspan.domain.units import format_seconds
 from farspan.estimate.price import price
 from farspan.planning.parts import ClusterPart, all_parts, whole
+from farspan.planning.side_by_side import cores, side_by_side
 from farspan.techniques import Task
 
 Objective = Literal["time", "cost", "loss_per_dollar", "fewest_devices"]
 OBJECTIVES: tuple[Objective, ...] = ("time", "cost", "loss_per_dollar", "fewest_devices")
+#: From so many devices on a ranking takes seconds, which processes share.
+MANY = 48
 #: `fewest_devices` admits plans that take at most this much longer than the fastest.
 TOLERANCE = 0.1
 #: What the dollars of a plan are multiplied by for which the law of losses knows no gain: more than any gain is small.
@@ -105,12 +109,16 @@ def rank(
     Raises Refusal for an unknown technique, or an objective in money where no price is known.
     """
     graph, names = models.graph(model), tuple(allow) or techniques.names()
-    answers: list[Candidate | Refused] = []
     memo: dict[object, object] = {}
-    for part in all_parts(cluster) if parts else (whole(cluster),):
+
+    def answers_on(part: ClusterPart) -> list[Candidate | Refused]:
         only = None if len(part.places) == len(cluster.devices) else part.places
         task = Task(model, graph, cluster, train, engine, corpus, only, memo)
-        answers += [candidate(task, part, name) for name in names]
+        return [candidate(task, part, name) for name in names]
+
+    several = cores() if len(cluster.devices) >= MANY else 1
+    found = side_by_side(answers_on, all_parts(cluster) if parts else (whole(cluster),), several)
+    answers = list(itertools.chain.from_iterable(found))
     priced = [answer for answer in answers if isinstance(answer, Candidate)]
     refused, (candidates, chosen) = _planless(answers), ordered(priced, objective, tolerance)
     return Ranking(

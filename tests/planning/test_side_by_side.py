@@ -1,0 +1,104 @@
+"""Work shared by forks: everything once, in order, whatever becomes of them.
+
+Each case runs in a process of its own, without the threads of a test runner, beside which nothing is forked.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from farspan.domain.train import TrainSpec
+from farspan.planning import rank as ranking
+from farspan.planning.question import model_of
+from farspan.planning.side_by_side import side_by_side
+from tests.planning.test_select import ENGINE
+from tests.planning.worlds import FAST, SLOW, cluster
+
+
+def each_item_once_and_answers_in_order() -> None:
+    folder = Path(tempfile.mkdtemp())
+
+    def work(item: int) -> tuple[int, int]:
+        (folder / str(item)).open("x").close()  # No item is taken twice.
+        time.sleep(0.02)
+        return item * item, os.getpid()
+
+    found = side_by_side(work, range(40), 3)
+    assert [square for square, _ in found] == [item * item for item in range(40)]
+    assert len({pid for _, pid in found}) == 3 and os.getpid() in {pid for _, pid in found}
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)  # Nobody is left to wait for.
+
+
+def what_a_killed_fork_leaves_undone_is_done_here() -> None:
+    here = os.getpid()
+
+    def work(item: int) -> int:
+        time.sleep(0.01)
+        if os.getpid() != here and item > 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return item
+
+    assert side_by_side(work, range(30), 2) == list(range(30))
+
+
+def an_error_is_this_processes_own() -> None:
+    def work(item: int) -> int:
+        if item == 7:
+            raise ValueError("seven")
+        return item
+
+    with pytest.raises(ValueError, match="seven"):
+        side_by_side(work, range(10), 2)
+
+
+def beside_other_threads_nothing_is_forked() -> None:
+    done = threading.Event()
+    other = threading.Thread(target=done.wait)
+    other.start()
+    try:
+        assert set(side_by_side(lambda item: os.getpid(), range(8), 4)) == {os.getpid()}
+    finally:
+        done.set()
+        other.join()
+
+
+def a_ranking_is_the_same_from_one_process_and_from_several() -> None:
+    here = cluster((FAST, FAST), (SLOW, SLOW), (FAST, SLOW), rtt_s=0.01)
+    train = TrainSpec(steps=100, batch=16, seq_len=1024, precision="fp16")
+
+    def ranked(many: int) -> ranking.Ranking:
+        with patch.object(ranking, "MANY", many), patch.object(ranking, "cores", lambda: 3):
+            return ranking.rank(model_of("gpt2"), here, train, ENGINE)
+
+    assert ranked(1) == ranked(1000)
+
+
+CASES = (
+    each_item_once_and_answers_in_order,
+    what_a_killed_fork_leaves_undone_is_done_here,
+    an_error_is_this_processes_own,
+    beside_other_threads_nothing_is_forked,
+    a_ranking_is_the_same_from_one_process_and_from_several,
+)
+
+
+@pytest.mark.parametrize("case", [case.__name__ for case in CASES])
+def test_in_a_process_of_its_own(case: str) -> None:
+    words = [sys.executable, "-m", "tests.planning.test_side_by_side", case]
+    done = subprocess.run(words, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
