@@ -3,9 +3,10 @@ best, and how it compares with an exhaustive grid of even splits.
 
     python benchmarks/planner.py [--quick] [--only TABLE]       # writes results/planner.json
 
-Three tables, each with its seeds:
+Four tables, each with its seeds:
 
 - time: `farspan plan --json` as a process, import included, over 4 to 512 devices;
+- price: one given plan of 64 devices, in a warm process;
 - gap: clusters of up to 6 unlike devices and models of up to 6 layers; every contiguous cut, mesh, ZeRO level and
   recompute choice over the searched orders priced by the full estimator, against what the search returns;
 - grid: 16 to 64 devices; the best data x tensor x pipeline split with equal stages and equal rows, against the search.
@@ -34,7 +35,10 @@ from farspan.domain.cluster import Cluster, Host, Link, Site
 from farspan.domain.clusterfile import save_cluster
 from farspan.domain.plan import Replica
 from farspan.domain.problems import Problem
+from farspan.estimate.network import Network
 from farspan.estimate.price import price, step
+from farspan.estimate.stage import Costs
+from farspan.planning.question import model_of
 from farspan.techniques import Task, pipeshard
 from farspan.techniques._search.even import even_splits
 from farspan.techniques._search.slices import Tables, slices, stage_of
@@ -48,15 +52,17 @@ GAP_CASES, GRID_CASES = 40, 40
 
 
 def many(sites: int, hosts: int, devices: int, kinds: tuple[str, ...], seed: int) -> Cluster:
-    """Sites of equal hosts, a catalogue kind a site in turn, linked by random round trips and rates."""
+    """Sites of equal hosts, a catalogue kind a site in turn, or a host where there is one site, linked by random round
+    trips and rates."""
     from farspan.domain import catalog
 
     rng, known = random.Random(seed), catalog.devices()
     made = []
     for s in range(sites):
-        device = known[kinds[s % len(kinds)]].device(kinds[s % len(kinds)])
-        assert device is not None
-        hosts_ = tuple(Host(name=f"s{s}h{h}", devices=(device,) * devices) for h in range(hosts))
+        turns = [kinds[(s if sites > 1 else h) % len(kinds)] for h in range(hosts)]
+        hosts_ = tuple(
+            Host(name=f"s{s}h{h}", devices=(known[kind].device(kind),) * devices) for h, kind in enumerate(turns)
+        )
         made.append(Site(name=f"s{s}", hosts=hosts_))
     links = tuple(
         Link(
@@ -67,18 +73,21 @@ def many(sites: int, hosts: int, devices: int, kinds: tuple[str, ...], seed: int
     return Cluster(sites=tuple(made), links=links)
 
 
+#: By name: sites, hosts a site, devices a host, kinds.
 SIZES = {
     4: (2, 1, 2, ("a30", "rtx6000")), 8: (2, 1, 4, ("a30", "rtx6000")), 16: (4, 1, 4, ("a30", "rtx6000", "t4", "l4")),
     32: (4, 1, 8, ("a30", "rtx6000", "t4", "l4")), 64: (8, 1, 8, ("a30", "rtx6000", "t4", "l4")),
     128: (8, 2, 8, ("a100-40", "a30", "l4")), 256: (8, 4, 8, ("a100-40", "a30", "l4")),
     512: (8, 8, 8, ("a100-40", "a30", "l4")),
 }  # fmt: skip
+ONE_SITE = (1, 4, 8, ("a30", "rtx6000"))
 
 
 def times(quick: bool) -> list[dict[str, Any]]:
     """Seconds of `farspan plan` by devices, the median of three runs (one beyond 64 devices)."""
     rows = []
-    for devices, shape in SIZES.items():
+    for shape in (*SIZES.values(), ONE_SITE):
+        devices = shape[0] * shape[1] * shape[2]
         if quick and devices > 16:
             continue
         with tempfile.TemporaryDirectory() as folder:
@@ -94,6 +103,27 @@ def times(quick: bool) -> list[dict[str, Any]]:
         print(
             f"{devices:4} devices, {len(shape[3])} kinds, {shape[0]} sites: {statistics.median(took):6.2f} s",
             flush=True,
+        )
+    return rows
+
+
+def priced() -> list[dict[str, Any]]:
+    """Milliseconds to price one plan of 64 devices that nothing was priced of before, the process warm: the median of
+    nine, one stage and a pipeline of eight."""
+    where, rows = many(*SIZES[64], seed=64), []
+    for stages in (1, 8):
+        took = []
+        for batch in range(10):
+            asked = task(model_of("gpt2m"), where, batch=256 * (batch + 1), seq_len=1024)
+            even = (one for one in even_splits(asked, [16]) if len(one.stages) == stages)
+            plan = asked.plan("given", [next(even)])
+            fresh = Costs(asked.graph, plan.train, Network(where, plan.devices, asked.engine))
+            began = time.perf_counter()
+            price(plan, fresh)
+            took.append(time.perf_counter() - began)
+        rows.append({"stages": stages, "milliseconds": [1e3 * seconds for seconds in took[1:]]})
+        print(
+            f"a plan of 64 devices, {stages} stages: {statistics.median(rows[-1]['milliseconds']):.1f} ms", flush=True
         )
     return rows
 
@@ -205,7 +235,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few cases, small clusters; writes nothing")
     parser.add_argument(
-        "--only", choices=("time", "gap", "grid"), help="this table; the others stay as they are written"
+        "--only", choices=("time", "price", "gap", "grid"), help="this table; the others stay as they are written"
     )
     given = parser.parse_args()
     tables = json.loads(RESULTS.read_text()) if RESULTS.exists() and given.only else {}
@@ -215,6 +245,8 @@ def main() -> None:
         tables["grid"] = grids(8 if given.quick else GRID_CASES)
     if given.only in (None, "time"):
         tables["time"] = times(given.quick)
+    if given.only in (None, "price"):
+        tables["price"] = priced()
     summary = summarised(tables["gap"], tables["grid"])
     print(json.dumps(summary, indent=1))
     if not given.quick:
