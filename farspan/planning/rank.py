@@ -26,8 +26,8 @@ from farspan.techniques import Task
 
 Objective = Literal["time", "cost", "loss_per_dollar", "fewest_devices"]
 OBJECTIVES: tuple[Objective, ...] = ("time", "cost", "loss_per_dollar", "fewest_devices")
-#: From so many devices on a ranking takes seconds, which processes share.
-MANY = 48
+#: From so many devices on a ranking takes a second or more, which processes share.
+MANY = 9
 #: `fewest_devices` admits plans that take at most this much longer than the fastest.
 TOLERANCE = 0.1
 #: What the dollars of a plan are multiplied by for which the law of losses knows no gain: more than any gain is small.
