@@ -64,6 +64,13 @@ def members(world: int, program: str, member: str = MEMBER) -> Iterator[list[sub
             process.stdout.close()
 
 
+@pytest.mark.parametrize("texts", [("", "a disk is full"), ("a", ""), ("", ""), ("b", "cc")])
+def test_texts_are_gathered_also_where_some_have_none(texts):
+    with members(2, f"print(group.gather_text({texts!r}[rank]), group.share({texts!r}[0].encode()), flush=True)") as two:
+        said = [process.communicate(timeout=30)[0].strip() for process in two]
+    assert said == [f"{list(texts)} {texts[0].encode()!r}"] * 2
+
+
 def test_a_busy_worker_is_waited_for_far_longer_than_a_silent_one():
     """Here in the exchange by which workers part."""
     program = f"""

@@ -158,7 +158,7 @@ class Group:
         """Rank 0's content, on every worker."""
         size = int(self.sum(len(content) if self.rank == 0 else 0)[0])
         packed = torch.zeros(size, dtype=torch.uint8)
-        if self.rank == 0:
+        if self.rank == 0 and content:
             packed.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
         if self.world > 1:
             dist.broadcast(packed, src=0)
@@ -218,7 +218,8 @@ def gather_bytes(content: bytes, rank: int, world: int) -> list[bytes]:
     dist.all_gather(sizes, torch.tensor([len(content)]))
     longest = max(int(size) for size in sizes)
     padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    if content:  # torch makes no tensor of nothing.
+        padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     packed = [torch.empty_like(padded) for _ in range(world)]
     dist.all_gather(packed, padded)
     return [bytes(part[: int(size)].numpy()) for part, size in zip(packed, sizes, strict=True)]
