@@ -5,6 +5,7 @@ Each message goes over its own wire, as layouts' `transfer` lists them; lines ar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from farspan.domain.plan import Replica
@@ -13,8 +14,11 @@ from farspan.estimate.stage import Costs
 from farspan.estimate.sums import carried_s
 from farspan.semantics.communications import Sends
 
+#: Of the edges of a pipeline, down and up.
+Ways = tuple[list[Hop], list[Hop]]
 
-def edges(replica: Replica, costs: Costs) -> tuple[list[Hop], list[Hop]]:
+
+def edges(replica: Replica, costs: Costs) -> Ways:
     """What a microbatch's activations take between neighbouring stages, and its gradients back."""
     down, up = (
         [_hop(costs, costs.stage_sends(replica, i, backward), edge.streams) for i, edge in enumerate(replica.edges)]
@@ -63,7 +67,7 @@ class Tie(NamedTuple):
     back: float = 0.0
     taken: float = 0.0
 
-    def waits(self, summed: list[float], ends: list[float]) -> list[float]:
+    def waits(self, summed: Sequence[float], ends: Sequence[float]) -> list[float]:
         """Seconds that each stage waits, given when its passes and the sums of its gradients ended."""
         waits = [0.0] * len(ends)
         waits[0] = waits[-1] = self.both

@@ -7,6 +7,7 @@ All replicas step side by side; every `sync.every` steps they also exchange thei
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -20,13 +21,13 @@ from farspan.domain.plan import Plan, Replica
 from farspan.domain.results import Estimate, Memory, Workload
 from farspan.domain.train import Precision
 from farspan.estimate.assumptions import assumptions
-from farspan.estimate.between_stages import Tie, crossing, edges, sent_between, tie
+from farspan.estimate.between_stages import Tie, Ways, crossing, edges, sent_between, tie
 from farspan.estimate.compute import product_dtype
 from farspan.estimate.loss import loss
 from farspan.estimate.memory import MEETING, OVERLAPPING
 from farspan.estimate.network import Network
 from farspan.estimate.replicas import token_efficiency
-from farspan.estimate.schedule import Hop, Simulated, simulate
+from farspan.estimate.schedule import Simulated, simulate
 from farspan.estimate.stage import Costs
 from farspan.estimate.stage_time import StageTime, stage_time
 from farspan.estimate.sums import carried_s, leaving
@@ -45,7 +46,7 @@ ASSUMED = 0.4
 
 
 class ReplicaStep(NamedTuple):
-    """One replica's step: seconds in all and as the slowest stage sees them, the simulation, bytes that leave sites."""
+    """One replica's step: seconds in all and as the slowest stage sees them, and the simulation."""
 
     seconds: float
     compute: float
@@ -53,7 +54,6 @@ class ReplicaStep(NamedTuple):
     bubble: float
     network: float
     simulated: Simulated
-    sent: dict[str, float]
 
 
 def estimate(plan: Plan, graph: OpGraph, cluster: Cluster, engine: Engine) -> Estimate:
@@ -71,8 +71,8 @@ def price(plan: Plan, costs: Costs, *, brief: bool = False) -> Estimate:
     slowest = max(steps, key=lambda replica_step: replica_step.seconds)
     outer, sent = _outer(plan, costs, slowest)
     step_s = slowest.seconds + outer
-    for replica_step in steps:
-        for site, size in replica_step.sent.items():
+    for replica in plan.replicas:
+        for site, size in sent_by(replica, costs).items():
             sent[site] = sent.get(site, 0.0) + size
     used = [network.devices[rank] for replica in plan.replicas for stage in replica.stages for rank in stage.mesh.ranks]
     worth = token_efficiency(plan, costs.graph.parameters())
@@ -95,16 +95,9 @@ def with_loss(priced: Estimate, parameters: int) -> Estimate:
 def step(replica: Replica, costs: Costs) -> ReplicaStep:
     """One step of one replica, simulated."""
     times = [timed_stage(replica, i, costs) for i in range(len(replica.stages))]
-    down, up = edges(replica, costs)
-    simulated = run(replica, costs, times)
-    sent: dict[str, float] = {}
-    for time in times:
-        for site, size in time.sent.items():
-            sent[site] = sent.get(site, 0.0) + size
-    for site, size in sent_between(replica, costs).items():
-        sent[site] = sent.get(site, 0.0) + size
-    tied = tie(replica, costs)
-    seconds = _period(replica, costs, times, tied, simulated)
+    ways, tied = edges(replica, costs), tie(replica, costs)
+    simulated = run(replica, costs, times, ways)
+    seconds = _period(replica, costs, times, ways, tied, simulated)
     busy = []
     summed = [end + time.exposed for end, time in zip(simulated.ends, times, strict=True)]
     for i, (time, wait) in enumerate(zip(times, tied.waits(summed, simulated.ends), strict=True)):
@@ -112,9 +105,18 @@ def step(replica: Replica, costs: Costs) -> ReplicaStep:
         compute = simulated.computed[i] - waits + time.update
         busy.append((compute, waits + simulated.sending[i] + time.exposed + wait))
     compute, communication = max(busy, key=sum)
-    network = communication + _fill(replica, costs, down, up) if len(times) > 1 else communication
+    network = communication + sum(hop.delay + hop.busy for hops in ways for hop in hops)
     bubble = max(0.0, seconds - compute - communication)
-    return ReplicaStep(seconds, compute, communication, bubble, network, simulated, sent)
+    return ReplicaStep(seconds, compute, communication, bubble, network, simulated)
+
+
+def sent_by(replica: Replica, costs: Costs) -> dict[str, float]:
+    """Bytes of a step of a replica that leave each site."""
+    sent = sent_between(replica, costs)
+    for stage in replica.stages:
+        for site, size in stage_time(costs, stage, stage.rows, replica.microbatches).sent.items():
+            sent[site] = sent.get(site, 0.0) + size
+    return sent
 
 
 def timed_stage(replica: Replica, index: int, costs: Costs, rows: Sequence[int] | None = None) -> StageTime:
@@ -122,6 +124,8 @@ def timed_stage(replica: Replica, index: int, costs: Costs, rows: Sequence[int] 
     a microbatch in and out."""
     stage, network = replica.stages[index], costs.network
     time = stage_time(costs, stage, stage.rows if rows is None else rows, replica.microbatches)
+    if not (replica.edges and costs.engine.move_cost):
+        return time  # Others than processors compute, or nothing comes in and out.
     site = network.sites[stage.mesh.ranks[0]]
     carried = sum(
         carried_s(network, stage.mesh.ranks, site, max(crossing(replica, costs, edge, False).values(), default=0.0))
@@ -131,10 +135,13 @@ def timed_stage(replica: Replica, index: int, costs: Costs, rows: Sequence[int] 
     return time._replace(passes=passes)
 
 
-def _period(replica: Replica, costs: Costs, times: list[StageTime], tied: Tie, simulated: Simulated) -> float:
+def _period(
+    replica: Replica, costs: Costs, times: list[StageTime], ways: Ways, tied: Tie, simulated: Simulated
+) -> float:
     """Seconds from one step to the next: where receives are posted ahead, a stage begins its next step while others
     still finish theirs, and the longest cycle of waiting for one another decides (Baccelli et al. 1992, chapter 3)."""
-    starts = _next(replica, costs, times, tied, simulated.ends)
+    told = _told(replica, costs)
+    starts = _next(times, tied, told, simulated.ends)
     if not costs.engine.receives_ahead or len(times) == 1:
         return max(starts)
     begins = _begins(simulated, len(times))
@@ -142,7 +149,7 @@ def _period(replica: Replica, costs: Costs, times: list[StageTime], tied: Tie, s
         return starts[0]  # Nobody waits longer than the first stage does for itself.
     between = starts
     for _ in times:
-        later = _next(replica, costs, times, tied, run(replica, costs, times, starts).ends)
+        later = _next(times, tied, told, run(replica, costs, times, ways, starts).ends)
         between = [after - before for before, after in zip(starts, later, strict=True)]
         if max(between) - min(between) <= 1e-12 * max(later):
             break  # Steady: each step is the last one, that much later.
@@ -150,20 +157,21 @@ def _period(replica: Replica, costs: Costs, times: list[StageTime], tied: Tie, s
     return max(between)  # Not steady yet, it is a bound: the greatest of these only falls.
 
 
-def _next(replica: Replica, costs: Costs, times: list[StageTime], tied: Tie, ends: list[float]) -> list[float]:
-    """When each stage can begin its next step: after an update that needs the gradient norm of all stages."""
+def _next(times: Sequence[StageTime], tied: Tie, told: Sequence[Sequence[float]], ends: Sequence[float]) -> list[float]:
+    """When each stage can begin its next step: after an update that needs the gradient norm of all stages, which takes
+    them so long to hear."""
     summed = [end + time.exposed for end, time in zip(ends, times, strict=True)]
     known = [end + wait for end, wait in zip(summed, tied.waits(summed, ends), strict=True)]
-    starts = []
-    for i, time in enumerate(times):
-        arrivals = (
-            known[j] + (_delay(replica, costs, j, i) if j != i else _inside(replica, costs, i))
-            for j in range(len(times))
-        )
-        starts.append(max(arrivals) + time.update)
+    starts = [max(map(operator.add, known, delays)) + time.update for delays, time in zip(told, times, strict=True)]
     if tied.across:
         starts[-1] = max(starts[-1], summed[0] + tied.back + times[-1].update)
     return starts
+
+
+def _told(replica: Replica, costs: Costs) -> list[list[float]]:
+    """Of each stage, how long what each stage knows of the gradient norm takes to it."""
+    stages = range(len(replica.stages))
+    return [[_delay(replica, costs, j, i) if j != i else _inside(replica, costs, i) for j in stages] for i in stages]
 
 
 def _inside(replica: Replica, costs: Costs, stage: int) -> float:
@@ -178,11 +186,12 @@ def _inside(replica: Replica, costs: Costs, stage: int) -> float:
     return max(wire.delay_s for wire in wires) + costs.engine.message_s
 
 
-def run(replica: Replica, costs: Costs, times: list[StageTime], starts: Sequence[float] | None = None) -> Simulated:
+def run(
+    replica: Replica, costs: Costs, times: Sequence[StageTime], ways: Ways, starts: Sequence[float] | None = None
+) -> Simulated:
     """The simulated passes of one step of a replica, whose stages are free from `starts` on; all from 0 by default."""
-    down, up = edges(replica, costs)
     return simulate(
-        [time.passes.forward for time in times], [time.passes.backward for time in times], down, up,
+        [time.passes.forward for time in times], [time.passes.backward for time in times], *ways,
         replica.microbatches, depths_in_flight(replica), sends_awaited=costs.engine.sends_awaited,
         receives_ahead=costs.engine.receives_ahead, starts=starts,
     )  # fmt: skip
@@ -192,10 +201,6 @@ def _delay(replica: Replica, costs: Costs, a: int, b: int) -> float:
     """One way between two stages: what the global gradient norm needs before any update."""
     sender, receiver = replica.stages[a].mesh.ranks[0], replica.stages[b].mesh.ranks[0]
     return costs.network.wire(sender, receiver, collective=False).delay_s + costs.engine.message_s
-
-
-def _fill(replica: Replica, costs: Costs, down: list[Hop], up: list[Hop]) -> float:
-    return sum(hop.delay + hop.busy for hop in (*down, *up))
 
 
 def _begins(simulated: Simulated, stages: int) -> list[float]:

@@ -85,6 +85,7 @@ class Costs:
         self._sends: dict[tuple[object, ...], Sends] = {}
         #: What messages between stages take, by the number of these in memory and of their streams.
         self.hops: dict[tuple[int, int], Hop] = {}
+        self._memories: dict[tuple[object, ...], Memory] = {}
         self._slowest: dict[tuple[object, ...], Pass] = {}
         self._passes: dict[tuple[object, ...], tuple[float, float, float, float]] = {}
         #: What `stage_time` knows of stages, and of the sums of their gradients.
@@ -325,11 +326,18 @@ class Costs:
     def memory_of(
         self, stage: Stage, rows: int, depth: int, coordinate: int, *, piped: bool = True, outer: int = 0
     ) -> Memory:
-        """As `memory`, of a stage with `depth` microbatches of so many rows in flight; `piped` if it has neighbours."""
-        train, engine = self.train, self.engine
-        rank, ways = stage.mesh.batch[coordinate][0], stage.mesh.size("tensor")
-        device = self.signature[rank][0]
-        parameters = self.parameters(stage)
+        """As `memory`, of a stage with `depth` microbatches of so many rows in flight; `piped` if it has neighbours.
+        Kept, as searches ask for stages among others again."""
+        rank, outer = stage.mesh.batch[coordinate][0], max(outer, self._outer)
+        key = (stage.units, stage.mesh.shape, stage.mesh.axes, stage.zero, stage.recompute, stage.grad_sync,
+               *stage.splits.items(), self.alike[rank], rows, depth, piped, outer)  # fmt: skip
+        if key not in self._memories:
+            self._memories[key] = self._memory_of(stage, rows, depth, rank, piped, outer)
+        return self._memories[key]
+
+    def _memory_of(self, stage: Stage, rows: int, depth: int, rank: int, piped: bool, outer: int) -> Memory:
+        train, engine, device = self.train, self.engine, self.signature[rank][0]
+        ways, parameters = stage.mesh.size("tensor"), self.parameters(stage)
         weights, gradients, optimizer = state_bytes(parameters, train, engine, stage.zero, stage.mesh.size("data"))
         if engine.undivided:
             whole = state_bytes(self.graph.parameters(*stage.units), train, engine, 0, 1)
@@ -337,7 +345,7 @@ class Costs:
                 part + engine.undivided * max(0.0, full - part)
                 for part, full in zip((weights, gradients, optimizer), whole, strict=True)
             )
-        optimizer += max(outer, self._outer) * self.owned(stage)
+        optimizer += outer * self.owned(stage)
         each, again = self.kept(stage, device.backend)
         kept = rows * (depth * each + again)
         head = stage.units[1] == self.graph.units and stage.units[0] < stage.units[1]
@@ -346,13 +354,7 @@ class Costs:
         if head and engine.logits_chunk is not None:
             # The head's gradient is made in the forward pass: each further one that is in flight keeps its own.
             kept += (depth - 1) * self.width * self.graph.size("vd") * shares[1]
-        buffers = 2.0 * depth * rows * self.graph.size("bsd", b=1, s=train.seq_len) * self.width if piped else 0
-        buckets = 0.0
-        if len(stage.mesh.ranks) > ways and engine.buckets_copied:
-            buckets = parameters * stage.grad_sync.bits / 8 if stage.zero == 0 else stage.grad_sync.bucket_bytes or 0
-        if stage.zero == 3:
-            unit = max(self.graph.size("vd"), self.graph.parameters(1, 2))
-            buffers += 2 * unit * engine.weight_bytes[train.precision] / ways
+        buffers, buckets = self._buffers(stage, depth * rows if piped else 0)
         logits = logits_bytes(self.graph, train, rows, engine, *shares) if head else 0.0
         lost = (engine.overhead - 1) * (weights + gradients + optimizer)
         lost += (engine.overhead * engine.slack - 1) * kept + (engine.slack - 1) * (logits + buffers)
@@ -363,9 +365,22 @@ class Costs:
             workspace=engine.workspace, fragmentation=lost,
             communicators=communicators(stage.mesh, piped, len(self.network.devices)) * engine.channel_bytes
             * CHANNELS[self._joined(rank)],
-            snapshot=snapshot_bytes(parameters, len(stage.mesh.ranks) // ways, max(outer, self._outer))
+            snapshot=snapshot_bytes(parameters, len(stage.mesh.ranks) // ways, outer)
             if engine.snapshots and device.backend == "cpu" else 0.0,
         )  # fmt: skip
+
+    def _buffers(self, stage: Stage, sent: int) -> tuple[float, float]:
+        """Bytes of messages that come and go, `sent` sequences to neighbours and units that are gathered; and of
+        buckets, which stay."""
+        engine, ways, buckets = self.engine, stage.mesh.size("tensor"), 0.0
+        buffers = 2.0 * sent * self.graph.size("bsd", b=1, s=self.train.seq_len) * self.width
+        if len(stage.mesh.ranks) > ways and engine.buckets_copied:
+            whole = self.parameters(stage) * stage.grad_sync.bits / 8
+            buckets = whole if stage.zero == 0 else stage.grad_sync.bucket_bytes or 0
+        if stage.zero == 3:
+            unit = max(self.graph.size("vd"), self.graph.parameters(1, 2))
+            buffers += 2 * unit * engine.weight_bytes[self.train.precision] / ways
+        return buffers, buckets
 
     def _joined(self, rank: int) -> str:
         """What joins a device to others of its host."""

@@ -18,7 +18,7 @@ from farspan.estimate.between_stages import Tie, edges, tie
 from farspan.estimate.devices import devices
 from farspan.estimate.loss import loss
 from farspan.estimate.network import NoLink
-from farspan.estimate.price import estimate, step
+from farspan.estimate.price import estimate, sent_by, step
 from farspan.estimate.replicas import token_efficiency
 from farspan.estimate.stage_time import stage_time
 from tests.estimate.parts import (
@@ -96,7 +96,7 @@ def test_data_parallel_step_by_hand():
     )
     assert found.bubble == pytest.approx(0.0)
     # Each of two ring members sends half of the gradients, twice.
-    assert found.sent == {"A": gradients, "B": gradients}
+    assert sent_by(single(mesh(0, 1), (4, 4), 2), using) == {"A": gradients, "B": gradients}
 
 
 def test_buckets_save_round_trips_and_bits_save_bytes():
@@ -233,7 +233,7 @@ def test_pipeline_step_by_hand():
     # There and back; the first stage then knows the second one's gradient norm, sent long before.
     assert found.seconds == pytest.approx(a.forward + hop + b.forward + b.backward + hop + a.backward + update)
     assert found.compute + found.communication + found.bubble == pytest.approx(found.seconds)
-    assert found.sent == {"A": 4 * 8 * 16 * 64, "B": 4 * 8 * 16 * 64}
+    assert sent_by(replica, using) == {"A": 4 * 8 * 16 * 64, "B": 4 * 8 * 16 * 64}
 
 
 def test_tied_tables_meet_while_other_stages_work():
@@ -257,7 +257,7 @@ def test_tied_tables_meet_while_other_stages_work():
     down = 4 * 16 * 64 / 1e6 + 1e-3 + 0.05
     assert seconds(thin) == pytest.approx(first.forward + down + last.forward + last.backward + table + update)
     # Activations and the rows of 16 tokens leave the first site, their gradients and the whole table the second.
-    assert step(thin, using).sent == {"A": 2 * 4 * 16 * 64, "B": 4 * 16 * 64 + 4 * 96 * 64}
+    assert sent_by(thin, using) == {"A": 2 * 4 * 16 * 64, "B": 4 * 16 * 64 + 4 * 96 * 64}
     # Its bytes, and those of the rows sent back, keep the first stage's processors from its passes.
     moved = costs(there, plain(move_cost=2.0, socket_s=1e-7))
     crossing = 4 * 96 * 64 + 4 * 16 * 64

@@ -66,7 +66,9 @@ def members(world: int, program: str, member: str = MEMBER) -> Iterator[list[sub
 
 @pytest.mark.parametrize("texts", [("", "a disk is full"), ("a", ""), ("", ""), ("b", "cc")])
 def test_texts_are_gathered_also_where_some_have_none(texts):
-    with members(2, f"print(group.gather_text({texts!r}[rank]), group.share({texts!r}[0].encode()), flush=True)") as two:
+    with members(
+        2, f"print(group.gather_text({texts!r}[rank]), group.share({texts!r}[0].encode()), flush=True)"
+    ) as two:
         said = [process.communicate(timeout=30)[0].strip() for process in two]
     assert said == [f"{list(texts)} {texts[0].encode()!r}"] * 2
 
