@@ -85,3 +85,16 @@ def test_a_line_carries_what_the_list_says(lab: str, technique: str, text: Path,
     # Headers of packets, their acknowledgements, and what workers tell one another beside: the gradient's norm, each
     # second that they live.
     assert step == pytest.approx(listed(plan, lab), rel=0.05)
+
+
+def test_parts_of_a_checkpoint_arrive_though_rank_0_still_copies_its_own(lab: str, text: Path, tmp_path: Path):
+    config = RunConfig(
+        data=DataConfig(source=str(text), val="10%"), tokenizer=TokenizerConfig(vocab=300),
+        model=ModelConfig(layers=4, d_model=512, heads=4, context=32, tied=False),
+        train=TrainConfig(steps=3, batch=BatchConfig(global_=12), precision="fp32", validate_every=1000),
+        parallel=ParallelConfig(cluster=f"lab:{lab}", technique="pipeshard"), checkpoint=CheckpointConfig(every="1h"),
+    )  # fmt: skip
+    run = training.make(tmp_path / "run", config, best_plan(resolve(config, trial=False), config.parallel))
+    assert {device.site for device in run.load_plan().devices} == {"utah", "mass"}
+    training.train(run)
+    assert list((run.path / "checkpoints").glob("step-*"))

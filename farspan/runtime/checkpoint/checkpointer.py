@@ -148,12 +148,13 @@ class Checkpointer:
                 checkpoint.begin(path, size, progress.epoch)
             except (OSError, Refusal) as error:
                 why = _cleared(path, error)
+        if self._folder.receiver is not None:
+            # Before the others go on: who is quick sends its part while this worker still copies its own.
+            self._folder.receiver.path = path
         _agree(group, why)
         writers = self._writers()
         slices, ended = self._snapshot(writers.get(self._rank, ()), kinds), threading.Event()
         ranks = [rank for rank in sorted(writers) if best is None or self._whole.manifests[rank].replica == 0]
-        if self._folder.receiver is not None:
-            self._folder.receiver.path = path
         future = self._writer.submit(self._write, path, slices, ranks, progress, group, ended)
         self._pending = _Pending(progress, path, began, future, ended, due)
 
