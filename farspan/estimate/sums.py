@@ -8,6 +8,7 @@ in which nothing is computed, while the line itself works beside the backward pa
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import combinations
 from typing import NamedTuple
 
 from farspan.domain.plan import Stage
@@ -55,8 +56,9 @@ def _trip(network: Network, found: Iterable[Communication]) -> float:
     if not network.engine.direct:
         return 0.0
     groups = (group for one in found if one.ahead and one.way != "ring" for group in one.groups)
+    ends = ({network.hosts[rank]: rank for rank in group}.values() for group in groups)
     share = 0.5 if network.engine.receives_ahead else 1.0
-    return share * max((network.rtt_s(a, b) for group in groups for a in group for b in group), default=0.0)
+    return share * max((network.rtt_s(*pair) for ranks in ends for pair in combinations(ranks, 2)), default=0.0)
 
 
 def _tables(costs: Costs, stage: Stage) -> float:

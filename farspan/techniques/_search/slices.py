@@ -79,7 +79,16 @@ class PassTable(NamedTuple):
 
 
 def slices(task: Task, order: Sequence[int]) -> list[DeviceRange]:
-    """The runs of an order that may be a stage: inside one site, and of one host or several whole ones."""
+    """The runs of an order that may be a stage: inside one site, and of one host or several whole ones. Kept, as every
+    number of microbatches asks for them."""
+    key = ("slices", task.only, *order)
+    if key not in task.memo:
+        task.memo[key] = _slices(task, order)
+    runs: list[DeviceRange] = task.memo[key]
+    return runs
+
+
+def _slices(task: Task, order: Sequence[int]) -> list[DeviceRange]:
     network, runs = task.costs.network, []
     n = len(order)
     hosts = [network.hosts[rank] for rank in order]

@@ -164,13 +164,10 @@ class StageSearch:
         place = bisect.bisect_left(
             times, True, key=lambda seconds: self._stacked.most_blocks(cycle <= seconds) >= self.layers
         )
-        wires = (self.wire(at, self._most_hosts(at)) for at in range(1, len(self.order)) if not self._inside(at))
+        inside = {place for run in self.slices for place in range(run.start + 1, run.stop)}
+        wires = (self.wire(at, self._most_hosts(at)) for at in range(1, len(self.order)) if at not in inside)
         busy = max((wire.busy for wire in wires), default=0.0)
         return max(float(times[place]), (self.parts - 1) * busy) if place < len(times) else math.inf
-
-    def _inside(self, place: int) -> bool:
-        """Whether a slice lies on both sides of a place."""
-        return any(run.start < place < run.stop for run in self.slices)
 
     def _most_hosts(self, place: int) -> int:
         """Pairs of hosts that may send at a place at once at most."""
