@@ -45,12 +45,13 @@ def test_the_page_trains_reports_searches_and_refuses(papers: Path) -> None:
     NotebookClient(
         notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(papers)}}
     ).execute()
-    first, second, third, refusal, ranking = (text_of(cell) for cell in notebook.cells)
+    first, second, third, refusal, ranking, priced = (text_of(cell) for cell in notebook.cells)
     assert "predicted" in first and "measured" in first and re.search(r"^0\.\d+ paper-\d+", first, re.M)
     assert second.strip() and "error" not in second
     assert re.search(r"^\d+ \d\.\d", third, re.M)
     assert refusal.startswith("path-missing - ")
     assert re.match(r"\w+ on .* s a step", ranking)
+    assert re.match(r"\d+\.\d+ True \[\d+, \d+, \d+, \d+\]", priced)
     assert {path.name for path in (papers / "runs").iterdir()} == {"papers", "small", "another"}
     outputs = [output for cell in notebook.cells for output in cell.outputs]
     assert all(output.get("name") == "stdout" for output in outputs), "nothing but what the page prints is printed"
