@@ -76,7 +76,7 @@ def assignments(task: Task, mesh: Mesh, zero: Zero) -> list[dict[str, str]]:
     """Splits of every operator for the whole model on this mesh: the cheapest, and the cheapest that divide no rows
     where memory wants these in small parts; or, where neither fits one sequence at a time, the cheapest that do."""
     coordinates = len(mesh.batch)
-    rows = stage_rows(task, mesh, {}, task.train.batch)
+    rows = stage_rows(task, mesh, {}, task.train.batch)[0]
     slowest = max(mesh.batch, key=lambda group: task.costs.unit_s(group[0], task.graph.block, max(rows), {}, 1))
     fitting = []
     for by_rows in (True, False):

@@ -110,7 +110,7 @@ CONFIGS = [
     ("data: docs\ntrain: {steps: many}\n", "out-of-range", ["it is text", "set train.steps to a whole number"]),
     ("data: docs\ntrain: 5\n", "out-of-range", ["it is a whole number, and must be a table of keys"]),
     ("data: docs\ntokenizer: {vocab: 1}\n", "out-of-range", ["set tokenizer.vocab: 257"]),
-    ("data: docs\ntrain: {precision: fp8}\n", "out-of-range", ["'fp8' is not one of auto, fp32, bf16, fp16"]),
+    ("data: docs\ntrain: {precision: fp8}\n", "out-of-range", ["'fp8' is not one of auto, fp32, tf32, bf16, fp16"]),
     ("data: docs\nmodel: {family: lama}\n", "out-of-range", ["gpt2, llama", "fix:   set model.family: llama"]),
     ("data: docs\nparallel: {workers: all}\n", "out-of-range", ["a number, auto"]),
     ("data: docs\nversion: 2\n", "out-of-range", ["2 is not one of 1"]),

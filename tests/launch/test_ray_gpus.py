@@ -48,7 +48,7 @@ def node(name: str, *cards: Gpu, gpus: int = 1, accelerator: str | None = None) 
         ("NVIDIA A100-SXM4-80GB", "A100", "a100-80"), ("NVIDIA A100-PCIE-40GB", "A100", "a100-40-pcie"),
         ("Quadro RTX 6000", "Quadro-RTX-6000", "rtx6000"), ("Tesla V100-SXM2-16GB", "V100", "v100-16"),
         ("NVIDIA GeForce RTX 4090", "GeForce-RTX-4090", "rtx4090"), ("NVIDIA H100 80GB HBM3", "H100", "h100"),
-        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000", None), ("NVIDIA H20", "H20", None),
+        ("NVIDIA RTX PRO 5000 Blackwell", "RTX-PRO-5000", None), ("NVIDIA H20", "H20", None),
         ("NVIDIA GeForce GTX 1080", None, None), ("Tesla P100-PCIE-16GB", "P100", "p100-16-pcie"),
     ],
 )  # fmt: skip

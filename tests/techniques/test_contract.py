@@ -13,7 +13,7 @@ from farspan import techniques
 from farspan.domain.cluster import Cluster, Device
 from farspan.domain.plan import Plan
 from farspan.domain.problems import EXIT_CODES, Problem
-from farspan.estimate.price import estimate, price
+from farspan.estimate.price import estimate, price, step
 from farspan.techniques import Task
 from farspan.techniques._out_of_memory import shortage
 from tests.techniques.worlds import KINDS, cluster, random_cluster, random_model, task
@@ -100,21 +100,19 @@ def test_more_freedom_is_never_slower(seed: int):
     assert step.get("shard", 1e9) <= step.get("data", 1e9) * (1 + 1e-9)
 
 
-def test_rows_follow_speed_and_no_coordinate_ends_much_later():
+def test_rows_follow_speed_and_no_other_division_is_much_faster():
     where = cluster((("fast", "fast"), ("slow",)))
     asked = task(random_model(random.Random(1), layers=4), where, batch=60)
     made = techniques.technique("data").plan(asked)
     assert isinstance(made, Plan)
+    (replica,) = made.replicas
+    (stage,) = replica.stages
 
     def seconds(*rows: int) -> float:
-        """When the last coordinate has made its passes."""
-        kinds = asked.graph.kinds(0, asked.graph.units)
-        return max(
-            sum(count * sum(asked.costs.unit_s(rank, unit, own, {}, 1)) for unit, count in kinds)
-            for rank, own in enumerate(rows)
-        )
+        other = msgspec.structs.replace(replica, stages=(msgspec.structs.replace(stage, rows=rows),))
+        return step(other, asked.costs).seconds
 
-    rows = made.replicas[0].stages[0].rows
+    rows = stage.rows
     assert min(rows[:2]) > rows[2] > 0 and sum(rows) == 60
     best = min(seconds(a, b, 60 - a - b) for a in range(1, 59) for b in range(1, 60 - a))
     assert seconds(*rows) <= 1.01 * best

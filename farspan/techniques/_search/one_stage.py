@@ -45,9 +45,9 @@ def rows_by_speed(rows: int, seconds: Sequence[float], quantum: int = 1) -> list
     return [portion * quantum for portion in given]
 
 
-def stage_rows(task: Task, mesh: Mesh, splits: dict[str, str], rows: int, quantum: int = 1) -> tuple[int, ...]:
-    """Sequences of each batch coordinate of a mesh that holds the whole model, by the speed of its slowest device: at a
-    typical load first, then at the load that this gives it, as long as the last one ends sooner."""
+def stage_rows(task: Task, mesh: Mesh, splits: dict[str, str], rows: int, quantum: int = 1) -> list[tuple[int, ...]]:
+    """Sequences of each batch coordinate of a mesh that holds the whole model, by the speed of its slowest device at a
+    typical load; and at the load that this gives it, if the last one ends sooner so."""
     ways, graph, costs = mesh.size("tensor"), task.graph, task.costs
     groups = mesh.batch
 
@@ -64,10 +64,10 @@ def stage_rows(task: Task, mesh: Mesh, splits: dict[str, str], rows: int, quantu
     def last(given: Sequence[int]) -> float:
         return max(seconds(*pair) for pair in zip(groups, given, strict=True))
 
-    found = again([max(1, rows // len(groups))] * len(groups))
-    while last(other := again(found)) < last(found):
-        found = other
-    return tuple(found)
+    found = [again([max(1, rows // len(groups))] * len(groups))]
+    while last(other := again(found[-1])) < last(found[-1]):
+        found = [found[0], other]
+    return list(map(tuple, found))
 
 
 def plans(
@@ -76,9 +76,9 @@ def plans(
     """One stage on this mesh, each topology and bucket, with and without recompute, in the fewest microbatches that
     fit. Splits of rows need a batch that the tensor axis divides, and as many rows a coordinate as it has ranks."""
     sites = {task.costs.network.sites[rank] for rank in mesh.ranks}
-    rows = stage_rows(task, mesh, splits or {}, task.train.batch, row_quantum(mesh, splits or {}))
+    ways = stage_rows(task, mesh, splits or {}, task.train.batch, row_quantum(mesh, splits or {}))
     candidates = []
-    for recompute in (True,) if task.train.recompute else (False, True):
+    for rows, recompute in itertools.product(ways, (True,) if task.train.recompute else (False, True)):
         for topology, bucket in itertools.product(_topologies(task, mesh, len(sites)), BUCKETS):
             bits = task.train.wan_bits if len(sites) > 1 else 32
             sync = GradSync(bucket_bytes=bucket, topology=topology, bits=bits, wan_rate=wan_rate(task, mesh, topology))
