@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -111,16 +110,19 @@ def rank(
     graph, names = models.graph(model), tuple(allow) or techniques.names()
     memo: dict[object, object] = {}
 
-    def answers_on(part: ClusterPart) -> list[Candidate | Refused]:
+    def answers_on(part: ClusterPart) -> _Answers:
         only = None if len(part.places) == len(cluster.devices) else part.places
         task = Task(model, graph, cluster, train, engine, corpus, only, memo)
-        return [candidate(task, part, name) for name in names]
+        found = [candidate(task, part, name) for name in names]
+        return _Answers(
+            priced=tuple(answer for answer in found if isinstance(answer, Candidate)),
+            refused=tuple(answer for answer in found if isinstance(answer, Refused)),
+        )
 
     several = cores() if len(cluster.devices) >= MANY else 1
-    found = side_by_side(answers_on, all_parts(cluster) if parts else (whole(cluster),), several)
-    answers = list(itertools.chain.from_iterable(found))
-    priced = [answer for answer in answers if isinstance(answer, Candidate)]
-    refused, (candidates, chosen) = _planless(answers), ordered(priced, objective, tolerance)
+    found = side_by_side(answers_on, all_parts(cluster) if parts else (whole(cluster),), several, _Answers)
+    priced = [answer for answers in found for answer in answers.priced]
+    refused, (candidates, chosen) = _planless(found), ordered(priced, objective, tolerance)
     return Ranking(
         model=model, cluster=cluster, objective=objective, candidates=candidates, refused=refused, chosen=chosen
     )
@@ -172,12 +174,19 @@ def host_bytes(task: Task, host: str) -> float:
     return len(workers) * task.engine.host_framework + state
 
 
-def _planless(answers: Sequence[Candidate | Refused]) -> tuple[Refused, ...]:
+class _Answers(msgspec.Struct, frozen=True, kw_only=True):
+    """What all techniques answer on one part."""
+
+    priced: tuple[Candidate, ...]
+    refused: tuple[Refused, ...]
+
+
+def _planless(found: Sequence[_Answers]) -> tuple[Refused, ...]:
     """A technique that has no plan on any part says so once, for the largest."""
-    planned = {answer.technique for answer in answers if isinstance(answer, Candidate)}
+    planned = {answer.technique for answers in found for answer in answers.priced}
     first: dict[str, Refused] = {}
-    for answer in answers:
-        if isinstance(answer, Refused) and answer.technique not in planned:
+    for answer in (answer for answers in found for answer in answers.refused):
+        if answer.technique not in planned:
             first.setdefault(answer.technique, answer)
     return tuple(first[name] for name in sorted(first))
 

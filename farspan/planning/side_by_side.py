@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import signal
 import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
+
+import msgspec
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -19,8 +20,8 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def side_by_side(work: Callable[[T], R], items: Sequence[T], processes: int) -> list[R]:
-    """What `work` makes of each item, in their order, by so many processes; whoever is free takes the next item.
+def side_by_side(work: Callable[[T], R], items: Sequence[T], processes: int, kind: type[R]) -> list[R]:
+    """What `work` makes of each item, of this kind, in their order, by so many processes; who is free takes the next.
 
     Who cannot fork safely does it all alone: on systems other than Linux, and beside other threads, whose locks a fork
     would find taken. What a fork could not do, as it was ended, is done here.
@@ -37,8 +38,8 @@ def side_by_side(work: Callable[[T], R], items: Sequence[T], processes: int) -> 
         with os.fdopen(answers, "rb") as pipe:
             content = pipe.read()
         os.waitpid(child, 0)
-        with contextlib.suppress(EOFError, pickle.UnpicklingError):
-            done |= pickle.loads(content)
+        with contextlib.suppress(msgspec.DecodeError):
+            done |= msgspec.msgpack.decode(content, type=dict[int, kind])  # type: ignore[valid-type]
     os.close(tickets)
     return [done[place] if place in done else work(item) for place, item in enumerate(items)]
 
@@ -63,7 +64,7 @@ def _fork(work: Callable[[T], R], items: Sequence[T], tickets: int) -> tuple[int
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         with os.fdopen(out, "wb") as pipe:
-            pickle.dump(_taken(work, items, tickets), pipe)
+            pipe.write(msgspec.msgpack.encode(_taken(work, items, tickets)))
         status = 0
     finally:
         os._exit(status)  # Nothing that belongs to the process that it was forked from may run here.

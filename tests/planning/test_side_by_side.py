@@ -33,7 +33,7 @@ def each_item_once_and_answers_in_order() -> None:
         time.sleep(0.02)
         return item * item, os.getpid()
 
-    found = side_by_side(work, range(40), 3)
+    found = side_by_side(work, range(40), 3, tuple[int, int])
     assert [square for square, _ in found] == [item * item for item in range(40)]
     assert len({pid for _, pid in found}) == 3 and os.getpid() in {pid for _, pid in found}
     with pytest.raises(ChildProcessError):
@@ -49,7 +49,7 @@ def what_a_killed_fork_leaves_undone_is_done_here() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return item
 
-    assert side_by_side(work, range(30), 2) == list(range(30))
+    assert side_by_side(work, range(30), 2, int) == list(range(30))
 
 
 def an_error_is_this_processes_own() -> None:
@@ -59,7 +59,7 @@ def an_error_is_this_processes_own() -> None:
         return item
 
     with pytest.raises(ValueError, match="seven"):
-        side_by_side(work, range(10), 2)
+        side_by_side(work, range(10), 2, int)
 
 
 def beside_other_threads_nothing_is_forked() -> None:
@@ -67,7 +67,7 @@ def beside_other_threads_nothing_is_forked() -> None:
     other = threading.Thread(target=done.wait)
     other.start()
     try:
-        assert set(side_by_side(lambda item: os.getpid(), range(8), 4)) == {os.getpid()}
+        assert set(side_by_side(lambda item: os.getpid(), range(8), 4, int)) == {os.getpid()}
     finally:
         done.set()
         other.join()
