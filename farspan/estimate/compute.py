@@ -1,7 +1,8 @@
 """Seconds of an operator on a device: the roofline (Williams et al. 2009), the slower of arithmetic and memory.
 
-FLOP/s are those timed on the device at the nearest shape, else the data sheet's times the engine's efficiency, held
-under what the board's power sustains; bytes a second are the data sheet's times the engine's share.
+FLOP/s are those timed on the device at the nearest shape. Else they are the best product that anybody published for
+the kind, or a share of the data sheet's, times the engine's efficiency. The board's power holds them down. Bytes a
+second are the data sheet's times the engine's share.
 """
 
 from __future__ import annotations

@@ -24,11 +24,12 @@ def side_by_side(work: Callable[[T], R], items: Sequence[T], processes: int, kin
     """What `work` makes of each item, of this kind, in their order, by so many processes; who is free takes the next.
 
     Who cannot fork safely does it all alone: on systems other than Linux, and beside other threads, whose locks a fork
-    would find taken. What a fork could not do, as it was ended, is done here.
+    would find taken. What a fork could not do, as it was ended, is done here. Every answer is decoded from the same
+    bytes, whoever made it: a whole number in a field of fractions would tell a fork's answer from another.
     """
     several = min(processes, len(items))
     if several < 2 or os.uname().sysname != "Linux" or threading.active_count() > 1:
-        return [work(item) for item in items]
+        return [msgspec.msgpack.decode(msgspec.msgpack.encode(work(item)), type=kind) for item in items]
     tickets, numbers = os.pipe()
     os.write(numbers, b"".join(place.to_bytes(2, "big") for place in range(len(items))))
     os.close(numbers)
@@ -39,17 +40,19 @@ def side_by_side(work: Callable[[T], R], items: Sequence[T], processes: int, kin
             content = pipe.read()
         os.waitpid(child, 0)
         with contextlib.suppress(msgspec.DecodeError):
-            done |= msgspec.msgpack.decode(content, type=dict[int, kind])  # type: ignore[valid-type]
+            done |= msgspec.msgpack.decode(content, type=dict[int, bytes])
     os.close(tickets)
-    return [done[place] if place in done else work(item) for place, item in enumerate(items)]
+    for place in set(range(len(items))).difference(done):
+        done[place] = msgspec.msgpack.encode(work(items[place]))
+    return [msgspec.msgpack.decode(done[place], type=kind) for place in range(len(items))]
 
 
-def _taken(work: Callable[[T], R], items: Sequence[T], tickets: int) -> dict[int, R]:
-    """What this process makes of the items whose tickets it draws."""
-    done: dict[int, R] = {}
+def _taken(work: Callable[[T], R], items: Sequence[T], tickets: int) -> dict[int, bytes]:
+    """What this process makes of the items whose tickets it draws, encoded."""
+    done: dict[int, bytes] = {}
     while ticket := os.read(tickets, 2):
         place = int.from_bytes(ticket, "big")
-        done[place] = work(items[place])
+        done[place] = msgspec.msgpack.encode(work(items[place]))
     return done
 
 

@@ -1,7 +1,7 @@
 """What a plan's workers tell one another in a step, as one list: purpose, kind, groups, bytes, count.
 
-Seconds, bytes by site or host, and processors' time are folds over it (`farspan.estimate`); the runtime's spans and
-counted bytes are tested against it.
+Seconds, bytes by site or host, and processors' time are folds over it (`farspan.estimate`). Tests compare its bytes
+with those that a lab's line carries.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from farspan.domain.engine import Engine
 from farspan.domain.graph import Operator, OpGraph
 from farspan.domain.plan import Plan, Replica, Stage
 from farspan.domain.train import Precision
-from farspan.semantics.layout import HeldRange, Send, transfer
+from farspan.semantics.layout import HeldRange, Send, by_site, transfer
 from farspan.semantics.tensor_sharding import (
     PARTIAL,
     RESIDUAL,
@@ -294,10 +294,10 @@ def flows(one: Communication, at: Place) -> Iterator[Flow]:
         if one.way == "straight":
             part = one.size / len(group) if one.kind == "reduce_scatter" else one.size
             yield from _straight(group, one.times * part)
-        elif one.way == "sites" and len(sites := _by_site(group, at)) > 1:
-            for ranks in sites:
+        elif one.way == "sites" and len(sites := by_site(group, at)) > 1:
+            for ranks in sites.values():
                 yield from _ring(ranks, one.times * one.inside * ring_share("all_reduce", len(ranks)))
-            yield from _straight([ranks[0] for ranks in sites], one.times * one.size)
+            yield from _straight([ranks[0] for ranks in sites.values()], one.times * one.size)
         else:
             yield from _ring(group, one.times * one.size * ring_share(one.kind, len(group)))
 
@@ -316,10 +316,3 @@ def _ring(group: Sequence[int], each: float) -> Iterator[Flow]:
 def _straight(group: Sequence[int], part: float) -> Iterator[Flow]:
     for source, target in itertools.permutations(group, 2):
         yield Flow(source, target, part)
-
-
-def _by_site(group: Group, at: Place) -> list[list[int]]:
-    found: dict[Hashable, list[int]] = {}
-    for rank in group:
-        found.setdefault(at(rank), []).append(rank)
-    return list(found.values())

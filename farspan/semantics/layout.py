@@ -7,7 +7,7 @@ element crosses into a site that lacks it once, and spreads from there.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
@@ -46,8 +46,8 @@ def transfer(
     asked: defaultdict[tuple[Hashable, Ranks], list[tuple[int, int, int]]] = defaultdict(list)
     entering: defaultdict[Ranks, list[tuple[Ranks, int, int]]] = defaultdict(list)
     for start, stop, holders, wanters in _pieces(held, wanted):
-        near = _by_site(holders, site)
-        for where, ranks in _by_site(sorted({*wanters}.difference(holders)), site).items():
+        near = by_site(holders, site.__getitem__)
+        for where, ranks in by_site(sorted({*wanters}.difference(holders)), site.__getitem__).items():
             if where in near:
                 asked[where, near[where]] += [(rank, start, stop) for rank in ranks]
             else:
@@ -84,12 +84,12 @@ def _pieces(held: Sequence[HeldRange], wanted: Sequence[HeldRange]) -> Iterator[
             yield start, stop, having, lacking
 
 
-def _by_site(ranks: Iterable[int], site: Mapping[int, Hashable]) -> dict[Hashable, Ranks]:
+def by_site(ranks: Iterable[int], place: Callable[[int], Hashable]) -> dict[Hashable, Ranks]:
     """The ranks of each site, both in the order given: that of a dict, so that no hash decides."""
-    by_site: dict[Hashable, list[int]] = {}
+    found: dict[Hashable, list[int]] = {}
     for rank in ranks:
-        by_site.setdefault(site[rank], []).append(rank)
-    return {where: tuple(members) for where, members in by_site.items()}
+        found.setdefault(place(rank), []).append(rank)
+    return {where: tuple(members) for where, members in found.items()}
 
 
 def _deal(

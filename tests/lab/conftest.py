@@ -49,6 +49,16 @@ def traces() -> list[str]:
     return found
 
 
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of forty short papers."""
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(40):
+        words = " ".join(f"{word}{number % 7}" for word in ("wind", "list", "blow", "where", "they")) * 30
+        (folder / f"{number:02}.txt").write_text(f"Paper {number}\n\n{words}.\n")
+    return folder
+
+
 def occupants(namespaces: list[int]) -> list[str]:
     """Processes in network namespaces that are held open here, so that no number of theirs can mean another."""
     held, found = [os.fstat(fd).st_ino for fd in namespaces], []

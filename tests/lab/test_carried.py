@@ -44,15 +44,6 @@ def lab():
     assert traces() == []
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    for number in range(40):
-        words = " ".join(f"{word}{number % 7}" for word in ("wind", "list", "blow", "where", "they")) * 30
-        (folder / f"{number:02}.txt").write_text(f"Paper {number}\n\n{words}.\n")
-    return folder
-
-
 def carried(lab: str, technique: str, steps: int, text: Path, folder: Path) -> tuple[int, Plan]:
     """Bytes that the line carried while a run of so many steps went on, both ways, headers and all."""
     config = RunConfig(

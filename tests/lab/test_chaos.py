@@ -61,15 +61,6 @@ def lab(request: pytest.FixtureRequest):
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    for number in range(40):
-        words = " ".join(f"{word}{number % 7}" for word in ("wind", "list", "blow", "where", "they")) * 30
-        (folder / f"{number:02}.txt").write_text(f"Paper {number}\n\n{words}.\n")
-    return folder
-
-
-@pytest.fixture(scope="module")
 def calm(lab: str, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], RunFolder]:
     """Makes runs on a lab by a technique, which nothing disturbs; each once."""
     return functools.cache(lambda technique: undisturbed(lab, technique, text, tmp_path_factory.mktemp("calm")))

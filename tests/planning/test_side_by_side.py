@@ -102,3 +102,9 @@ def test_in_a_process_of_its_own(case: str) -> None:
 
 if __name__ == "__main__":
     globals()[sys.argv[1]]()
+
+
+def test_no_answer_tells_who_made_it():
+    """A whole number in a field of fractions is a fraction in every process."""
+    for processes in (1, 2):
+        assert {type(made) for made in side_by_side(lambda item: item, [1, 2, 3], processes, float)} == {float}
