@@ -34,8 +34,9 @@ from farspan.launch.spares import SpareProcess, Spares
 #: How often the event file and the processes are looked at.
 POLL_S = 0.1
 #: After one worker has failed the others get this long to end by themselves: they may be writing a message, and of a
-#: link that is cut one side may notice later. Rank 0 stays to say who is lost (`runtime.comm.heartbeat`).
-GRACE_S = 5.0
+#: link that is cut one side may notice later. Rank 0 notices silence after 4.25 s and stays 1 s more to say who is lost
+#: (`runtime.comm.heartbeat`); the rest is for a machine that is busy.
+GRACE_S = 8.0
 #: As long where a worker was killed, and they are started again.
 PLAIN_S = 0.2
 #: After an interrupt workers get this long to finish their step and save.

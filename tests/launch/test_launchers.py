@@ -20,6 +20,7 @@ from farspan.domain.cluster_json import parse_cluster_json
 from farspan.domain.plan import Edge, Mesh, PlannedDevice, Replica, Sync
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Finished, Step, Validated, read_events
+from farspan.domain.run import HOME
 from farspan.domain.train import Optimizer, Schedule, TrainSpec
 from farspan.launch.launchers import launch, names
 from farspan.launch.launchers.ray import PATIENT, installed, refuse_public, require_ray, require_token
@@ -154,7 +155,8 @@ def worker_of(run, rank):
             except OSError:
                 continue
             ours = words[1:3] == [b"-m", b"farspan.runtime.worker"] or words[2:4] == [b"-m", b"farspan.runtime.worker"]
-            if ours and run.path.name.encode() in words[-2] and f"RANK={rank}".encode() in environment:
+            told = {f"{HOME}={run.path.absolute()}".encode(), f"RANK={rank}".encode()}
+            if ours and told <= set(environment):
                 return int(process.name)
         time.sleep(0.1)
     raise AssertionError(f"rank {rank} was not started")
