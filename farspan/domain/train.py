@@ -11,8 +11,18 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 
 
+class Muon(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Momentum whose singular values are made nearly 1 by Newton and Schulz's iteration (Jordan et al. 2024,
+    kellerjordan.github.io/posts/muon), times 0.2 sqrt(longer side): an element then moves as far as AdamW's would
+    (arXiv 2502.16982, equation 4), and both take one learning rate."""
+
+    momentum: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.95
+    iterations: Annotated[int, msgspec.Meta(ge=1, le=20)] = 5
+
+
 class Optimizer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """AdamW with decoupled weight decay (on matrices only) and clipping by the global norm."""
+    """AdamW with decoupled weight decay (on matrices only) and clipping by the global norm; with `muon`, Muon for the
+    matrices of blocks and AdamW for the rest."""
 
     lr: Annotated[float, msgspec.Meta(gt=0, le=1)] = 6e-4
     beta1: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.9
@@ -21,6 +31,8 @@ class Optimizer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     weight_decay: Annotated[float, msgspec.Meta(ge=0)] = 0.1
     #: Largest global gradient norm; 0 leaves gradients as they are.
     clip: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    #: Unset, not None, where there is none: plans and checkpoints of before are known by the same hashes.
+    muon: Muon | msgspec.UnsetType = msgspec.UNSET
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from farspan.domain.cluster import DType
 from farspan.domain.engine import Activity
 from farspan.domain.graph import Operator, OpGraph
-from farspan.domain.train import TrainSpec
+from farspan.domain.train import Precision, TrainSpec
 from farspan.semantics.tensor_sharding import returns_to_residual
 
 #: Bytes of a number.
@@ -19,6 +19,12 @@ LOGITS_CHUNK_BYTES = 64 * 2**20
 #: the flash kernel is as fast or faster (AMD EPYC). It takes so many queries at a time: the fastest of 64, 128 and 256
 #: at 256 to 1,024 positions on one core of an Intel with AMX (docs/log.md).
 CPU_SCORES, CPU_QUERIES = {2: (1, 1024), 4: (65, 1024), 8: (65, 1024)}, {2: 128, 4: 64, 8: 64}
+
+
+def matrix_precision(precision: Precision, kinds: Iterable[object]) -> Precision:
+    """Of the products that make an update of matrices, on devices of these kinds that all make the same one: the
+    training's, but where rounding of unlike devices would take their copies of the weights apart."""
+    return precision if len(set(kinds)) == 1 else "fp32"
 
 
 def keeps_scores(length: int, width: int, backend: str) -> bool:

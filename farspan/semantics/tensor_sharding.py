@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from farspan.domain.graph import Operator
+from farspan.domain.graph import Operator, OpGraph
 
 COPY, PARTIAL = "", "+"
 #: The entry of `Stage.splits` that says how the residual stream lies over the tensor axis between units.
@@ -79,3 +79,10 @@ def work_share(split: str, ways: int) -> float:
 def returns_to_residual(op: Operator) -> bool:
     """Whether an operator's output is added to the residual stream, or starts it."""
     return op.output == "bsd" and op.kind in ("matmul", "lookup")
+
+
+def sections(graph: OpGraph, dims: str) -> tuple[int, ...]:
+    """What a tensor of these dims is made of along the dim that an operator divides: q, k and v; gate and value."""
+    if "c" in dims:
+        return graph.sizes["r"], graph.sizes["e"], graph.sizes["e"]
+    return (1,) * graph.sizes["w"] if "w" in dims else (1,)

@@ -170,8 +170,11 @@ class Replica:
     def __init__(self, train: TrainSpec, weights: Weights) -> None:
         self.train, self.losses, self.norms = train, list[float](), list[float]()
         self.weights = {name: value.double().requires_grad_() for name, value in weights.items()}
-        decayed, others = ([w for w in self.weights.values() if (w.dim() >= 2) == matrix] for matrix in (True, False))
         with_ = train.optimizer
+        self.momenta = {n: torch.zeros_like(w) for n, w in self.weights.items()
+                        if with_.muon and n.startswith("blocks.") and w.dim() >= 2}  # fmt: skip
+        rest = [w for name, w in self.weights.items() if name not in self.momenta]
+        decayed, others = ([w for w in rest if (w.dim() >= 2) == matrix] for matrix in (True, False))
         groups = [{"params": decayed, "weight_decay": with_.weight_decay}, {"params": others, "weight_decay": 0.0}]
         self.adamw = torch.optim.AdamW(
             [g for g in groups if g["params"]], betas=(with_.beta1, with_.beta2), eps=with_.eps
@@ -187,10 +190,29 @@ class Replica:
                 gradient.mul_(clip / norm)
         for group in self.adamw.param_groups:
             group["lr"] = self.train.optimizer.lr * share(self.train.schedule, number, self.train.steps)
+        self._muon(spec, self.adamw.param_groups[0]["lr"])
         self.adamw.step()
-        self.adamw.zero_grad()
+        for w in self.weights.values():
+            w.grad = None
         self.losses.append(float(loss.detach()))
         self.norms.append(norm)
+
+    @torch.no_grad()
+    def _muon(self, spec: ModelSpec, lr: float) -> None:
+        """As Jordan et al. 2024 have it, with the scale of arXiv 2502.16982; q, k, v, gate and value each by itself."""
+        head = spec.head_dim
+        cuts = {"qkv": [spec.heads * head, spec.kv_heads * head, spec.kv_heads * head]}
+        cuts |= {"up": [spec.d_ff, spec.d_ff]} if spec.activation == "swiglu" else {}
+        for name, momentum in self.momenta.items():
+            weight, muon = self.weights[name], self.train.optimizer.muon
+            assert muon and weight.grad is not None
+            momentum.mul_(muon.momentum).add_(weight.grad, alpha=1 - muon.momentum)
+            nesterov = (1 - muon.momentum) * weight.grad + muon.momentum * momentum
+            parts = nesterov.split(cuts.get(name.split(".")[-2], len(weight)))
+            step = torch.cat(
+                [0.2 * math.sqrt(max(part.shape)) * _newton_schulz(part, muon.iterations) for part in parts]
+            )
+            weight.mul_(1 - lr * self.train.optimizer.weight_decay).sub_(lr * step)
 
     @property
     def now(self) -> Weights:
@@ -200,6 +222,14 @@ class Replica:
     def become(self, weights: Weights) -> None:
         for name, w in self.weights.items():
             w.copy_(weights[name])
+
+
+def _newton_schulz(x: Tensor, iterations: int) -> Tensor:
+    x = x / (x.norm() + 1e-7)
+    for _ in range(iterations):
+        square = x @ x.T
+        x = 3.4445 * x - 4.7750 * square @ x + 2.0315 * square @ square @ x
+    return x
 
 
 def share(schedule: Schedule, step: int, steps: int) -> float:

@@ -17,6 +17,7 @@ from farspan import models
 from farspan.domain.cluster import Cluster, DataSheet, Device, Host, Link, Site
 from farspan.domain.engine import engine
 from farspan.domain.plan import Plan
+from farspan.domain.train import Muon
 from farspan.estimate.price import estimate
 from tests.runtime import jobs
 from tests.runtime.fleet import Fleet
@@ -29,6 +30,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 #: One of each mechanism, trained for longer.
 LONG = (
     "hierarchical", "zero 1", "zero 2", "zero 3", "hybrid 3", "recomputed", "megatron", "two axes out of order",
+    "a unit each, several streams", "tensor widths by stage", "replicas unlike", "replicas unlike, overlapped",
+)  # fmt: skip
+#: One of each way in which the matrices of a block may be divided.
+MUON = (
+    "one worker", "hierarchical", "zero 1", "zero 2", "zero 3", "hybrid 3", "recomputed", "megatron", "rows",
+    "megatron, sequences and vocabulary", "two axes out of order", "three axes", "data and tensor, zero 3",
     "a unit each, several streams", "tensor widths by stage", "replicas unlike", "replicas unlike, overlapped",
 )  # fmt: skip
 PLANNED, RANDOM = 10, 14
@@ -54,6 +61,14 @@ def test_a_plan_computes_what_one_process_would(fleet: Fleet, folder: Path, name
     plan = HAND_PICKED[name]
     steps = 20 if name in LONG else plan.train.steps
     verdict = verify(fleet, folder, replace(plan, train=replace(plan.train, steps=steps)))
+    assert not verdict.faults
+
+
+@pytest.mark.parametrize("name", MUON)
+def test_matrices_are_updated_as_one_process_would(fleet: Fleet, folder: Path, name: str):
+    plan = HAND_PICKED[name]
+    train = replace(plan.train, steps=6, optimizer=replace(plan.train.optimizer, muon=Muon()))
+    verdict = verify(fleet, folder, replace(plan, train=train))
     assert not verdict.faults
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from farspan import models
 from farspan.domain.codec import content_hash, parse_json, save, write_atomically
 from farspan.domain.epoch import read_ledger, require
 from farspan.domain.model import parameters
@@ -44,12 +45,14 @@ from farspan.runtime.checkpoint.stored import (
     read_small,
 )
 from farspan.runtime.model.decoder import Decoder
+from farspan.semantics.matrices import block_matrices
 
 #: Bytes beside the tensors, at most.
 HEADERS = 2**20
 #: The kinds of tensors of a synchronous run, and what each replica has of its own where there are several.
 MODEL, MOMENTUM = "model", "momentum"
-MOMENTS = ("exp_avg", "exp_avg_sq")
+SECOND = "exp_avg_sq"
+MOMENTS = ("exp_avg", SECOND)
 OWN = ("master", *MOMENTS)
 
 
@@ -261,7 +264,16 @@ def shapes_of(plan: Plan, kinds: Iterable[str] = (MODEL, *MOMENTS)) -> dict[str,
     """The shape of every global tensor of these kinds, by name."""
     with torch.device("meta"):
         model = {name: tuple(parameter.shape) for name, parameter in Decoder(plan.model).named_parameters()}
-    return {f"{kind}/{name}": shape for kind in kinds for name, shape in model.items()}
+    lacking = without_second_moment(plan)
+    return {
+        f"{kind}/{name}": shape for kind in kinds for name, shape in model.items()
+        if not (name in lacking and kind.endswith(SECOND))
+    }  # fmt: skip
+
+
+def without_second_moment(plan: Plan) -> frozenset[str]:
+    """Parameters of which the optimizer keeps one moment only: those that Muon updates."""
+    return frozenset(block_matrices(models.graph(plan.model)) if plan.train.optimizer.muon else ())
 
 
 def own(replica: int, kind: str) -> str:

@@ -125,6 +125,8 @@ class Checkpointer:
             if kind not in flats or (kind in (MODEL, MOMENTUM) and not first):
                 continue
             for b, piece in mine:
+                if len(flats[kind][b]) == 0:  # A second moment that the optimizer does not keep.
+                    continue
                 owned = flats[kind][b].reshape(-1)[piece.at : piece.at + piece.stop - piece.start]
                 for box in boxes(piece.slice, piece.shape, piece.start, piece.stop):
                     values = torch.empty(box.shape).copy_(box.of(owned))

@@ -139,7 +139,7 @@ class Restorer:
         try:
             for kind, flats in targets.items():
                 for flat, pieces in zip(flats, mine.pieces, strict=True):
-                    for piece in pieces:
+                    for piece in pieces if len(flat) else ():
                         owned = flat.reshape(-1)[piece.at : piece.at + piece.stop - piece.start]
                         _fill(stored, names[kind], piece, owned)
         except Corrupt as error:
@@ -153,6 +153,8 @@ class Restorer:
 
         def content(rank: int, b: int, kind: str) -> Tensor:
             theirs = self._whole.manifests[rank]
+            if kind == checkpoint.SECOND and theirs.matrices[b]:
+                return torch.zeros(0)
             values, names = torch.zeros(theirs.sizes[b]), checkpoint.sources(plan, theirs.replica, manifest)[kind]
             with _noting(why):  # Sent all the same: they wait for it.
                 for piece in theirs.pieces[b]:

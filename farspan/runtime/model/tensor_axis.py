@@ -21,7 +21,7 @@ from farspan import models
 from farspan.domain.graph import OpGraph, Weight
 from farspan.domain.model import ModelSpec
 from farspan.runtime.model.kernels import VocabularyShard
-from farspan.semantics.tensor_sharding import COPY, PARTIAL, RESIDUAL, returns_to_residual, strategy
+from farspan.semantics.tensor_sharding import COPY, PARTIAL, RESIDUAL, returns_to_residual, sections, strategy
 
 #: Beside operators and RESIDUAL, the ends of a stage: tokens and targets, which each rank has, and the loss of all.
 TOKENS, TOTAL = "tokens", "total"
@@ -79,13 +79,6 @@ class DimSplit(NamedTuple):
         """The whole of every coordinate's part."""
         cut = [part.split(self.lengths(part.shape[self.dim]), self.dim) for part in parts]
         return torch.cat([piece for section in zip(*cut, strict=True) for piece in section], self.dim)
-
-
-def sections(graph: OpGraph, dims: str) -> tuple[int, ...]:
-    """What a tensor of these dims is made of along the dim that an operator divides: q, k and v; gate and value."""
-    if "c" in dims:
-        return graph.sizes["r"], graph.sizes["e"], graph.sizes["e"]
-    return (1,) * graph.sizes["w"] if "w" in dims else (1,)
 
 
 # -- activations -------------------------------------------------------------------------------------------------------

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from farspan import models
 from farspan.domain.train import Optimizer
 from farspan.runtime.comm.channels import Channel
 from farspan.runtime.comm.messages import Messenger
@@ -29,9 +31,11 @@ from farspan.runtime.parallel.param_gather import ParamGather
 from farspan.runtime.parallel.pipeline import Batch, Pipeline
 from farspan.runtime.spans import Spans
 from farspan.runtime.state.full_state import FullState
+from farspan.runtime.state.matrix_updates import MatrixUpdates
 from farspan.runtime.state.tied_embeddings import TABLE, TiedEmbedding
-from farspan.runtime.state.train_state import TrainState
+from farspan.runtime.state.train_state import WORKING_DTYPES, TrainState
 from farspan.runtime.state.zero_buckets import Bucket, Division
+from farspan.semantics.kernel_choice import matrix_precision
 
 
 @dataclass(frozen=True)
@@ -67,11 +71,13 @@ class Executor:
                 axis=TensorAxis(tensor, stage.mesh.size("tensor"), topology.tensor, stage.splits),
             )  # fmt: skip
         data, shared = topology.group("data"), plan.model.tied and not (topology.first and topology.last)
+        updates = self._matrix_updates(tensor) if plan.train.optimizer.muon else None
         self.state = TrainState(self.model, plan.train.precision, device, Division(
             zero=topology.zero, ways=len(data), index=data.index(topology.rank),
             bucket_bytes=stage.grad_sync.bucket_bytes, partial=self.model.partial,
             sliced=frozenset(self.model.slices), tied=TABLE if shared else None,
-        ))  # fmt: skip
+            matrices=updates.names if updates else frozenset(),
+        ), updates)  # fmt: skip
         blocks = {f"blocks.{name}": block for name, block in self.model.blocks.named_children()}
         self.param_gather = ParamGather(topology, self.state, blocks, groups)
         self.grad_reducer = GradReducer(topology, self.state, groups, self.messenger)
@@ -86,6 +92,12 @@ class Executor:
         self.tied = self._tied() if shared and (topology.first or topology.last) else None
         self.outer = OuterStep(topology, self.state, self.whole) if plan.sync else None
         self.grad_reducer.passed, self.grad_reducer.done = self.param_gather.passed, self._summed
+
+    def _matrix_updates(self, group: dist.ProcessGroup | None) -> MatrixUpdates:
+        plan, topology = self.topology.plan, self.topology
+        alike = topology.group("site") if topology.zero else topology.peers
+        precision = matrix_precision(plan.train.precision, (plan.devices[rank].kind for rank in alike))
+        return MatrixUpdates(models.graph(plan.model), self.model.slices, group, WORKING_DTYPES[precision])
 
     def _tied(self) -> TiedEmbedding:
         """The exchange of the table's gradient, and who of both ends holds which of its rows."""
@@ -137,7 +149,7 @@ class Executor:
             self.tied.add()
 
     def update(self, optimizer: Optimizer, lr: float, step: int, divisor: float) -> None:
-        """One AdamW step, `step` counting from 1, on gradients divided by `divisor`."""
+        """One step of the optimizer, `step` counting from 1, on gradients divided by `divisor`."""
         with self.spans("update"):
             self.state.update(optimizer, lr, step, divisor)
         with self.spans("collective"):

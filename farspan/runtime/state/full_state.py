@@ -33,12 +33,14 @@ class Piece(NamedTuple):
 
 
 class BucketManifest(NamedTuple):
-    """One worker's buckets, by replica: bytes' worth of pieces each, and whether another stage has the same."""
+    """One worker's buckets, by replica: bytes' worth of pieces each, whether another stage has the same, and whether
+    they are of matrices, of which the optimizer keeps one moment."""
 
     replica: int
     sizes: list[int]
     pieces: list[list[Piece]]
     copies: list[bool]
+    matrices: list[bool]
 
 
 class FullState:
@@ -135,14 +137,16 @@ class FullState:
     def _send(self, ranks: Sequence[int], content: Callable[[int, int], Tensor], number: int) -> None:
         for b in range(max((len(self.manifests[rank].pieces) for rank in ranks), default=0)):
             for rank in (receiver for receiver in ranks if b < len(self.manifests[receiver].pieces)):
-                self._messenger.send(content(rank, b), rank, number)
+                if len(values := content(rank, b)):  # Of Muon's matrices there is no second moment.
+                    self._messenger.send(values, rank, number)
             # Few are held at once. Whoever receives has posted all of them before it waits for any.
             self._messenger.settle()
         self._messenger.close()
 
     def _receive(self, flats: Sequence[Tensor], number: int) -> None:
-        posted = [self._messenger.post(len(flat), torch.float32, 0, number) for flat in flats]
-        for flat, receive in zip(flats, posted, strict=True):
+        kept = [flat for flat in flats if len(flat)]
+        posted = [self._messenger.post(len(flat), torch.float32, 0, number) for flat in kept]
+        for flat, receive in zip(kept, posted, strict=True):
             flat.copy_(receive.wait())
 
     def _content(self, rank: int, b: int, whole: Mapping[str, Tensor]) -> Tensor:
@@ -173,7 +177,8 @@ def _manifest(topology: Topology, state: TrainState, slices: Mapping[str, Tensor
             piece = Piece(name, slices.get(name), tuple(state.shapes[i]), start, stop, where.start)
             pieces[state.home[i][0]].append(piece)
     copies = [bucket.tied and not topology.first for bucket in state.buckets]
-    return BucketManifest(topology.replica_index, [length(bucket) for bucket in state.buckets], pieces, copies)
+    return BucketManifest(topology.replica_index, [length(bucket) for bucket in state.buckets], pieces, copies,
+                          [bucket.matrices for bucket in state.buckets])  # fmt: skip
 
 
 def into(whole: Tensor, cut: TensorSlice, local: Tensor) -> None:

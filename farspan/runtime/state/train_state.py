@@ -1,7 +1,8 @@
-"""Parameters, gradients and AdamW moments of one worker, in flat buckets that are summed, divided and updated whole.
+"""Parameters, gradients and moments of one worker, in flat buckets that are summed, divided and updated whole.
 
 The model computes in the working dtype (fp32, bf16 or fp16); the optimizer keeps fp32 masters. What ZeRO (arXiv
 1910.02054) divides over the data axis is divided bucket by bucket: of n workers the k-th owns the k-th part of each.
+AdamW updates elements, Muon whole matrices, which lie in buckets of their own.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from farspan.domain.train import Optimizer, Precision
+from farspan.domain.train import Muon, Optimizer, Precision
+from farspan.runtime.state.matrix_updates import MatrixUpdates
 from farspan.runtime.state.zero_buckets import Bucket, Division, divide, length, segment
 
 WORKING_DTYPES: dict[Precision, torch.dtype] = {
@@ -28,9 +30,11 @@ class TrainState:
 
     def __init__(
         self, model: nn.Module, precision: Precision, device: torch.device | None = None,
-        division: Division | None = None,
+        division: Division | None = None, updates: MatrixUpdates | None = None,
     ) -> None:  # fmt: skip
-        self.division = division = division or Division()
+        """`updates` of the division's matrices, where it has any."""
+        self.division, self._updates = division or Division(), updates
+        division = self.division
         named = list(model.named_parameters())
         self.names = [name for name, _ in named]
         self.shapes = [parameter.shape for _, parameter in named]
@@ -70,7 +74,10 @@ class TrainState:
             self.shards = [part[bucket.own] for part, bucket in zip(self.working, self.buckets, strict=True)]
         same = self.dtype == torch.float32
         self.master = self.shards if same else list(new(own).split(owns))
-        self.exp_avg, self.exp_avg_sq = list(new(own).split(owns)), list(new(own).split(owns))
+        self.exp_avg = list(new(own).split(owns))
+        #: Muon has no second moment: nothing for its matrices.
+        seconds = [0 if bucket.matrices else size for bucket, size in zip(self.buckets, owns, strict=True)]
+        self.exp_avg_sq = list(new(sum(seconds)).split(seconds))
         #: The fp32 gradient of a whole bucket where the backward pass writes it; None while it is not there.
         self.collected: list[Tensor | None]
         if self.division.zero < 2:
@@ -205,16 +212,22 @@ class TrainState:
                     full[gap] = 0.0
 
     def update(self, optimizer: Optimizer, lr: float, step: int, grad_divisor: float) -> None:
-        """One AdamW step (arXiv 1711.05101) on gradients divided by `grad_divisor`; gradients begin anew.
-
-        `step` counts updates from 1.
-        """
+        """One step on gradients divided by `grad_divisor`; gradients begin anew. `step` counts updates from 1."""
         if len(self._begun) < len(self.parameters):
             raise RuntimeError("a parameter got no gradient: it would be updated by an older one")
+        self._adamw(optimizer, lr, step, grad_divisor)
+        if self._updates is not None and optimizer.muon:
+            self._muon(self._updates, optimizer.muon, lr, optimizer.weight_decay, grad_divisor)
+        self.clear()
+        self.publish()
+
+    def _adamw(self, optimizer: Optimizer, lr: float, step: int, grad_divisor: float) -> None:
+        """AdamW (arXiv 1711.05101) for all elements that are not of matrices updated whole."""
         divisor = torch.tensor(grad_divisor, dtype=torch.float32, device=self.device)
         counted = torch.tensor(float(step), device=self.device)
         for decay, first in ((optimizer.weight_decay, True), (0.0, False)):
-            pieces = [(b, piece) for b, bucket in enumerate(self.buckets) if (piece := segment(bucket, first))]
+            pieces = [(b, piece) for b, bucket in enumerate(self.buckets)
+                      if not bucket.matrices and (piece := segment(bucket, first))]  # fmt: skip
             if not pieces:
                 continue
             tensors = [[flats[b][piece] for b, piece in pieces]
@@ -224,5 +237,23 @@ class TrainState:
                 amsgrad=False, lr=lr, beta1=optimizer.beta1, beta2=optimizer.beta2, weight_decay=decay,
                 eps=optimizer.eps, maximize=False, grad_scale=divisor, found_inf=None,
             )  # fmt: skip
-        self.clear()
-        self.publish()
+
+    def _muon(self, updates: MatrixUpdates, muon: Muon, lr: float, weight_decay: float, grad_divisor: float) -> None:
+        """Muon with Nesterov's momentum for the matrices that this worker owns."""
+        buckets = [b for b, bucket in enumerate(self.buckets) if bucket.matrices]
+        for b in buckets:
+            self.grad[b].div_(grad_divisor)
+            self.exp_avg[b].lerp_(self.grad[b], 1 - muon.momentum)
+            self.grad[b].lerp_(self.exp_avg[b], muon.momentum)
+        owned = [i for b in buckets for i in self.buckets[b].members if self.owned(i)[1]]
+        momenta = [self._own(self.grad, i) for i in owned]
+        steps = updates.directions([self.names[i] for i in owned], momenta, muon.iterations)
+        for b in buckets:
+            self.master[b].mul_(1 - lr * weight_decay)
+        for i, step in zip(owned, steps, strict=True):
+            self._own(self.master, i).sub_(step, alpha=lr)
+
+    def _own(self, flats: Sequence[Tensor], index: int) -> Tensor:
+        """Parameter `index`, all of which this worker owns, inside its parts of buckets."""
+        _, _, where = self.owned(index)
+        return flats[self.home[index][0]][where].view(self.shapes[index])

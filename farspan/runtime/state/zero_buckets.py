@@ -1,16 +1,20 @@
 """Who owns what of parameters and optimizer state: flat buckets, each divided over the data axis by ZeRO's level.
 
-Of n workers the k-th owns the k-th part of every bucket (ZeRO, arXiv 1910.02054).
+Of n workers the k-th owns the k-th part of every bucket (ZeRO, arXiv 1910.02054). Matrices that are updated whole lie
+in buckets of their own, where no boundary of a part cuts one.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+
+from farspan.semantics.matrices import owners
 
 #: Without a size of buckets: all that small models have in one.
 ONE_BUCKET = 2**62
@@ -32,6 +36,8 @@ class Division:
     partial: frozenset[str] = frozenset()
     sliced: frozenset[str] = frozenset()
     tied: str | None = None
+    #: Parameters that are updated whole.
+    matrices: frozenset[str] = frozenset()
 
 
 class Bucket(NamedTuple):
@@ -48,23 +54,24 @@ class Bucket(NamedTuple):
     partial: bool
     sliced: bool
     tied: bool
+    matrices: bool
 
 
 def divide(names: Sequence[str], shapes: Sequence[torch.Size], division: Division) -> list[Bucket]:
     """Buckets of about `bucket_bytes` of fp32 gradient in the parameters' order; of a unit of the model each where the
-    parameters themselves are divided. What is summed differently lies apart, in buckets that fill side by side."""
+    parameters themselves are divided. What is summed or updated differently lies apart, in buckets that fill side by
+    side."""
     members: list[list[int]] = []
     filling: dict[tuple[object, ...], list[int]] = {}
+    left = Counter(_key(name, division) for name in names)
     for i, (name, shape) in enumerate(zip(names, shapes, strict=True)):
-        unit = tuple(name.split(".")[: 2 if name.startswith("blocks.") else 1])
-        key = (
-            name == division.tied,
-            name in division.partial,
-            name in division.sliced,
-            unit if division.zero == 3 else None,
-        )
+        key = _key(name, division)
         size = 4 * (sum(shapes[j].numel() for j in filling.get(key, ())) + shape.numel())
         full = division.bucket_bytes is None or (division.zero != 3 and size > division.bucket_bytes)
+        if name in division.matrices and division.zero:
+            # Every owner gets one at least, of this bucket and of those that are left, where there are as many.
+            full = full and min(len(filling.get(key, ())), left[key]) >= division.ways
+        left[key] -= 1
         if key not in filling or full:
             filling[key] = []
             members.append(filling[key])
@@ -72,24 +79,57 @@ def divide(names: Sequence[str], shapes: Sequence[torch.Size], division: Divisio
     return [_bucket(group, names, shapes, division) for group in members]
 
 
+def _key(name: str, division: Division) -> tuple[object, ...]:
+    """What parameters of one bucket have in common."""
+    unit = tuple(name.split(".")[: 2 if name.startswith("blocks.") else 1])
+    return (
+        name == division.tied,
+        name in division.partial,
+        name in division.sliced,
+        name in division.matrices,
+        unit if division.zero == 3 else None,
+    )
+
+
 def _bucket(group: list[int], names: Sequence[str], shapes: Sequence[torch.Size], division: Division) -> Bucket:
-    order = sorted(group, key=lambda i: len(shapes[i]) < 2)
     name = names[group[0]]
     ways = division.ways if division.zero and name != division.tied else 1
-    starts, gaps, end, decayed = list[int](), list[slice](), 0, 0
+    if name in division.matrices:
+        order, starts, size = _whole(group, shapes, ways)
+        decayed = size
+    else:
+        order = sorted(group, key=lambda i: len(shapes[i]) < 2)
+        starts, end, decayed = _row(order, shapes)
+        size = _aligned(end, ways * ALIGNED)
+    own = slice(division.index * size // ways, (division.index + 1) * size // ways) if ways > 1 else slice(0, size)
+    ends = [0, *(start + shapes[i].numel() for i, start in zip(order, starts, strict=True))]
+    gaps = [slice(end, start) for end, start in zip(ends, [*starts, size], strict=True) if start > end]
+    return Bucket(
+        members=tuple(order), starts=tuple(starts), gaps=tuple(gaps), size=size, ways=ways, own=own, decayed=decayed,
+        partial=name in division.partial, sliced=name in division.sliced, tied=name == division.tied,
+        matrices=name in division.matrices,
+    )  # fmt: skip
+
+
+def _row(order: Sequence[int], shapes: Sequence[torch.Size], first: int = 0) -> tuple[list[int], int, int]:
+    """Where parameters begin that lie one after another from `first` on, where the last and where the last matrix
+    ends."""
+    starts, end, decayed = list[int](), first, first
     for i in order:
         starts.append(_aligned(end))
-        gaps.append(slice(end, starts[-1]))
         end = starts[-1] + shapes[i].numel()
         decayed = _aligned(end) if len(shapes[i]) >= 2 else decayed
-    size = _aligned(end, ways * ALIGNED)
-    gaps.append(slice(end, size))
-    own = slice(division.index * size // ways, (division.index + 1) * size // ways) if ways > 1 else slice(0, size)
-    return Bucket(
-        members=tuple(order), starts=tuple(starts), gaps=tuple(gap for gap in gaps if gap.stop > gap.start), size=size,
-        ways=ways, own=own, decayed=decayed, partial=name in division.partial, sliced=name in division.sliced,
-        tied=name == division.tied,
-    )  # fmt: skip
+    return starts, end, decayed
+
+
+def _whole(group: list[int], shapes: Sequence[torch.Size], ways: int) -> tuple[list[int], list[int], int]:
+    """The order of matrices of which each lies in the part of one owner, where they begin, and the size of all parts:
+    each is as large as the largest."""
+    owner = owners([shapes[i].numel() for i in group], ways)
+    parts = [[i for i, k in zip(group, owner, strict=True) if k == part] for part in range(ways)]
+    each = max(_aligned(_row(part, shapes)[1]) for part in parts)
+    starts = [start for k, part in enumerate(parts) for start in _row(part, shapes, k * each)[0]]
+    return [i for part in parts for i in part], starts, ways * each
 
 
 def _aligned(count: int, unit: int = ALIGNED) -> int:
