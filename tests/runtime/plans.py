@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Axis, Edge, GradSync, Inputs, Mesh, Plan, PlannedDevice, Replica, Stage, Sync, Zero
-from farspan.domain.train import Optimizer, Schedule, TrainSpec
+from farspan.domain.train import Muon, Optimizer, Schedule, TrainSpec
 from farspan.semantics.tensor_sharding import RESIDUAL
 
 #: Steps of a short training: Two meetings of replicas that meet every other step, and a step after them.
@@ -205,3 +205,11 @@ def apart() -> dict[str, Plan]:
 
 
 HAND_PICKED = flat() | divided() | piped() | apart()
+
+
+def picked(name: str) -> Plan:
+    """A plan of HAND_PICKED; of "NAME muon" with Muon for its matrices."""
+    base = HAND_PICKED[name.removesuffix(" muon")]
+    if base is HAND_PICKED.get(name):
+        return base
+    return replace(base, train=replace(base.train, optimizer=replace(base.train.optimizer, muon=Muon())))

@@ -12,14 +12,15 @@ from msgspec.structs import replace
 
 from farspan.domain.plan import Plan
 from farspan.domain.run import RunFolder
+from farspan.domain.train import Muon, Optimizer
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.checkpoint.manifest import MANIFEST
 from farspan.semantics.identity import training_key
 from tests.runtime import jobs, reference, stored_tensors
 from tests.runtime.fleet import Fleet
-from tests.runtime.plans import HAND_PICKED, TRAIN, plan
+from tests.runtime.plans import HAND_PICKED, TRAIN, picked, plan
 from tests.runtime.random_plans import MODELS, MOST_RANKS, divided
-from tests.runtime.test_resume import NAMES, state
+from tests.runtime.test_resume import MUON, NAMES, state
 from tests.runtime.verify import Case
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,9 +31,9 @@ PAIRS = int(os.environ.get("FARSPAN_PAIRS", "12"))
 SAME = 1e-5
 
 
-def synchronous(rng: random.Random, model: int, world: int) -> Plan:
+def synchronous(rng: random.Random, model: int, world: int, optimizer: Optimizer = TRAIN.optimizer) -> Plan:
     """Any division of a synchronous step of BATCH sequences over so many ranks."""
-    train = replace(TRAIN, steps=STEPS, seed=model, seq_len=8)
+    train = replace(TRAIN, steps=STEPS, seed=model, seq_len=8, optimizer=optimizer)
     sites = sorted(rng.randrange(3) for _ in range(world))
     return plan(divided(rng, MODELS[model], world, BATCH), sites=sites, model=MODELS[model], train=train)
 
@@ -43,8 +44,8 @@ def apart(ours: float, theirs: float) -> float:
 
 @pytest.mark.parametrize("seed", range(PAIRS))
 def test_any_plan_goes_on_from_what_another_saved(fleet: Fleet, folder: Path, seed: int):
-    rng = random.Random(seed)
-    before, after = (synchronous(rng, seed % len(MODELS), rng.randint(1, MOST_RANKS)) for _ in range(2))
+    rng, optimizer = random.Random(seed), replace(TRAIN.optimizer, muon=Muon()) if seed % 2 else TRAIN.optimizer
+    before, after = (synchronous(rng, seed % len(MODELS), rng.randint(1, MOST_RANKS), optimizer) for _ in range(2))
     assert training_key(before) == training_key(after)
     case, other = Case(folder, before), Case(folder, after)
     wanted = reference.train(before, case.data, case.weights)
@@ -56,18 +57,18 @@ def test_any_plan_goes_on_from_what_another_saved(fleet: Fleet, folder: Path, se
     assert again[0].validation is not None and apart(again[0].validation, wanted.validation) < SAME
 
 
-@pytest.mark.parametrize("name", NAMES if PAIRS < 60 else HAND_PICKED)
+@pytest.mark.parametrize("name", [*(NAMES if PAIRS < 60 else HAND_PICKED), *MUON])
 def test_a_checkpoint_through_whole_tensors_and_back_is_the_same(fleet: Fleet, folder: Path, name: str):
     """Saved by many workers, written whole by one, restored by the many and saved again: no bit is another."""
-    picked = replace(HAND_PICKED[name], train=replace(HAND_PICKED[name].train, steps=STEPS))
-    case = Case(folder, picked)
-    fleet.run(jobs.train, case.world, picked, case.path, UNTIL)
+    plan = replace(picked(name), train=replace(picked(name).train, steps=STEPS))
+    case = Case(folder, plan)
+    fleet.run(jobs.train, case.world, plan, case.path, UNTIL)
     run = RunFolder(case.path)
     saved, newest = state(case.path), stored_tensors.newest(run)
-    assert set(saved) == set(checkpoint.shapes_of(picked, checkpoint.kinds_of(picked)))
+    assert set(saved) == set(checkpoint.shapes_of(plan, checkpoint.kinds_of(plan)))
     stored_tensors.write(run.checkpoints, saved, checkpoint.verify(newest))
     assert [path.name for path in newest.iterdir() if path.name != MANIFEST] == ["part-00000.safetensors"]
-    fleet.run(jobs.restore_and_save, case.world, picked, case.path)
+    fleet.run(jobs.restore_and_save, case.world, plan, case.path)
     again = state(case.path)
     assert again.keys() == saved.keys() and all(torch.equal(again[key], saved[key]) for key in saved)
 

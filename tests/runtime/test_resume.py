@@ -12,7 +12,7 @@ from farspan.domain.run import RunFolder
 from farspan.runtime.checkpoint import checkpoint
 from tests.runtime import jobs, stored_tensors
 from tests.runtime.fleet import Fleet
-from tests.runtime.plans import HAND_PICKED
+from tests.runtime.plans import HAND_PICKED, picked
 from tests.runtime.verify import Case
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -22,6 +22,7 @@ NAMES = (
     "tensor widths by stage", "unlike rows and depths, several streams", "replicas unlike",
     "replicas unlike, overlapped", "tensor axis against ZeRO, overlapped",
 )  # fmt: skip
+MUON = ("zero 3 muon", "data and tensor, zero 1 muon", "replicas unlike, overlapped muon")
 
 
 def state(path: Path) -> dict[str, torch.Tensor]:
@@ -29,9 +30,9 @@ def state(path: Path) -> dict[str, torch.Tensor]:
     return stored_tensors.tensors(stored_tensors.newest(RunFolder(path)))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + MUON)
 def test_a_run_that_was_stopped_ends_with_the_same_bits(fleet: Fleet, folder: Path, name: str):
-    plan = replace(HAND_PICKED[name], train=replace(HAND_PICKED[name].train, steps=STEPS))
+    plan = replace(picked(name), train=replace(picked(name).train, steps=STEPS))
     whole, stopped = Case(folder, plan), Case(folder, plan)
     wanted = fleet.run(jobs.train, whole.world, plan, whole.path)
     first = fleet.run(jobs.train, stopped.world, plan, stopped.path, UNTIL)
