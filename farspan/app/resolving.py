@@ -45,7 +45,9 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     def values(self) -> dict[str, tuple[Any, str]]:
         """Dotted key -> value and origin, for every value that was chosen or given."""
         parts = {"model": msgspec.to_builtins(self.model), "train": msgspec.to_builtins(self.train)}
-        parts["train"].update(parts["train"].pop("optimizer"), **parts["train"].pop("schedule"))
+        optimizer = parts["train"].pop("optimizer")
+        optimizer = {"optimizer": "muon" if optimizer.pop("muon", None) else "adamw", **optimizer}
+        parts["train"].update(optimizer, **parts["train"].pop("schedule"))
         return {
             f"{part}.{key}": (value, self.origin.get(f"{part}.{key}", self.origin.get(part, "default")))
             for part, fields in parts.items()

@@ -59,7 +59,12 @@ class BatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     per_device: Positive | None = None
 
 
+#: Muon for the matrices of blocks and AdamW for the rest, AdamW for all, or what learns more in the same time.
+OptimizerKind = Literal["auto", "muon", "adamw"]
+
+
 class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    kind: OptimizerKind = "auto"
     lr: Literal["auto"] | Annotated[float, msgspec.Meta(gt=0, le=1)] = "auto"
     weight_decay: Annotated[float, msgspec.Meta(ge=0, le=10)] = 0.1
     beta1: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.9
@@ -76,7 +81,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     batch: BatchConfig = BatchConfig()
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
     attention: Literal["auto", "sdpa", "vanilla"] = "auto"
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: OptimizerKind | OptimizerConfig = OptimizerConfig()
     schedule: Literal["cosine", "constant", "wsd"] = "cosine"
     warmup: Annotated[int, msgspec.Meta(ge=0)] | Literal["auto"] = "auto"
     recompute: bool = False
@@ -86,6 +91,12 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     seed: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0
     validate_every: Positive | Literal["auto"] = "auto"
     patience: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+    @property
+    def optimizing(self) -> OptimizerConfig:
+        """The optimizer with all its keys, also where its name alone was given."""
+        asked = self.optimizer
+        return asked if isinstance(asked, OptimizerConfig) else OptimizerConfig(kind=asked)
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -9,8 +9,9 @@ from __future__ import annotations
 from farspan.domain.engine import Engine
 from farspan.domain.graph import Operator, OpGraph
 from farspan.domain.plan import Mesh
-from farspan.domain.train import TrainSpec
+from farspan.domain.train import Precision, TrainSpec
 from farspan.semantics.kernel_choice import BYTES, scored_keys
+from farspan.semantics.matrices import OwnedMatrices, by_shape
 from farspan.semantics.tensor_sharding import RESIDUAL, weight_share
 
 #: Bytes a parameter of replicas that meet: the parameters of their last meeting, and the outer momentum (arXiv
@@ -110,3 +111,22 @@ def state_bytes(
     weights = parameters * engine.weight_bytes[dtype] / (ways if zero == 3 else 1)
     gradients = parameters * engine.gradient_bytes[dtype] / (ways if zero >= 2 else 1)
     return weights, gradients, parameters * engine.optimizer_bytes[dtype] / (ways if zero >= 1 else 1)
+
+
+def matrix_bytes(
+    matrices: OwnedMatrices, dtype: Precision, engine: Engine, zero: int, ways: int
+) -> tuple[float, float, float]:
+    """What matrices that are updated whole take beside `state_bytes`: no second moment, and what fills up the parts of
+    buckets; of those that are not divided, of all parts."""
+    padding = matrices.padding
+    weights = padding * engine.weight_bytes[dtype] * (1 if zero == 3 else ways)
+    gradients = padding * engine.gradient_bytes[dtype] * (1 if zero >= 2 else ways)
+    return weights, gradients, padding * engine.optimizer_bytes[dtype] - 4 * matrices.elements
+
+
+def updating_bytes(matrices: OwnedMatrices) -> float:
+    """The most that updates of matrices take at a time: all steps, and of those of one shape, that are made together,
+    the momenta and two results, in fp32."""
+    alike = by_shape(matrices.updated)
+    sizes = [count * rows * columns for (rows, columns), count in alike.items()]
+    return 4.0 * sum(sizes) + 12.0 * max(sizes, default=0)

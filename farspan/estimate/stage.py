@@ -21,9 +21,11 @@ from farspan.estimate.memory import (
     communicators,
     local_parameters,
     logits_bytes,
+    matrix_bytes,
     replayed_per_row,
     snapshot_bytes,
     state_bytes,
+    updating_bytes,
 )
 from farspan.estimate.network import Network
 from farspan.estimate.schedule import Hop
@@ -34,11 +36,13 @@ from farspan.semantics.communications import (
     Sends,
     batch_axes,
     layout_changes,
+    matrix_parts,
     ring_steps,
     stage_sends,
     table_sends,
 )
 from farspan.semantics.kernel_choice import BYTES, scored_keys
+from farspan.semantics.matrices import NO_MATRICES, OwnedMatrices, owned_matrices
 from farspan.semantics.pass_order import depths_in_flight
 from farspan.semantics.tensor_sharding import RESIDUAL, Collective, between, weight_share, work_share
 
@@ -85,6 +89,7 @@ class Costs:
         self._sends: dict[tuple[object, ...], Sends] = {}
         #: What messages between stages take, by the number of these in memory and of their streams.
         self.hops: dict[tuple[int, int], Hop] = {}
+        self._matrices: dict[tuple[object, ...], OwnedMatrices] = {}
         self._memories: dict[tuple[object, ...], Memory] = {}
         self._slowest: dict[tuple[object, ...], Pass] = {}
         self._passes: dict[tuple[object, ...], tuple[float, float, float, float]] = {}
@@ -186,9 +191,12 @@ class Costs:
         return took + steps * (2 * turn + others * self.engine.turn_byte_s * part)
 
     def batch_axes(self, stage: Stage, microbatches: int) -> tuple[Communication, ...]:
-        """What a stage's batch axes exchange in a step, the sums of its gradients first."""
-        parameters, at = self.parameters(stage), self.network.sites.__getitem__
-        return batch_axes(self.graph, stage, self.engine, self.train.precision, parameters, microbatches, at)
+        """What a stage's batch axes exchange in a step, the sums of its gradients first, and its tensor axis for the
+        update of matrices."""
+        matrices, at = self.matrices(stage), self.network.sites.__getitem__
+        parameters = self.parameters(stage) + matrices.padding * (stage.mesh.size("data") if stage.zero else 1)
+        found = batch_axes(self.graph, stage, self.engine, self.train.precision, parameters, microbatches, at)
+        return (*found, *matrix_parts(stage, matrices.shared))
 
     def stage_sends(self, replica: Replica, edge: int, backward: bool) -> Sends:
         """A microbatch's activations on their way over an edge, or their gradients back."""
@@ -284,8 +292,19 @@ class Costs:
         return self._sizes[key]
 
     def owned(self, stage: Stage) -> float:
-        """Parameters of which each device of a stage has the optimizer state, and that it updates."""
-        return self.parameters(stage) / (stage.mesh.size("data") if stage.zero else 1)
+        """Parameters of which each device of a stage has the optimizer state, and that it updates; with what fills up
+        the parts of those who own smaller matrices than others."""
+        own = self.parameters(stage) / (stage.mesh.size("data") if stage.zero else 1)
+        return own + self.matrices(stage).padding
+
+    def matrices(self, stage: Stage) -> OwnedMatrices:
+        """What a device of a stage updates whole; nothing where AdamW updates all."""
+        if not self.train.optimizer.muon:
+            return NO_MATRICES
+        key = stage.units, stage.zero, stage.mesh.shape, stage.mesh.axes, stage.grad_sync, *stage.splits.items()
+        if key not in self._matrices:
+            self._matrices[key] = owned_matrices(self.graph, stage)
+        return self._matrices[key]
 
     def kept(self, stage: Stage, backend: str) -> tuple[float, float]:
         """Bytes of one sequence that a device of a stage keeps, and those of the block that it computes again."""
@@ -300,21 +319,6 @@ class Costs:
             self._sizes[again] = replayed_per_row(self.graph, self.train, backend, stage.splits, ways)
         replays = stage.recompute and min(stage.units[1], self.graph.layers + 1) > max(stage.units[0], 1)
         return self._sizes[key], self._sizes[again] if replays else 0.0
-
-    def update_s(self, stage: Stage) -> float:
-        """Seconds of the optimizer's update on the slowest device of a stage."""
-        return max(map(self._update, self._states(stage)))
-
-    def _states(self, stage: Stage) -> list[tuple[int, float]]:
-        """A rank of each kind in the stage, with the parameters that it updates."""
-        own = self.owned(stage)
-        return [(rank, own) for rank in {self.alike[rank]: rank for rank in stage.mesh.ranks}.values()]
-
-    def _update(self, state: tuple[int, float]) -> float:
-        rank, own = state
-        dtype, engine = self.train.precision, self.engine
-        moved = 2 * engine.optimizer_bytes[dtype] + 2 * engine.gradient_bytes[dtype] + engine.weight_bytes[dtype]
-        return self.stream_s(rank, own * moved * engine.update_passes)
 
     def memory(self, replica: Replica, index: int, coordinate: int, outer: int = 0) -> Memory:
         """The peak of a device of one batch coordinate of a stage; `outer` bytes a parameter more between replicas."""
@@ -338,7 +342,13 @@ class Costs:
     def _memory_of(self, stage: Stage, rows: int, depth: int, rank: int, piped: bool, outer: int) -> Memory:
         train, engine, device = self.train, self.engine, self.signature[rank][0]
         ways, parameters = stage.mesh.size("tensor"), self.parameters(stage)
-        weights, gradients, optimizer = state_bytes(parameters, train, engine, stage.zero, stage.mesh.size("data"))
+        matrices, data = self.matrices(stage), stage.mesh.size("data")
+        weights, gradients, optimizer = (
+            part + more for part, more in zip(
+                state_bytes(parameters, train, engine, stage.zero, data),
+                matrix_bytes(matrices, train.precision, engine, stage.zero, data), strict=True,
+            )
+        )  # fmt: skip
         if engine.undivided:
             whole = state_bytes(self.graph.parameters(*stage.units), train, engine, 0, 1)
             weights, gradients, optimizer = (
@@ -356,6 +366,8 @@ class Costs:
             kept += (depth - 1) * self.width * self.graph.size("vd") * shares[1]
         buffers, buckets = self._buffers(stage, depth * rows if piped else 0)
         logits = logits_bytes(self.graph, train, rows, engine, *shares) if head else 0.0
+        # When weights are updated no activations are there.
+        buffers = max(buffers, updating_bytes(matrices) - kept - logits)
         lost = (engine.overhead - 1) * (weights + gradients + optimizer)
         lost += (engine.overhead * engine.slack - 1) * kept + (engine.slack - 1) * (logits + buffers)
         return Memory(

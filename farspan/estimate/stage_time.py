@@ -9,6 +9,7 @@ from farspan.domain.engine import Engine
 from farspan.domain.plan import Stage
 from farspan.estimate.stage import Costs, Pass
 from farspan.estimate.sums import SyncTimes, sync
+from farspan.estimate.update import update_s
 
 
 class StageTime(NamedTuple):
@@ -52,7 +53,7 @@ def _stage_time(costs: Costs, stage: Stage, rows: Sequence[int], microbatches: i
     adjusted = Pass(forward, backward, passes.forward_wait + waits[0], passes.backward_wait + waits[1])
     # A device that waits for weights in its passes moves bytes meanwhile.
     tail += max(0.0, sums.busy - microbatches * sum(waits))
-    return StageTime(adjusted, tail, costs.update_s(stage), sums.sent)
+    return StageTime(adjusted, tail, update_s(costs, stage), sums.sent)
 
 
 def _sync(costs: Costs, stage: Stage, microbatches: int) -> SyncTimes:

@@ -149,9 +149,10 @@ def holds_too_little(rung: Rung, engine: Engine, part: ClusterPart) -> bool:
 
 
 def state_bytes_each(engine: Engine, train: TrainSpec) -> int:
-    """Bytes of weights, gradients and optimizer state a parameter."""
+    """Bytes of weights, gradients and optimizer state a parameter, at least: Muon keeps one moment."""
     dtype = train.precision
-    return engine.weight_bytes[dtype] + engine.gradient_bytes[dtype] + engine.optimizer_bytes[dtype]
+    optimizer = engine.optimizer_bytes[dtype] - (4 if train.optimizer.muon else 0)
+    return engine.weight_bytes[dtype] + engine.gradient_bytes[dtype] + optimizer
 
 
 def with_memory(cluster: Cluster, memory: Callable[[Device], int]) -> Cluster:

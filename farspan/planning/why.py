@@ -40,7 +40,7 @@ TRIPS = 0.1
 PURPOSES = {
     "gradients": "gradients", "weights": "weights", "operators": "activations inside operators",
     "activations": "activations between stages", "tied table": "gradients of the table that both ends hold",
-    "replicas": "the replicas' parameters",
+    "replicas": "the replicas' parameters", "matrices": "parts of matrices for their update",
 }  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from farspan.semantics.tensor_sharding import (
     strategy,
 )
 
-Purpose = Literal["gradients", "weights", "operators", "activations", "tied table", "replicas"]
+Purpose = Literal["gradients", "weights", "operators", "activations", "tied table", "replicas", "matrices"]
 #: A collective's name, or everyone's own part to everyone.
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "exchange"]
 #: Around a ring; straight to everyone; or inside each site first, then straight between one rank of each.
@@ -163,6 +163,15 @@ def _between_sites(stage: Stage, engine: Engine, parameters: float, messages: fl
         "gradients", "exchange" if engine.direct else "all_reduce", "straight" if engine.direct else "ring", groups,
         part, messages=messages, concurrent=len(groups), beside="backward", ahead=True,
     )  # fmt: skip
+
+
+def matrix_parts(stage: Stage, shared: float) -> tuple[Communication, ...]:
+    """The parts of so many elements of matrices that the ranks of a tensor axis gather for an update, and what they
+    then give each other of it, in fp32."""
+    if not shared:
+        return ()
+    return (Communication("matrices", "all_gather", "ring", stage.mesh.batch, 4 * shared, times=2,
+                          concurrent=len(stage.mesh.batch)),)  # fmt: skip
 
 
 def _partial_weights(graph: OpGraph, stage: Stage) -> Communication | None:

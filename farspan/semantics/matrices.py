@@ -5,11 +5,17 @@ A matrix is what a block multiplies by: of a parameter that holds several, such 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from farspan.domain.graph import OpGraph
+from farspan.domain.plan import Stage
 from farspan.semantics.tensor_sharding import sections
+
+#: More than all matrices of a unit have.
+ANY_SIZE = 2**62
 
 
 class Matrix(NamedTuple):
@@ -39,6 +45,15 @@ def matrices(graph: OpGraph) -> dict[str, Matrix]:
     return found
 
 
+def by_shape(updated: Iterable[tuple[Matrix, int]]) -> dict[tuple[int, int], int]:
+    """How many matrices of each shape there are in so many parameters."""
+    counted: dict[tuple[int, int], int] = {}
+    for matrix, count in updated:
+        for part in matrix.parts:
+            counted[part] = counted.get(part, 0) + count
+    return counted
+
+
 def block_matrices(graph: OpGraph) -> dict[str, Matrix]:
     """The matrices of all blocks, by the parameter's global name."""
     return {f"blocks.{b}.{name}": matrix for b in range(graph.layers) for name, matrix in matrices(graph).items()}
@@ -59,3 +74,82 @@ def owners(sizes: Sequence[int], ways: int) -> list[int]:
         owner[i] = min(range(ways), key=lambda k: (held[k], k))
         held[owner[i]] += sizes[i]
     return owner
+
+
+def in_buckets(sizes: Sequence[int], bucket_bytes: int | None, least: int = 1) -> list[list[int]]:
+    """Parameters of so many elements, in their order, in buckets of about so many bytes of fp32 (None: each alone), of
+    at least so many parameters, where there are as many."""
+    groups, held = list[list[int]](), 0
+    for i, size in enumerate(sizes):
+        full = not groups or bucket_bytes is None or held + 4 * size > bucket_bytes
+        if not groups or (full and min(len(groups[-1]), len(sizes) - i) >= least):
+            groups.append([])
+            held = 0
+        groups[-1].append(i)
+        held += 4 * size
+    return groups
+
+
+class OwnedMatrices(NamedTuple):
+    """The matrices of a stage that its busiest worker updates."""
+
+    #: Elements of each worker's moments and gradients, with what fills parts up to the largest, and without.
+    elements: float
+    filled: float
+    #: Parameters that the worker makes the update of, and how many of each there are.
+    updated: tuple[tuple[Matrix, int], ...]
+    #: Elements of whole matrices that the ranks of a tensor axis have parts of, of one owner.
+    shared: float
+
+    @property
+    def padding(self) -> float:
+        return self.elements - self.filled
+
+
+NO_MATRICES = OwnedMatrices(0.0, 0.0, (), 0.0)
+
+
+def owned_matrices(graph: OpGraph, stage: Stage) -> OwnedMatrices:
+    """How `in_buckets` and `owners` divide a stage's matrices over its data axis, and its tensor axis those in parts
+    that it has."""
+    ways, tensor = stage.mesh.size("data") if stage.zero else 1, stage.mesh.size("tensor")
+    blocks = max(0, min(stage.units[1], graph.layers + 1) - max(stage.units[0], 1))
+    splits = {weight.name: stage.splits.get(op.name, "") for op in graph.block for weight in op.weights}
+    elements = filled = 0.0
+    held: list[Counter[Matrix]] = [Counter() for _ in range(ways)]
+    apart: list[Counter[Matrix]] = [Counter() for _ in range(ways)]
+    for kind in ("copied", "summed", "divided"):
+        mine = [m for name, m in matrices(graph).items() if _kind(splits[name], tensor) == kind]
+        size = partial(_size, ways=tensor if kind == "divided" else 1)
+        # Where parameters are divided each block is by itself.
+        every, times = (mine, blocks) if stage.zero == 3 else (mine * blocks, 1)
+        limit = stage.grad_sync.bucket_bytes if stage.zero != 3 or stage.grad_sync.bucket_bytes is None else ANY_SIZE
+        groups = [[every[i] for i in group] for group in in_buckets([size(m) for m in every], limit, ways)]
+        for group in groups:
+            each = [size(m) for m in group]
+            parts = [0] * ways
+            for matrix, elements_of, k in zip(group, each, owners(each, ways), strict=True):
+                parts[k] += elements_of
+                (apart if kind == "divided" else held)[k][matrix] += times
+            elements, filled = elements + times * max(parts), filled + times * sum(parts) / ways
+    busiest = max(range(ways), key=lambda k: _flops(held[k]) + _flops(apart[k]) / tensor)
+    every = list(apart[busiest].elements())
+    owner = owners([round(update_flops(matrix, 1)) for matrix in every], tensor)
+    taken = [Counter(m for m, t in zip(every, owner, strict=True) if t == rank) for rank in range(tensor)]
+    updated = held[busiest] + max(taken, key=_flops)
+    shared = float(sum(matrix.rows * matrix.columns for matrix in every))
+    return OwnedMatrices(elements, filled, tuple(updated.items()), shared)
+
+
+def _size(matrix: Matrix, ways: int) -> int:
+    """Elements of each part of a parameter that comes in so many."""
+    return matrix.rows * matrix.columns // ways
+
+
+def _kind(split: str, tensor: int) -> str:
+    """What a tensor axis does to a parameter: nothing, or all have a summand of its gradient, or a part of it."""
+    return "copied" if tensor == 1 or not split else "summed" if split == "b" else "divided"
+
+
+def _flops(held: Counter[Matrix]) -> float:
+    return sum(count * update_flops(matrix, 1) for matrix, count in held.items())

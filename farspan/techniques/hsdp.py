@@ -5,7 +5,7 @@ from __future__ import annotations
 from farspan.domain.plan import Mesh, Plan, Zero
 from farspan.domain.problems import Problem
 from farspan.techniques._out_of_memory import best
-from farspan.techniques._search.one_stage import plans, too_few_rows
+from farspan.techniques._search.one_stage import plans, too_few_rows, too_many_owners
 from farspan.techniques._task import Task, cannot
 
 
@@ -21,6 +21,10 @@ def plan(task: Task) -> Plan | Problem:
         return too_few_rows(task, len(task.ranks))
     mesh = Mesh(ranks=tuple(task.ranks), shape=(len(counts), counts[0]), axes=("site", "data"))
     levels: tuple[Zero, ...] = (1, 2, 3)
+    problems = {zero: too_many_owners(task, zero, counts[0]) for zero in levels}
+    if (problem := problems[1]) is not None:  # The level with the most matrices to divide.
+        return problem
+    levels = tuple(zero for zero in levels if problems[zero] is None)
     return task.answer("hsdp", lambda asked: best(
         asked, [candidate for zero in levels for candidate in plans(asked, "hsdp", mesh, zero=zero)]
     ))  # fmt: skip

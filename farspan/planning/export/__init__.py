@@ -74,9 +74,10 @@ def export(plan: Plan, name: str) -> Exported:
     target, parts = system(name), plan.replicas[0].microbatches
     plan = evened(plan)
     if reasons := target.reasons(plan):
+        muon = "set train.optimizer: adamw in run.yaml" if plan.train.optimizer.muon else ""
         raise Refusal(
             "cannot-export", what=f"{name} cannot run this plan of {plan.technique}", where=f"--export {name}",
-            fact="; ".join(reasons), remedy="farspan plan --technique fsdp, with the same model and cluster",
+            fact="; ".join(reasons), remedy=muon or "farspan plan --technique fsdp, with the same model and cluster",
         )  # fmt: skip
     notes = list(target.notes(plan))
     if (now := plan.replicas[0].microbatches) != parts:

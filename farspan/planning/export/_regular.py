@@ -43,6 +43,7 @@ def irregular(plan: Plan) -> list[str]:
         *_unlike_rows(replica.stages),
         *_sums(replica.stages),
         *_edges(plan),
+        *(["Muon updates its matrices"] if plan.train.optimizer.muon else []),
     ]
 
 

@@ -7,14 +7,13 @@ in buckets of their own, where no boundary of a part cuts one.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from farspan.semantics.matrices import owners
+from farspan.semantics.matrices import in_buckets, owners
 
 #: Without a size of buckets: all that small models have in one.
 ONE_BUCKET = 2**62
@@ -61,22 +60,16 @@ def divide(names: Sequence[str], shapes: Sequence[torch.Size], division: Divisio
     """Buckets of about `bucket_bytes` of fp32 gradient in the parameters' order; of a unit of the model each where the
     parameters themselves are divided. What is summed or updated differently lies apart, in buckets that fill side by
     side."""
-    members: list[list[int]] = []
-    filling: dict[tuple[object, ...], list[int]] = {}
-    left = Counter(_key(name, division) for name in names)
-    for i, (name, shape) in enumerate(zip(names, shapes, strict=True)):
-        key = _key(name, division)
-        size = 4 * (sum(shapes[j].numel() for j in filling.get(key, ())) + shape.numel())
-        full = division.bucket_bytes is None or (division.zero != 3 and size > division.bucket_bytes)
-        if name in division.matrices and division.zero:
-            # Every owner gets one at least, of this bucket and of those that are left, where there are as many.
-            full = full and min(len(filling.get(key, ())), left[key]) >= division.ways
-        left[key] -= 1
-        if key not in filling or full:
-            filling[key] = []
-            members.append(filling[key])
-        filling[key].append(i)
-    return [_bucket(group, names, shapes, division) for group in members]
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for i, name in enumerate(names):
+        alike.setdefault(_key(name, division), []).append(i)
+    limit = division.bucket_bytes if division.zero != 3 or division.bucket_bytes is None else ONE_BUCKET
+    groups = list[list[int]]()
+    for members in alike.values():
+        least = division.ways if division.zero and names[members[0]] in division.matrices else 1
+        sizes = [shapes[i].numel() for i in members]
+        groups += [[members[j] for j in group] for group in in_buckets(sizes, limit, least)]
+    return [_bucket(group, names, shapes, division) for group in sorted(groups)]
 
 
 def _key(name: str, division: Division) -> tuple[object, ...]:

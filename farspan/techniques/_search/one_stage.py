@@ -13,6 +13,7 @@ import msgspec
 from farspan.domain.plan import GradSync, Mesh, Plan, Replica, Stage, Topology, Zero, row_quantum
 from farspan.domain.problems import Problem
 from farspan.domain.units import counted
+from farspan.semantics.matrices import matrices
 from farspan.techniques._out_of_memory import best
 from farspan.techniques._task import Task, cannot
 
@@ -148,6 +149,8 @@ def over_batch(task: Task, technique: str, zero: Zero) -> Plan | Problem:
     ranks = tuple(task.ranks)
     if task.train.batch < len(ranks):
         return too_few_rows(task, len(ranks))
+    if problem := too_many_owners(task, zero, len(ranks)):
+        return problem
     mesh = Mesh(ranks=ranks, shape=(len(ranks),), axes=("data",))
     return task.answer(technique, lambda asked: best(asked, plans(asked, technique, mesh, zero=zero)))
 
@@ -157,6 +160,21 @@ def too_few_rows(task: Task, coordinates: int) -> Problem:
         "the batch has fewer sequences than there are devices", "run.yaml, key train.batch.global",
         f"{counted(task.train.batch, 'sequence')} a step, {coordinates} devices",
         f"set train.batch.global: {coordinates} sequences",
+    )  # fmt: skip
+
+
+def too_many_owners(task: Task, zero: Zero, ways: int) -> Problem | None:
+    """Why so many devices cannot divide matrices that Muon updates whole; None where they can."""
+    if not task.train.optimizer.muon or zero == 0:
+        return None
+    most = len(matrices(task.graph)) * (1 if zero == 3 else task.graph.layers)
+    if ways <= most:
+        return None
+    of = "each block has" if zero == 3 else "the blocks have"
+    return cannot(
+        "Muon updates whole matrices, and there are fewer of them than devices to divide them over",
+        "run.yaml, key train.optimizer", f"{of} {most} matrices, for {ways} devices",
+        f"leave devices out: --cluster NAME:{most}; or set train.optimizer: adamw",
     )  # fmt: skip
 
 
