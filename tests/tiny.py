@@ -23,17 +23,21 @@ SPEC = ModelSpec(
 )  # fmt: skip
 
 
-def corpus(folder: Path, *, tokens: int = 3000, val: int = 401, vocab: int = 300, seed: int = 0) -> CorpusManifest:
-    """Token files in which the next token follows from the last, most of the time."""
+def corpus(
+    folder: Path, *, tokens: int = 3000, val: int = 401, vocab: int = 300, seed: int = 0, documents: int = 1
+) -> CorpusManifest:  # fmt: skip
+    """Token files in which the next token follows from the last, most of the time; the training split has so many
+    documents, of unlike lengths."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     for name, count in (("train", tokens), ("val", val)):
         steps = np.where(rng.random(count) < 0.9, 7, rng.integers(0, vocab, count))
         (np.cumsum(steps) % vocab).astype("<u2").tofile(folder / f"{name}.bin")
-        np.array([0, count], "<i8").tofile(folder / f"{name}.idx")
+        ends = [count * k * k // documents**2 for k in range(documents + 1)] if name == "train" else [0, count]
+        np.array(ends, "<i8").tofile(folder / f"{name}.idx")
     manifest = CorpusManifest(
         hash="tiny", source="tests", vocab_size=vocab, end_of_text=0, dtype="uint16",
-        train=Split(tokens=tokens, documents=1, text_bytes=tokens * 3),
+        train=Split(tokens=tokens, documents=documents, text_bytes=tokens * 3),
         val=Split(tokens=val, documents=1, text_bytes=val * 3),
         unigram_nats=5.7, bigram_nats=2.0, exact_duplicates=0, near_duplicates=0,
     )  # fmt: skip

@@ -46,6 +46,18 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     decay: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.2
 
 
+class Regularization(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What keeps a model that reads its text many times from learning it by heart."""
+
+    #: Share of what the embedding and each half of a block write that is set to 0, the rest scaled up (Srivastava et
+    #: al. 2014).
+    dropout: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
+    #: Share of the tokens read that another token, drawn at random, takes the place of; what is predicted stays.
+    mask: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
+    #: After the first epoch documents follow one another in another order each time.
+    reshuffle: bool = False
+
+
 class TrainSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One synchronous run: `steps` optimizer steps of `batch` sequences of `seq_len` tokens."""
 
@@ -55,6 +67,8 @@ class TrainSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     precision: Precision
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
+    #: Unset where there is none, as `Optimizer.muon`.
+    regularization: Regularization | msgspec.UnsetType = msgspec.UNSET
     attention: Literal["sdpa", "vanilla"] = "sdpa"
     recompute: bool = False
     compile: bool = False
@@ -72,6 +86,11 @@ class TrainSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     #: Seconds that the workers may take, from when they open their devices to their last event, over all resumptions;
     #: None runs every step.
     deadline_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+
+    @property
+    def regular(self) -> Regularization:
+        """The regularization, which may do nothing."""
+        return self.regularization or Regularization()
 
     @property
     def tokens_per_step(self) -> int:

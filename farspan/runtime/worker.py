@@ -35,6 +35,7 @@ from farspan.domain.plan import Plan, unsound
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import Event, Finished, Recovered, Sampled, Started, load_estimate
 from farspan.domain.run import ON_STDIN, SECRET, RunFolder, RunRecord
+from farspan.domain.train import TrainSpec
 from farspan.domain.units import counted, format_bytes
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.checkpoint.checkpointer import Checkpointer
@@ -49,7 +50,7 @@ from farspan.runtime.model import huggingface
 from farspan.runtime.model.decoder import Decoder, drawn
 from farspan.runtime.model.generate import generate
 from farspan.runtime.parallel.executor import Executor
-from farspan.runtime.training.data import Windows
+from farspan.runtime.training.data import ReshuffledWindows, Windows
 from farspan.runtime.training.events import EventLog
 from farspan.runtime.training.parts import Worker
 from farspan.runtime.training.trainer import Trainer
@@ -70,9 +71,8 @@ def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
         )  # fmt: skip
     record = load(run.record, RunRecord)
     folder = record.corpus_folder
-    train, val = (
-        Windows(TokenFile.open(folder, split, manifest).tokens, plan.train.seq_len) for split in ("train", "val")
-    )
+    read, held_out = (TokenFile.open(folder, split, manifest) for split in ("train", "val"))
+    train, val = windows(read, plan.train), Windows(held_out.tokens, plan.train.seq_len)
     executor = Executor(Topology(plan, group.rank), group.device)
     check_tokens(group, train, val)
     worker = Worker(
@@ -87,6 +87,13 @@ def build(plan: Plan, run: RunFolder, group: Group, emit: Callable[[Event], None
     if plan.train.compile:
         compile_blocks(executor.model, group.device)
     return worker
+
+
+def windows(file: TokenFile, train: TrainSpec) -> Windows:
+    """What a training reads of its split."""
+    if not train.regular.reshuffle:
+        return Windows(file.tokens, train.seq_len)
+    return ReshuffledWindows(file.tokens, train.seq_len, file.offsets, train.seed)
 
 
 def check_tokens(group: Group, *files: Windows) -> None:

@@ -24,9 +24,11 @@ def training_key(plan: Plan) -> str:
     """What two plans must share so that one goes on from the other's checkpoint: model, text, and all that decides the
     loss of synchronous steps. How the work is divided, and how often is saved and validated, may differ."""
     train = plan.train
+    # An earlier version's checkpoints know no regularization.
+    more = (train.regularization,) if train.regularization else ()
     return content_hash(
         plan.model, plan.inputs.corpus, train.steps, train.batch, train.seq_len, train.precision, train.optimizer,
-        train.schedule, train.seed,
+        train.schedule, train.seed, *more,
     )  # fmt: skip
 
 

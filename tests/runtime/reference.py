@@ -1,7 +1,8 @@
 """The training that a plan asks for, in one process and in double precision, by the textbook: an oracle.
 
 It shares no arithmetic with `farspan.runtime`: a decoder in a few lines, torch's own AdamW and SGD, and DiLoCo as its
-papers have it. Only the order of the data is the runtime's.
+papers have it. Only the order of the data, and what of it is
+masked and dropped, is the runtime's.
 
 Shapes: B rows, S positions, D d_model, H heads, K kv heads, E head size.
 """
@@ -9,7 +10,7 @@ Shapes: B rows, S positions, D d_model, H heads, K kv heads, E head size.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,30 +20,50 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from farspan.domain.codec import load
+from farspan.domain.corpus import CorpusManifest
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Plan, Sync
 from farspan.domain.train import Schedule, TrainSpec
 from farspan.runtime.model.decoder import Decoder
-from farspan.runtime.training.data import Order, Windows
+from farspan.runtime.model.dropout import Dropout
+from farspan.runtime.training.data import Order, ReshuffledWindows, Windows, dropout_seeds, mask
 
 Weights = dict[str, Tensor]
+#: What is left of something (B, S, D) at a place of the model.
+Drop = Callable[[Tensor, int], Tensor]
+
+
+def kept(x_BSD: Tensor, place: int) -> Tensor:
+    return x_BSD
 
 
 class Data(NamedTuple):
-    """A corpus, in windows and in the order of a run."""
+    """A corpus, in windows and in the order of a run of `spec`."""
 
     train: Windows
     val: Windows
     order: Order
+    spec: TrainSpec
+    vocabulary: int
 
     @classmethod
     def of(cls, corpus: Path, train: TrainSpec) -> Data:
         windows, val = (Windows(np.fromfile(corpus / f"{n}.bin", "<u2"), train.seq_len) for n in ("train", "val"))
-        return cls(windows, val, Order(windows.count, train.seed))
+        if train.regular.reshuffle:
+            offsets = np.fromfile(corpus / "train.idx", "<i8")
+            windows = ReshuffledWindows(windows.tokens, train.seq_len, offsets, train.seed)
+        vocabulary = load(corpus / "corpus.json", CorpusManifest).vocab_size
+        return cls(windows, val, Order(windows.count, train.seed, train.regular.reshuffle), train, vocabulary)
 
-    def read(self, samples: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    def read(self, samples: NDArray[np.int64]) -> tuple[Tensor, Tensor, Drop]:
+        """Inputs, targets, and what is dropped on the way."""
         inputs, targets = self.train.read(self.order.window(samples))
-        return torch.from_numpy(inputs), torch.from_numpy(targets)
+        regular = self.spec.regular
+        if regular.mask:
+            inputs = mask(inputs, samples, regular.mask, self.vocabulary, self.spec.seed)
+        drop = Dropout(regular.dropout, torch.from_numpy(dropout_seeds(samples, self.spec.seed)))
+        return torch.from_numpy(inputs), torch.from_numpy(targets), drop if regular.dropout else kept
 
     def step_with_a_short_window(self, batch: int) -> int:
         """The first step that reads the window with fewer targets than the others."""
@@ -66,15 +87,16 @@ def start(spec: ModelSpec, seed: int = 0) -> Weights:
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
-def logits(weights: Mapping[str, Tensor], spec: ModelSpec, tokens_BS: Tensor) -> Tensor:
+def logits(weights: Mapping[str, Tensor], spec: ModelSpec, tokens_BS: Tensor, drop: Drop = kept) -> Tensor:
     """(B, S, V)."""
     x_BSD = weights["tok.weight"][tokens_BS]
     if spec.positions == "learned":
         x_BSD = x_BSD + weights["pos.weight"][spec.extra_positions :][: tokens_BS.shape[1]]
+    x_BSD = drop(x_BSD, 0)
     for i in range(spec.layers):
         block = {name.split(".", 2)[2]: w for name, w in weights.items() if name.startswith(f"blocks.{i}.")}
-        x_BSD = x_BSD + _attention(block, spec, _norm(block, spec, "attn_norm", x_BSD))
-        x_BSD = x_BSD + _mlp(block, spec, _norm(block, spec, "mlp_norm", x_BSD))
+        x_BSD = x_BSD + drop(_attention(block, spec, _norm(block, spec, "attn_norm", x_BSD)), 2 * i + 2)
+        x_BSD = x_BSD + drop(_mlp(block, spec, _norm(block, spec, "mlp_norm", x_BSD)), 2 * i + 3)
     head = weights["tok.weight" if spec.tied else "head.weight"]
     return _norm(weights, spec, "norm", x_BSD) @ head.T
 
@@ -120,9 +142,11 @@ def _mlp(weights: Mapping[str, Tensor], spec: ModelSpec, x: Tensor) -> Tensor:
     return _linear(weights, "mlp.down", F.relu(h) if spec.activation == "relu" else F.gelu(h, approximate="tanh"))
 
 
-def mean_loss(weights: Mapping[str, Tensor], spec: ModelSpec, tokens: Tensor, targets: Tensor) -> Tensor:
+def mean_loss(
+    weights: Mapping[str, Tensor], spec: ModelSpec, tokens: Tensor, targets: Tensor, drop: Drop = kept
+) -> Tensor:
     """Over all valid targets together."""
-    return F.cross_entropy(logits(weights, spec, tokens).flatten(0, 1), targets.flatten(), ignore_index=-1)
+    return F.cross_entropy(logits(weights, spec, tokens, drop).flatten(0, 1), targets.flatten(), ignore_index=-1)
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -157,8 +181,8 @@ def gradients(plan: Plan, data: Data, weights: Weights, step: int) -> list[Gradi
 def share_of_gradient(plan: Plan, data: Data, weights: Weights, spans: Sequence[tuple[int, int]]) -> Weights:
     """What some samples of the first step add to the gradient of a plan of one replica."""
     leaves = {name: value.double().requires_grad_() for name, value in weights.items()}
-    _, targets = data.read(np.arange(plan.train.batch))
-    tokens, mine = data.read(np.concatenate([np.arange(*span) for span in spans]))
+    _, targets, _ = data.read(np.arange(plan.train.batch))
+    tokens, mine, _ = data.read(np.concatenate([np.arange(*span) for span in spans]))
     share = (mine >= 0).sum() / (targets >= 0).sum()
     (share * mean_loss(leaves, plan.model, tokens, mine)).backward()
     return {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
@@ -180,7 +204,7 @@ class Replica:
             [g for g in groups if g["params"]], betas=(with_.beta1, with_.beta2), eps=with_.eps
         )
 
-    def step(self, number: int, spec: ModelSpec, batch: tuple[Tensor, Tensor]) -> None:
+    def step(self, number: int, spec: ModelSpec, batch: tuple[Tensor, Tensor, Drop]) -> None:
         loss = mean_loss(self.weights, spec, *batch)
         loss.backward()
         gradients = [w.grad for w in self.weights.values() if w.grad is not None]

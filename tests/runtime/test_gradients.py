@@ -17,7 +17,7 @@ from farspan import models
 from farspan.domain.cluster import Cluster, DataSheet, Device, Host, Link, Site
 from farspan.domain.engine import engine
 from farspan.domain.plan import Plan
-from farspan.domain.train import Muon
+from farspan.domain.train import Muon, Regularization
 from farspan.estimate.price import estimate
 from tests.runtime import jobs
 from tests.runtime.fleet import Fleet
@@ -37,6 +37,12 @@ MUON = (
     "one worker", "hierarchical", "zero 1", "zero 2", "zero 3", "hybrid 3", "recomputed", "megatron", "rows",
     "megatron, sequences and vocabulary", "two axes out of order", "three axes", "data and tensor, zero 3",
     "a unit each, several streams", "tensor widths by stage", "replicas unlike", "replicas unlike, overlapped",
+)  # fmt: skip
+#: One of each way in which rows may be divided.
+REGULARIZED = (
+    "one worker", "uneven rows, fewer than microbatches", "zero 3", "recomputed", "rows", "rows, none for one",
+    "megatron, sequences and vocabulary", "a table with a copy and parts, rows between blocks",
+    "a unit each, several streams", "replicas unlike, overlapped",
 )  # fmt: skip
 PLANNED, RANDOM = 10, 14
 
@@ -70,6 +76,15 @@ def test_matrices_are_updated_as_one_process_would(fleet: Fleet, folder: Path, n
     train = replace(plan.train, steps=6, optimizer=replace(plan.train.optimizer, muon=Muon()))
     verdict = verify(fleet, folder, replace(plan, train=train))
     assert not verdict.faults
+
+
+@pytest.mark.parametrize("name", REGULARIZED)
+def test_what_is_dropped_masked_and_reshuffled_is_the_same_in_every_plan(fleet: Fleet, folder: Path, name: str):
+    plan = HAND_PICKED[name]
+    regularization = Regularization(dropout=0.2, mask=0.2, reshuffle=True)
+    # The corpus is read twice.
+    train = replace(plan.train, steps=2 * 400 // plan.train.tokens_per_step, regularization=regularization)
+    assert not verify(fleet, folder, replace(plan, train=train)).faults
 
 
 @pytest.mark.parametrize("number", range(PLANNED))

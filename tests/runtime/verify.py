@@ -37,7 +37,7 @@ class Case:
     def __init__(self, folder: Path, plan: Plan) -> None:
         self.plan, self.path = plan, folder / f"run-{next(self._numbers)}"
         if not (folder / "corpus").exists():
-            tiny.corpus(folder / "corpus", tokens=400, val=75)
+            tiny.corpus(folder / "corpus", tokens=400, val=75, documents=9)
         tiny.run_folder(self.path, plan)
         self.data = Data.of(folder / "corpus", plan.train)
         self.weights = reference.start(plan.model)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farspan.domain.model import ModelSpec
+from farspan.runtime.model.dropout import Dropout
 from farspan.runtime.model.kernels import causal_attention, head_loss, head_losses, logits_loss, logits_losses
 from farspan.runtime.model.tensor_axis import TABLE, TOKENS, TOTAL, Layouts, TensorAxis
 from farspan.semantics.tensor_sharding import RESIDUAL
@@ -157,14 +158,18 @@ class Block(nn.Module):
         self.mlp_norm, self.mlp = _norm(spec), MLP(spec, layouts)
         self.between = layouts.between
 
-    def forward(self, x_BSD: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
-        """The residual stream, in its own layout, before the block and after it."""
+    def forward(
+        self, x_BSD: Tensor, rotation: tuple[Tensor, Tensor] | None, dropout: Dropout | None = None, unit: int = 0
+    ) -> Tensor:
+        """The residual stream, in its own layout, before the block and after it; `unit` is the block's number."""
         h_BSD = self.attn_norm(self.between(x_BSD, RESIDUAL, "attn_norm"))
         h_BSD = self.attn(self.between(h_BSD, "attn_norm", "attn.qkv"), rotation)
-        x_BSD = x_BSD + self.between(h_BSD, "attn.out", RESIDUAL)
+        h_BSD = self.between(h_BSD, "attn.out", RESIDUAL)
+        x_BSD = x_BSD + (h_BSD if dropout is None else dropout(h_BSD, 2 * unit))
         h_BSD = self.mlp_norm(self.between(x_BSD, RESIDUAL, "mlp_norm"))
         h_BSD = self.mlp(self.between(h_BSD, "mlp_norm", "mlp.up"))
-        return x_BSD + self.between(h_BSD, "mlp.down", RESIDUAL)
+        h_BSD = self.between(h_BSD, "mlp.down", RESIDUAL)
+        return x_BSD + (h_BSD if dropout is None else dropout(h_BSD, 2 * unit + 1))
 
 
 class Decoder(nn.Module):
@@ -202,21 +207,32 @@ class Decoder(nn.Module):
     def head_VD(self) -> Tensor:
         return self.layouts.table(self.tok.weight if self.spec.tied else self.head.weight, "head")
 
-    def streams(self, x: Tensor) -> Iterator[Tensor]:
+    def streams(self, x: Tensor, dropout: Dropout | None = None) -> Iterator[Tensor]:
         """The residual stream (B, S, D) before the first block and after each, from tokens (B, S), or from the stream
-        that the stage before this one left. Raises ValueError past the context."""
+        that the stage before this one left; `dropout` has the seeds of all B rows. Raises ValueError past the
+        context."""
         S = x.shape[1]
         if S > self.spec.context:
             raise ValueError(f"{S} positions given, the model's context is {self.spec.context}")
+        dropout = self._local(dropout)
         x_BSD = self._embed(x) if self.units[0] == 0 else x
+        if dropout is not None and self.units[0] == 0:
+            x_BSD = dropout(x_BSD, 0)
         rotation = None if self.spec.positions == "learned" else rotary_table(self.spec, S, x.device)
         yield x_BSD
-        for block in self.blocks:
+        for unit, block in enumerate(self.blocks, max(self.units[0], 1)):
             if self.recompute and self.training:
-                x_BSD = torch.utils.checkpoint.checkpoint(block, x_BSD, rotation, use_reentrant=False)
+                x_BSD = torch.utils.checkpoint.checkpoint(block, x_BSD, rotation, dropout, unit, use_reentrant=False)
             else:
-                x_BSD = block(x_BSD, rotation)
+                x_BSD = block(x_BSD, rotation, dropout, unit)
             yield x_BSD
+
+    def _local(self, dropout: Dropout | None) -> Dropout | None:
+        """Of the rows of the residual stream that are here."""
+        axis = self.layouts.axis
+        if dropout is None or self.layouts.split(RESIDUAL) != "b":
+            return dropout
+        return dropout._replace(seeds=dropout.seeds.chunk(axis.size)[axis.coordinate])
 
     def _embed(self, tokens_BS: Tensor) -> Tensor:
         """The residual stream (B, S, D) that tokens begin with."""
@@ -235,9 +251,9 @@ class Decoder(nn.Module):
             x_BSD = x_BSD + (positions_SD if shard is None else layouts.once(positions_SD))
         return layouts.between(x_BSD, "tok", RESIDUAL)
 
-    def advance(self, x: Tensor) -> Tensor:
-        """The residual stream (B, S, D) after this stage, in its layout over the axis; from x as in `streams`."""
-        (x_BSD,) = deque(self.streams(x), maxlen=1)
+    def advance(self, x: Tensor, dropout: Dropout | None = None) -> Tensor:
+        """The residual stream (B, S, D) after this stage, in its layout over the axis; as in `streams`."""
+        (x_BSD,) = deque(self.streams(x, dropout), maxlen=1)
         return x_BSD
 
     def _normed(self, x_BSD: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ once; nobody waits for a send. A whole model is a pipeline of one stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,14 +16,20 @@ from torch import Tensor
 from farspan.runtime.comm.messages import Messenger
 from farspan.runtime.comm.topology import ProcessGroups, Topology
 from farspan.runtime.model.decoder import Decoder
+from farspan.runtime.model.dropout import Dropout
 from farspan.runtime.parallel.grad_sync import GradReducer
 from farspan.runtime.parallel.param_gather import ParamGather
 from farspan.runtime.parallel.stage_sends import StageMessages, StageSends
 from farspan.runtime.spans import Spans
 from farspan.semantics.pass_order import depths_in_flight, pass_order
 
-#: Inputs and targets of one microbatch, (rows, S) each.
-Batch = tuple[Tensor, Tensor]
+
+class Batch(NamedTuple):
+    """Tokens and targets (B, S) of a microbatch, and what of it is dropped."""
+
+    inputs: Tensor
+    targets: Tensor
+    dropout: Dropout | None = None
 
 
 #: Microbatches of a validation after which those before them must have left.
@@ -53,11 +60,11 @@ class Pipeline:
         for kind, i in pass_order(microbatches, self._depths[topology.stage_index]):
             if kind == "forward":
                 batch = read(i)
-                x = batch[0] if topology.first else self._take(edges.from_before, i).requires_grad_()
+                x = batch.inputs if topology.first else self._take(edges.from_before, i).requires_grad_()
                 with spans("forward", i):
-                    y = self._model.advance(x)
+                    y = self._model.advance(x, batch.dropout)
                     if topology.last:
-                        y = self._model.finish(y, batch[1])
+                        y = self._model.finish(y, batch.targets)
                         total += y.detach()
                 if not topology.last:
                     edges.to_next.send(y)
@@ -88,10 +95,10 @@ class Pipeline:
         topology, losses = self._topology, [torch.zeros(0, device=self._device)]
         self._param_gather.begin()
         for i, batch in enumerate(batches):
-            x = batch[0] if topology.first else self._edges.evaluated_before.take()
+            x = batch.inputs if topology.first else self._edges.evaluated_before.take()
             y = self._model.advance(x)
             if topology.last:
-                losses.append(self._model.row_losses(y, batch[1]))
+                losses.append(self._model.row_losses(y, batch.targets))
             else:
                 self._edges.evaluated_next.send(y)
             if (i + 1) % EVALUATED == 0:  # Else all that a whole validation sends would stay in memory.

@@ -3,11 +3,13 @@
 A split of N tokens is cut into windows of S inputs; window w predicts tokens w S + 1 ... w S + S, so every token but
 the very first is a target exactly once an epoch. Samples 0, 1, 2, ... walk through all windows in a seeded order,
 epoch after epoch; step t of a run reads samples [t batch, (t + 1) batch), and a plan only says which rank reads which.
+Where documents are reshuffled, the tokens of each later epoch are those of the split with its documents in another
+order; its windows are then numbered on from those of the epochs before.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -63,19 +65,63 @@ class Windows:
         """Inputs and targets (rows, seq_len); targets that do not exist are -1, their inputs 0."""
         inputs = np.zeros((len(window), self.seq_len), dtype=np.int64)
         targets = np.full((len(window), self.seq_len), -1, dtype=np.int64)
-        starts = window.astype(np.int64) * self.seq_len
-        for row, (start, valid) in enumerate(zip(starts, self.valid(window), strict=True)):
-            inputs[row, :valid] = self.tokens[start : start + valid]
-            targets[row, :valid] = self.tokens[start + 1 : start + 1 + valid]
+        for row, (place, valid) in enumerate(zip(window.tolist(), self.valid(window).tolist(), strict=True)):
+            if valid:
+                span = self._span(place, valid + 1)
+                inputs[row, :valid], targets[row, :valid] = span[:-1], span[1:]
         return inputs, targets
+
+    def _span(self, window: int, count: int) -> npt.NDArray[np.integer]:
+        """The first `count` tokens of a window and what follows it."""
+        return self.tokens[window * self.seq_len : window * self.seq_len + count]
+
+
+@dataclass(frozen=True)
+class ReshuffledWindows(Windows):
+    """The windows of epoch after epoch, numbered on: of each later one the documents, which begin and end at `offsets`,
+    follow one another in a seeded order."""
+
+    offsets: npt.NDArray[np.int64]
+    seed: int
+    #: By epoch its documents in their order and where each begins; only those read last are kept.
+    _orders: dict[int, tuple[Indices, npt.NDArray[np.int64]]] = field(default_factory=dict, compare=False)
+
+    def valid(self, window: Indices) -> npt.NDArray[np.int64]:
+        return super().valid(window % np.uint64(self.count))
+
+    def _span(self, window: int, count: int) -> npt.NDArray[np.integer]:
+        epoch, window = divmod(window, self.count)
+        if epoch == 0:
+            return super()._span(window, count)
+        documents, starts = self._order(epoch)
+        start, parts = window * self.seq_len, list[npt.NDArray[np.integer]]()
+        at = int(np.searchsorted(starts, start, side="right")) - 1
+        while count:
+            first = int(self.offsets[documents[at]]) + start - int(starts[at])
+            part = self.tokens[first : min(first + count, int(self.offsets[documents[at] + np.uint64(1)]))]
+            parts.append(part)
+            start, count, at = start + len(part), count - len(part), at + 1
+        return np.concatenate(parts)
+
+    def _order(self, epoch: int) -> tuple[Indices, npt.NDArray[np.int64]]:
+        if epoch not in self._orders:
+            count = len(self.offsets) - 1
+            # Another seed than that of the windows.
+            documents = permute(np.arange(count, dtype=np.uint64), count, self.seed + 1, epoch)
+            lengths = np.diff(self.offsets)[documents]
+            while len(self._orders) > 1:  # A step may end one epoch and begin the next.
+                self._orders.pop(min(self._orders))
+            self._orders[epoch] = documents, np.cumsum(lengths) - lengths
+        return self._orders[epoch]
 
 
 @dataclass(frozen=True)
 class Order:
-    """Sample index -> window, for every epoch."""
+    """Sample index -> window, for every epoch; numbered on from epoch to epoch where documents are reshuffled."""
 
     windows: int
     seed: int
+    reshuffled: bool = False
 
     def window(self, sample: npt.NDArray[np.int64]) -> Indices:
         out = np.empty(len(sample), dtype=np.uint64)
@@ -83,4 +129,27 @@ class Order:
         for epoch in np.unique(epochs):
             mask = epochs == epoch
             out[mask] = permute((sample[mask] % self.windows).astype(np.uint64), self.windows, self.seed, int(epoch))
+            if self.reshuffled:
+                out[mask] += np.uint64(epoch * self.windows)
         return out
+
+
+#: Keys of what else is drawn by sample than the order of windows.
+MASKED, REPLACED, DROPPED = 1 << 32, 2 << 32, 3 << 32
+
+
+def mask(
+    inputs: npt.NDArray[np.int64], sample: npt.NDArray[np.int64], share: float, vocabulary: int, seed: int
+) -> npt.NDArray[np.int64]:
+    """Inputs (rows, seq_len) of these samples with a share of their tokens replaced by others of the vocabulary."""
+    places = sample[:, None].astype(np.uint64) * np.uint64(inputs.shape[1]) + np.arange(
+        inputs.shape[1], dtype=np.uint64
+    )
+    chosen = (_mix(places, seed + MASKED) >> np.uint64(11)) < np.uint64(share * 2**53)
+    others = _mix(places, seed + REPLACED) % np.uint64(vocabulary)
+    return np.where(chosen, others.astype(np.int64), inputs)
+
+
+def dropout_seeds(sample: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.int32]:
+    """Of each sample the seed of what is dropped when it is read."""
+    return _mix(sample.astype(np.uint64), seed + DROPPED).astype(np.uint32).view(np.int32)

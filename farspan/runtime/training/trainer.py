@@ -7,11 +7,10 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-import torch
 from msgspec.structs import replace
 
 from farspan.domain.codec import load
-from farspan.domain.plan import Plan, row_quantum
+from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Step, Traced, Warned
 from farspan.runtime.checkpoint import checkpoint
@@ -20,9 +19,8 @@ from farspan.runtime.checkpoint.checkpointer import Checkpointer
 from farspan.runtime.checkpoint.manifest import TrainingProgress
 from farspan.runtime.device import peak_memory
 from farspan.runtime.parallel.executor import Outcome
-from farspan.runtime.parallel.pipeline import Batch
 from farspan.runtime.time_budget import RunWork
-from farspan.runtime.training.data import Order
+from farspan.runtime.training.batches import Batches
 from farspan.runtime.training.loss_outlier import PATIENCE, LossOutliers
 from farspan.runtime.training.parts import Worker
 from farspan.runtime.training.saves import Saves
@@ -51,12 +49,12 @@ class Trainer:
         """A time budget counts from `began`, a time of the same clock; None is now. Without `background` a checkpoint
         is written before training goes on."""
         self.worker, self.monotonic = worker, monotonic
-        self.order = Order(worker.train.count, worker.plan.train.seed)
+        self.batches = Batches(worker)
         self.checkpointer = Checkpointer(worker.executor, worker.run.checkpoints, worker.plan.train.keep, monotonic)
         self.strays = LossOutliers(worker.executor.topology.replica, worker.plan.train.seq_len)
         self.training = training_key(worker.plan)
         self.progress = TrainingProgress(step=0, plan=worker.plan.hash, training=self.training, elapsed_s=0.0)
-        self.validation = Validation(worker.plan, worker.group, worker.executor, worker.val, self._to_device)
+        self.validation = Validation(worker.plan, worker.group, worker.executor, worker.val, self.batches.on_device)
         self.pacing = SharedClock(worker.plan, self._work(), lambda: self.elapsed_s)
         self.validations = Validations(worker, self.validation, self.pacing, monotonic)
         self.saves = Saves(
@@ -228,32 +226,17 @@ class Trainer:
             executor.update(train.optimizer, lr, step + 1 - self.skipped, self.loss_scale * excess)
         if len(self.worker.plan.replicas) > 1:
             every = np.arange(step * train.batch, (step + 1) * train.batch)
-            valid_tokens = int(self.worker.train.valid(self.order.window(every)).sum())
+            valid_tokens = self.batches.valid(every)
         return loss, norm, valid_tokens, lr
 
     def gradients(self, step: int) -> tuple[int, Outcome]:
         """The gradients of one step, in the state: of the mean loss times the loss scale. Returns the valid tokens."""
-        topology, windows = self.worker.executor.topology, self.worker.train
-        batch = self.order.window(topology.replica_samples(step))
-        valid_tokens = int(windows.valid(batch).sum())
-        mine = [self.order.window(samples) for samples in topology.samples(step)]
-        tokens = windows.read(batch)[0] if self.worker.executor.tied is not None else np.empty(0, dtype=np.int64)
-        outcome = self.worker.executor.gradients(
-            tokens, lambda i: self._to_device(windows.read(mine[i])), self.loss_scale / valid_tokens
-        )
-        return valid_tokens, outcome
-
-    def _to_device(self, arrays: tuple[np.ndarray, np.ndarray]) -> Batch:
-        """Tokens and targets on the device; a worker without any reads the fewest rows, which count for nothing."""
-        inputs, targets = arrays
-        if len(inputs) == 0:
-            topology = self.worker.executor.topology
-            shape = row_quantum(topology.mesh, topology.stage.splits), inputs.shape[1]
-            inputs, targets = np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
-        device = self.worker.group.device
-        return torch.from_numpy(inputs).to(device, non_blocking=True), torch.from_numpy(targets).to(
-            device, non_blocking=True
-        )
+        topology, executor, tokens = self.worker.executor.topology, self.worker.executor, np.empty(0, dtype=np.int64)
+        valid_tokens = self.batches.valid(topology.replica_samples(step))
+        if executor.tied is not None:
+            tokens = self.batches.read(topology.replica_samples(step))[0]
+        mine, scale = topology.samples(step), self.loss_scale / valid_tokens
+        return valid_tokens, executor.gradients(tokens, lambda i: self.batches.of(mine[i]), scale)
 
     # -- what can go wrong -----------------------------------------------------------------------------------------
 
