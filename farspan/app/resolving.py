@@ -47,7 +47,8 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
         parts = {"model": msgspec.to_builtins(self.model), "train": msgspec.to_builtins(self.train)}
         optimizer = parts["train"].pop("optimizer")
         optimizer = {"optimizer": "muon" if optimizer.pop("muon", None) else "adamw", **optimizer}
-        parts["train"].update(optimizer, **parts["train"].pop("schedule"))
+        parts["train"].update(optimizer, **parts["train"].pop("schedule"), **msgspec.to_builtins(self.train.regular))
+        parts["train"].pop("regularization", None)
         return {
             f"{part}.{key}": (value, self.origin.get(f"{part}.{key}", self.origin.get(part, "default")))
             for part, fields in parts.items()

@@ -66,10 +66,12 @@ OptimizerKind = Literal["auto", "muon", "adamw"]
 class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     kind: OptimizerKind = "auto"
     lr: Literal["auto"] | Annotated[float, msgspec.Meta(gt=0, le=1)] = "auto"
-    weight_decay: Annotated[float, msgspec.Meta(ge=0, le=10)] = 0.1
+    weight_decay: Literal["auto"] | Annotated[float, msgspec.Meta(ge=0, le=10)] = "auto"
     beta1: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.95
     clip: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 1.0
+    #: Share of the weights' moving average that a step leaves; 0 keeps none.
+    average: Literal["auto"] | Annotated[float, msgspec.Meta(ge=0, lt=1)] = "auto"
 
 
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -81,9 +83,18 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     batch: BatchConfig = BatchConfig()
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
     attention: Literal["auto", "sdpa", "vanilla"] = "auto"
+    #: What is "auto" as the study of recipes found it for so much text and time, or as usual.
+    recipe: Literal["auto", "plain"] = "auto"
     optimizer: OptimizerKind | OptimizerConfig = OptimizerConfig()
     schedule: Literal["cosine", "constant", "wsd"] = "cosine"
     warmup: Annotated[int, msgspec.Meta(ge=0)] | Literal["auto"] = "auto"
+    #: Final learning rate as a share of the peak.
+    floor: Literal["auto"] | Annotated[float, msgspec.Meta(ge=0, le=1)] = "auto"
+    #: Shares of what blocks write that is dropped, and of the tokens read that others replace; whether each epoch has
+    #: the documents in another order.
+    dropout: Literal["auto"] | Annotated[float, msgspec.Meta(ge=0, lt=1)] = "auto"
+    mask: Literal["auto"] | Annotated[float, msgspec.Meta(ge=0, lt=1)] = "auto"
+    reshuffle: Literal["auto"] | bool = "auto"
     recompute: bool = False
     #: Bits of a number on its way between sites.
     wan_bits: Literal[8, 16, 32] = 32

@@ -33,6 +33,9 @@ class Optimizer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     clip: Annotated[float, msgspec.Meta(ge=0)] = 1.0
     #: Unset, not None, where there is none: plans and checkpoints of before are known by the same hashes.
     muon: Muon | msgspec.UnsetType = msgspec.UNSET
+    #: Of an exponential moving average of the weights, which is what is validated and kept as the best: the share of it
+    #: that is left after a step. Of replicas it follows the models that they meet at.
+    average: Annotated[float, msgspec.Meta(gt=0, lt=1)] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -355,7 +355,8 @@ class Costs:
                 part + engine.undivided * max(0.0, full - part)
                 for part, full in zip((weights, gradients, optimizer), whole, strict=True)
             )
-        optimizer += outer * self.owned(stage)
+        average = 4 if train.optimizer.average else 0
+        optimizer += (outer + average) * self.owned(stage)
         each, again = self.kept(stage, device.backend)
         kept = rows * (depth * each + again)
         head = stage.units[1] == self.graph.units and stage.units[0] < stage.units[1]
@@ -377,7 +378,7 @@ class Costs:
             workspace=engine.workspace, fragmentation=lost,
             communicators=communicators(stage.mesh, piped, len(self.network.devices)) * engine.channel_bytes
             * CHANNELS[self._joined(rank)],
-            snapshot=snapshot_bytes(parameters, len(stage.mesh.ranks) // ways, outer)
+            snapshot=snapshot_bytes(parameters, len(stage.mesh.ranks) // ways, outer + average)
             if engine.snapshots and device.backend == "cpu" else 0.0,
         )  # fmt: skip
 

@@ -13,6 +13,8 @@ from farspan.semantics.matrices import by_shape
 #: Passes over an element of a matrix, of 4 bytes each: master, momentum and gradient are read and written, the gradient
 #: twice more; momenta are put side by side, and steps made of the result and taken.
 STREAMED = 2 * 3 + 4 + 2 + 4
+#: Bytes an element that an average of weights reads and writes.
+AVERAGED = 12
 #: Passes over X, in the width of its products, of what an iteration does beside these: a multiple, and a sum of two.
 SUMMED = 5
 
@@ -27,10 +29,12 @@ def update_s(costs: Costs, stage: Stage) -> float:
 
 
 def _elements_s(costs: Costs, stage: Stage, rank: int) -> float:
-    """Seconds of AdamW's part."""
+    """Seconds of AdamW's part, and of an average of all weights."""
     dtype, engine = costs.train.precision, costs.engine
     moved = 2 * engine.optimizer_bytes[dtype] + 2 * engine.gradient_bytes[dtype] + engine.weight_bytes[dtype]
-    return costs.stream_s(rank, (costs.owned(stage) - costs.matrices(stage).elements) * moved * engine.update_passes)
+    averaged = AVERAGED if costs.train.optimizer.average else 0
+    elements = (costs.owned(stage) - costs.matrices(stage).elements) * moved * engine.update_passes
+    return costs.stream_s(rank, elements + costs.owned(stage) * averaged)
 
 
 def _matrices_s(costs: Costs, stage: Stage, rank: int) -> float:

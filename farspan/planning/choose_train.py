@@ -6,21 +6,20 @@ import math
 
 import msgspec
 
-from farspan import models
 from farspan.domain.cluster import Cluster
-from farspan.domain.config import OptimizerConfig, RunConfig
+from farspan.domain.config import RunConfig
 from farspan.domain.corpus import CorpusManifest
-from farspan.domain.model import ModelSpec, matmul_parameters, parameters
+from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.probe import ProbeResult
 from farspan.domain.problems import Refusal
 from farspan.domain.results import RESERVE
-from farspan.domain.train import Muon, Optimizer, Precision, Schedule, TrainSpec
+from farspan.domain.train import Precision, Schedule, TrainSpec
 from farspan.domain.units import counted, format_count, format_seconds
 from farspan.planning.choose_model import ChosenModel
 from farspan.planning.model_speed import step_seconds
 from farspan.planning.quantities import asked_rows, asked_tokens, deadline_s, given_or, out_of_range, save_every_s
+from farspan.planning.recipe import applied, drafted_optimizer
 from farspan.planning.size import FRESH_EPOCHS, SMALLEST, TOKENS_PER_PARAMETER, TOLERANCE
-from farspan.semantics.matrices import matrices, update_flops
 
 #: A run has about so many validations, and spends about this share of its compute on them (forward is a third).
 VALIDATIONS, VALIDATION_SHARE = 12, 0.05
@@ -31,9 +30,6 @@ FAR_TOO_FEW = 5
 MOST_EPOCHS = 16
 #: Tokens of a step that even the shortest run reads: fewer leave a device idle between updates. A choice, not a fit.
 FEWEST_BATCH_TOKENS = 2048
-#: A device's update of matrices may take this share of the step's arithmetic: Muon reaches AdamW's loss in about 0.7 of
-#: the tokens (docs/log.md).
-MOST_UPDATE = 0.3
 #: Tokens of a probe's step at most: enough to fill a device, few enough to be quick.
 MOST_PROBE_TOKENS = 8192
 
@@ -65,37 +61,12 @@ def draft(config: RunConfig, chosen: ChosenModel, workers: int) -> TrainSpec:
         rows = asked_rows(asked.batch.global_, seq_len) // workers
     return TrainSpec(
         steps=1, batch=max(1, min(rows, MOST_PROBE_TOKENS // seq_len)), seq_len=seq_len, precision="fp32",
-        optimizer=_optimizer(asked.optimizing, lr),
+        optimizer=drafted_optimizer(asked, lr),
         schedule=Schedule(kind=asked.schedule), attention="sdpa" if asked.attention == "auto" else asked.attention,
         recompute=asked.recompute, wan_bits=asked.wan_bits, compile=asked.compile, seed=asked.seed,
         patience=asked.patience,
         keep=config.checkpoint.keep, checkpoint_every_s=save_every_s(config),
     )  # fmt: skip
-
-
-def _optimizer(asked: OptimizerConfig, lr: float) -> Optimizer:
-    """With Muon where that is asked for or may be chosen."""
-    given = {key: value for key, value in msgspec.structs.asdict(asked).items() if key != "kind"} | {"lr": lr}
-    return Optimizer(**given, muon=msgspec.UNSET if asked.kind == "adamw" else Muon())
-
-
-def _chosen_optimizer(
-    config: RunConfig, model: ModelSpec, drafted: Optimizer, device_tokens: float
-) -> tuple[Optimizer, str]:
-    """Muon, unless a device that reads so many tokens a step would spend more on updating matrices than Muon learns
-    faster; and why."""
-    asked = config.train.optimizing.kind
-    if asked != "auto":
-        return drafted, "run.yaml"
-    own = models.graph(model)
-    updating = own.layers * sum(update_flops(matrix, Muon().iterations) for matrix in matrices(own).values())
-    share = updating / (6.0 * matmul_parameters(model) * device_tokens)
-    said = f"Muon's update takes about {share:.0%} of a step's arithmetic"
-    if share > MOST_UPDATE:
-        return msgspec.structs.replace(
-            drafted, muon=msgspec.UNSET
-        ), f"default: adamw; {said}, {MOST_UPDATE:.0%} at most"
-    return drafted, f"default: muon; {said}"
 
 
 def choose_train(
@@ -111,21 +82,21 @@ def choose_train(
     seconds = math.inf if end_s is None else (1 - RESERVE) * end_s
     in_time = seconds / step_seconds(1, seq_len, speed, cluster) * workers * seq_len
     batch, batch_from = _batch(config, chosen, corpus, workers, min(in_time, *(tokens for tokens, _ in limits)))
-    optimizer, optimizer_from = _chosen_optimizer(config, chosen.model, drafted.optimizer, batch * seq_len / workers)
     step_s = step_seconds(-(-batch // workers), seq_len, speed, cluster)
     steps, steps_from = _steps(config, limits, batch * seq_len, seconds, step_s)
     train = msgspec.structs.replace(
-        drafted, steps=steps, batch=batch, precision=precision, deadline_s=end_s, optimizer=optimizer,
+        drafted, steps=steps, batch=batch, precision=precision, deadline_s=end_s,
         schedule=msgspec.structs.replace(drafted.schedule, warmup_steps=_warmup(config, steps)),
         validate_every=-(-steps // VALIDATIONS) if asked.validate_every == "auto" else asked.validate_every,
         validate_tokens=_validate_tokens(corpus, steps * batch * seq_len, seq_len),
     )  # fmt: skip
-    origin = {
+    epochs = steps * train.tokens_per_step / corpus.train.tokens
+    train, recipe_from = applied(train, asked, chosen.model, epochs, train.tokens_per_step / workers)
+    origin = recipe_from | {
         "train.steps": steps_from,
         "train.batch": batch_from,
         "train.precision": precision_from,
         "train.lr": given_or(asked.optimizing.lr, "default: fitted on GPT-3's table 2.1 (arXiv 2005.14165)"),
-        "train.optimizer": optimizer_from,
         "train.warmup_steps": given_or(asked.warmup, "default: 5 % of the steps"),
         "train.deadline_s": "default: none" if end_s is None else "run.yaml: budget",
         "train.validate_every": given_or(asked.validate_every, "default: 12 a run"),

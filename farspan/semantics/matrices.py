@@ -121,8 +121,8 @@ def owned_matrices(graph: OpGraph, stage: Stage) -> OwnedMatrices:
     for kind in ("copied", "summed", "divided"):
         mine = [m for name, m in matrices(graph).items() if _kind(splits[name], tensor) == kind]
         size = partial(_size, ways=tensor if kind == "divided" else 1)
-        # Where parameters are divided each block is by itself.
-        every, times = (mine, blocks) if stage.zero == 3 else (mine * blocks, 1)
+        # Where parameters are divided each block is by itself; where nothing is, one is as another.
+        every, times = (mine, blocks) if stage.zero == 3 or ways == 1 else (mine * blocks, 1)
         limit = stage.grad_sync.bucket_bytes if stage.zero != 3 or stage.grad_sync.bucket_bytes is None else ANY_SIZE
         groups = [[every[i] for i in group] for group in in_buckets([size(m) for m in every], limit, ways)]
         for group in groups:

@@ -208,8 +208,8 @@ HAND_PICKED = flat() | divided() | piped() | apart()
 
 
 def picked(name: str) -> Plan:
-    """A plan of HAND_PICKED; of "NAME muon" with Muon for its matrices."""
+    """A plan of HAND_PICKED; of "NAME muon" with Muon for its matrices and an average of its weights."""
     base = HAND_PICKED[name.removesuffix(" muon")]
     if base is HAND_PICKED.get(name):
         return base
-    return replace(base, train=replace(base.train, optimizer=replace(base.train.optimizer, muon=Muon())))
+    return replace(base, train=replace(base.train, optimizer=replace(base.train.optimizer, muon=Muon(), average=0.7)))

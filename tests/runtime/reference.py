@@ -316,11 +316,20 @@ class Trained(NamedTuple):
     greatest_change: float
 
 
+def averaged(train: TrainSpec, average: Weights | None, now: Weights, step: int, steps: int) -> Weights | None:
+    """The moving average of weights after so many steps more, the last of which is number `step`."""
+    if average is None or not train.optimizer.average:
+        return None
+    left = min(train.optimizer.average, (1 + step) / (10 + step)) ** steps
+    return {name: left * before + (1 - left) * now[name].detach() for name, before in average.items()}
+
+
 def train(plan: Plan, data: Data, weights: Weights) -> Trained:
     """All steps of a plan from these weights."""
     replicas = [Replica(plan.train, weights) for _ in plan.replicas]
     shares = [planned.batch / plan.train.batch for planned in plan.replicas]
     meetings = Meetings(plan.sync, replicas, shares) if plan.sync is not None else None
+    average = replicas[0].now if plan.train.optimizer.average else None
     for step in range(plan.train.steps):
         before = step * plan.train.batch
         for replica, planned in zip(replicas, plan.replicas, strict=True):
@@ -329,7 +338,10 @@ def train(plan: Plan, data: Data, weights: Weights) -> Trained:
         last = step + 1 == plan.train.steps
         if meetings is not None and plan.sync is not None and ((step + 1) % plan.sync.every == 0 or last):
             meetings.meet(last)
-    final = replicas[0].now
+            average = averaged(plan.train, average, meetings.anchor, step + 1, plan.sync.every)
+        if meetings is None:
+            average = averaged(plan.train, average, replicas[0].now, step + 1, 1)
+    final = average or replicas[0].now
     inputs, targets = map(torch.from_numpy, data.val.read(np.arange(data.val.count, dtype=np.uint64)))
     with torch.no_grad():
         validation = float(mean_loss(final, plan.model, inputs, targets))

@@ -79,11 +79,16 @@ def test_matrices_are_updated_as_one_process_would(fleet: Fleet, folder: Path, n
 
 
 @pytest.mark.parametrize("name", REGULARIZED)
-def test_what_is_dropped_masked_and_reshuffled_is_the_same_in_every_plan(fleet: Fleet, folder: Path, name: str):
+def test_what_is_dropped_masked_reshuffled_and_averaged_is_the_same_in_every_plan(
+    fleet: Fleet, folder: Path, name: str
+):
     plan = HAND_PICKED[name]
     regularization = Regularization(dropout=0.2, mask=0.2, reshuffle=True)
     # The corpus is read twice.
-    train = replace(plan.train, steps=2 * 400 // plan.train.tokens_per_step, regularization=regularization)
+    train = replace(
+        plan.train, steps=2 * 400 // plan.train.tokens_per_step, regularization=regularization,
+        optimizer=replace(plan.train.optimizer, average=0.8),
+    )  # fmt: skip
     assert not verify(fleet, folder, replace(plan, train=train)).faults
 
 

@@ -50,7 +50,8 @@ from farspan.semantics.matrices import block_matrices
 #: Bytes beside the tensors, at most.
 HEADERS = 2**20
 #: The kinds of tensors of a synchronous run, and what each replica has of its own where there are several.
-MODEL, MOMENTUM = "model", "momentum"
+MODEL, MOMENTUM, AVERAGE = "model", "momentum", "average"
+SHARED = (MODEL, MOMENTUM, AVERAGE)
 SECOND = "exp_avg_sq"
 MOMENTS = ("exp_avg", SECOND)
 OWN = ("master", *MOMENTS)
@@ -61,10 +62,14 @@ class Unsaved(Exception):
 
 
 def bytes_needed(plan: Plan) -> int:
-    """Size of one checkpoint: fp32 master and two moments a parameter, of each replica where there are several, beside
-    the model that they met at and the outer momentum; and some headers."""
-    each = 12 if plan.sync is None else 8 + 12 * len(plan.replicas)
-    return each * parameters(plan.model) + HEADERS
+    """Size of one checkpoint: all tensors of it in fp32, and some headers."""
+    each = sum(4 * shape.numel() for shape in map(torch.Size, shapes_of(plan, kinds_of(plan)).values()))
+    return each + HEADERS
+
+
+def model_bytes(plan: Plan) -> int:
+    """Size of the weights alone, and some headers."""
+    return 4 * parameters(plan.model) + HEADERS
 
 
 def check_disk(folder: Path, needed: int) -> None:
@@ -283,9 +288,10 @@ def own(replica: int, kind: str) -> str:
 
 def kinds_of(plan: Plan) -> tuple[str, ...]:
     """All kinds of tensors in a checkpoint of a plan."""
+    average = (AVERAGE,) if plan.train.optimizer.average else ()
     if plan.sync is None:
-        return MODEL, *MOMENTS
-    return MODEL, MOMENTUM, *(own(r, kind) for r in range(len(plan.replicas)) for kind in OWN)
+        return MODEL, *MOMENTS, *average
+    return MODEL, MOMENTUM, *average, *(own(r, kind) for r in range(len(plan.replicas)) for kind in OWN)
 
 
 def sources(plan: Plan, replica: int, stored: Manifest) -> Mapping[str, tuple[str, ...]]:
@@ -296,11 +302,13 @@ def sources(plan: Plan, replica: int, stored: Manifest) -> Mapping[str, tuple[st
     """
     each = [own(r, kind) for kind in MOMENTS for r in range(stored.replicas)]
     mean = {kind: tuple(name for name in each if name.endswith(f"/{kind}")) or (kind,) for kind in MOMENTS}
+    if plan.train.optimizer.average:
+        mean[AVERAGE] = (AVERAGE,)
     if plan.sync is None:
         return {MODEL: (MODEL,), **mean}
     momentum = (MOMENTUM,) if stored.replicas else ()
     if stored.replicas == len(plan.replicas):
-        return {MODEL: (MODEL,), MOMENTUM: momentum, **{kind: (own(replica, kind),) for kind in OWN}}
+        return {MODEL: (MODEL,), MOMENTUM: momentum, **mean, **{kind: (own(replica, kind),) for kind in OWN}}
     return {MODEL: (MODEL,), MOMENTUM: momentum, "master": (MODEL,), **mean}
 
 

@@ -22,7 +22,7 @@ from farspan.domain.problems import Refusal
 from farspan.domain.run import RunFolder
 from farspan.domain.units import format_seconds
 from farspan.runtime.checkpoint import checkpoint
-from farspan.runtime.checkpoint.checkpoint import MODEL, MOMENTUM, OWN, Unsaved
+from farspan.runtime.checkpoint.checkpoint import AVERAGE, MODEL, MOMENTUM, OWN, SHARED, Unsaved
 from farspan.runtime.checkpoint.far_parts import send_part
 from farspan.runtime.checkpoint.manifest import TrainingProgress
 from farspan.runtime.checkpoint.restorer import Restorer
@@ -91,11 +91,12 @@ class Checkpointer:
         """What this worker keeps by bucket, by kind of global tensors."""
         state, outer = self._state, self._executor.outer
         moments = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
+        average = {AVERAGE: state.average} if state.average else {}
         if outer is None:
-            return {MODEL: state.master, **moments}
+            return {MODEL: state.master, **moments, **average}
         mine = {"master": state.master, **moments}
         replica = self._executor.topology.replica_index
-        return {MODEL: outer.anchor, MOMENTUM: outer.momentum} | {
+        return {MODEL: outer.anchor, MOMENTUM: outer.momentum, **average} | {
             checkpoint.own(replica, kind): mine[kind] for kind in OWN
         }
 
@@ -117,12 +118,14 @@ class Checkpointer:
             writers.setdefault(rank, []).append((b, piece))
         return writers
 
-    def _snapshot(self, mine: Sequence[tuple[int, Piece]], kinds: Sequence[str]) -> list[OwnedSlice]:
+    def _snapshot(
+        self, mine: Sequence[tuple[int, Piece]], flats: Mapping[str, Sequence[Tensor]]
+    ) -> list[OwnedSlice]:  # fmt: skip
         """A copy of the pieces that this worker writes, of these kinds. What replicas share the first one writes."""
-        flats, first = self._flats(), self._executor.topology.replica_index == 0
-        shapes, slices = self._whole.shapes, list[OwnedSlice]()
-        for kind in kinds:
-            if kind not in flats or (kind in (MODEL, MOMENTUM) and not first):
+        first, shapes = self._executor.topology.replica_index == 0, self._whole.shapes
+        slices = list[OwnedSlice]()
+        for kind in flats:
+            if kind in SHARED and not first:
                 continue
             for b, piece in mine:
                 if len(flats[kind][b]) == 0:  # A second moment that the optimizer does not keep.
@@ -141,9 +144,9 @@ class Checkpointer:
         self._folder.meet(group)
         began, plan = self._monotonic(), self._executor.topology.plan
         path = best or self._folder.path / checkpoint.step_name(progress.step)
-        kinds, size = checkpoint.kinds_of(plan), checkpoint.bytes_needed(plan)
+        flats, size = self._flats(), checkpoint.bytes_needed(plan)
         if best is not None:
-            kinds, size = (MODEL,), size // (3 if plan.sync is None else 2 + 3 * len(plan.replicas))
+            flats, size = {MODEL: self._best()}, checkpoint.model_bytes(plan)
         why = ""
         if self._rank == 0:
             try:
@@ -155,7 +158,7 @@ class Checkpointer:
             self._folder.receiver.path = path
         _agree(group, why)
         writers = self._writers()
-        slices, ended = self._snapshot(writers.get(self._rank, ()), kinds), threading.Event()
+        slices, ended = self._snapshot(writers.get(self._rank, ()), flats), threading.Event()
         ranks = [rank for rank in sorted(writers) if best is None or self._whole.manifests[rank].replica == 0]
         future = self._writer.submit(self._write, path, slices, ranks, progress, group, ended)
         self._pending = _Pending(progress, path, began, future, ended, due)
@@ -260,14 +263,16 @@ class Checkpointer:
     def adopt(self, weights: Mapping[str, Tensor] | None) -> None:
         """Every worker takes its part of a model, which rank 0 gives."""
         self._whole.hand_out(self._state.master, weights)
-        self._executor.publish()
-        if self._executor.outer is not None:
-            self._executor.outer.start()
+        self._executor.begin()
 
     def weights(self) -> dict[str, Tensor]:
-        """The model of the run, on rank 0: what replicas last met at."""
+        """The model of the run, on rank 0: the average of its weights, or what replicas last met at."""
+        return self._whole.collect(self._best())
+
+    def _best(self) -> Sequence[Tensor]:
+        """By bucket, what is kept as the best weights and used."""
         outer = self._executor.outer
-        return self._whole.collect(self._state.master if outer is None else outer.anchor)
+        return self._state.average or (self._state.master if outer is None else outer.anchor)
 
     def close(self) -> None:
         self._folder.close()

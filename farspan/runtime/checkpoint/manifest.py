@@ -1,8 +1,9 @@
 """manifest.json of a checkpoint: its progress, and which slice of which global tensor lies in which file.
 
-Tensors are named `model/NAME` (fp32 masters), `exp_avg/NAME` and `exp_avg_sq/NAME` (AdamW's moments). Of replicas that
-meet now and then `model` is the one that they met at, `momentum/NAME` is the outer optimizer's, and each replica has
-its own `replica-0/master/NAME`, `replica-0/exp_avg/NAME` and `replica-0/exp_avg_sq/NAME`.
+Tensors are named `model/NAME` (fp32 masters), `exp_avg/NAME` and `exp_avg_sq/NAME` (moments; Muon has the first alone),
+and `average/NAME` where an average of the weights is kept. Of replicas that meet now and then `model` is the one that
+they met at, `momentum/NAME` is the outer optimizer's, and each replica has its own `replica-0/master/NAME`,
+`replica-0/exp_avg/NAME` and `replica-0/exp_avg_sq/NAME`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from torch import Tensor
 from farspan.domain.problems import Refusal
 from farspan.domain.units import counted
 from farspan.runtime.checkpoint import checkpoint
-from farspan.runtime.checkpoint.checkpoint import MODEL, MOMENTUM
+from farspan.runtime.checkpoint.checkpoint import AVERAGE, MODEL, MOMENTUM
 from farspan.runtime.checkpoint.manifest import Corrupt, Manifest, TrainingProgress
 from farspan.runtime.checkpoint.shared_folder import SharedFolder
 from farspan.runtime.checkpoint.slices import boxes
@@ -129,9 +129,10 @@ class Restorer:
         """What is filled from a checkpoint, by the kinds of `checkpoint.sources`."""
         state, outer = self._state, self._executor.outer
         moments = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
+        average = {AVERAGE: state.average} if state.average else {}
         if outer is None:
-            return {MODEL: state.master, **moments}
-        return {MODEL: outer.anchor, MOMENTUM: outer.momentum, "master": state.master, **moments}
+            return {MODEL: state.master, **moments, **average}
+        return {MODEL: outer.anchor, MOMENTUM: outer.momentum, "master": state.master, **moments, **average}
 
     def _fill_own(self, stored: Stored, manifest: Manifest, targets: Flats) -> str:
         mine = self._whole.manifests[self._rank]

@@ -77,7 +77,7 @@ class Executor:
             bucket_bytes=stage.grad_sync.bucket_bytes, partial=self.model.partial,
             sliced=frozenset(self.model.slices), tied=TABLE if shared else None,
             matrices=updates.names if updates else frozenset(),
-        ), updates)  # fmt: skip
+        ), updates, averaged=bool(plan.train.optimizer.average))  # fmt: skip
         blocks = {f"blocks.{name}": block for name, block in self.model.blocks.named_children()}
         self.param_gather = ParamGather(topology, self.state, blocks, groups)
         self.grad_reducer = GradReducer(topology, self.state, groups, self.messenger)
@@ -152,9 +152,30 @@ class Executor:
         """One step of the optimizer, `step` counting from 1, on gradients divided by `divisor`."""
         with self.spans("update"):
             self.state.update(optimizer, lr, step, divisor)
+            if optimizer.average and self.outer is None:
+                self.state.follow(self.state.master, left(optimizer.average, step))
         with self.spans("collective"):
             self.param_gather.publish()
         self.messenger.settle()
+
+    def meet(self, step: int, last: bool) -> None:
+        """The replicas have made their steps up to `step`: `OuterStep.meet`."""
+        assert self.outer is not None
+        self.outer.meet(last)
+        self._follow_meeting(step)
+        self.param_gather.publish()
+
+    def finish(self, step: int) -> None:
+        """No meeting of the replicas comes any more: they take the exchange under way."""
+        assert self.outer is not None
+        self.outer.finish()
+        self._follow_meeting(step)
+        self.param_gather.publish()
+
+    def _follow_meeting(self, step: int) -> None:
+        plan = self.topology.plan
+        if (average := plan.train.optimizer.average) and self.outer is not None and plan.sync is not None:
+            self.state.follow(self.outer.anchor, left(average, step) ** plan.sync.every)
 
     def skip(self) -> None:
         """Drop the gradients of this step, which overflowed, and what rounding left of them: the next have another
@@ -195,15 +216,22 @@ class Executor:
 
     @contextmanager
     def met(self) -> Iterator[None]:
-        """Meanwhile the model is the one that a checkpoint would call the run's: that of all replicas' last meeting."""
-        outer = self.outer
-        if outer is None or not outer.under_way:
+        """Meanwhile the model is the run's: the average of its weights, or what a checkpoint has, which is the model of
+        all replicas' last meeting."""
+        outer = self.outer if self.outer is not None and self.outer.under_way else None
+        if self.state.average:
+            self.state.swap_average()
+        elif outer is not None:
+            outer.show_met()
+        else:
             yield
             return
-        outer.show_met()
         self.publish()
         yield
-        outer.show_own()
+        if self.state.average:
+            self.state.swap_average()
+        elif outer is not None:
+            outer.show_own()
         self.publish()
 
     def load(self, values: Iterable[tuple[str, Tensor]]) -> None:
@@ -211,7 +239,12 @@ class Executor:
         held = set(self.state.names)
         slices = self.model.slices
         self.state.load((n, slices[n].of(whole) if n in slices else whole) for n, whole in values if n in held)
+        self.begin()
+
+    def begin(self) -> None:
+        """The masters are the first weights of a run."""
         self.publish()
+        self.state.begin_average()
         if self.outer is not None:
             self.outer.start()
 
@@ -219,3 +252,9 @@ class Executor:
         """After the masters changed otherwise than by `update`."""
         self.state.publish()
         self.param_gather.publish()
+
+
+def left(share: float, step: int) -> float:
+    """What a step leaves of an average: less in the first ones, which soon would be forgotten (as TensorFlow's
+    ExponentialMovingAverage has it)."""
+    return min(share, (1 + step) / (10 + step))

@@ -30,9 +30,9 @@ class TrainState:
 
     def __init__(
         self, model: nn.Module, precision: Precision, device: torch.device | None = None,
-        division: Division | None = None, updates: MatrixUpdates | None = None,
+        division: Division | None = None, updates: MatrixUpdates | None = None, averaged: bool = False,
     ) -> None:  # fmt: skip
-        """`updates` of the division's matrices, where it has any."""
+        """`updates` of the division's matrices, where it has any; whether a moving average of the weights is kept."""
         self.division, self._updates = division or Division(), updates
         division = self.division
         named = list(model.named_parameters())
@@ -44,6 +44,8 @@ class TrainState:
         self.home = {member: (b, start) for b, bucket in enumerate(self.buckets)
                      for member, start in zip(bucket.members, bucket.starts, strict=True)}  # fmt: skip
         self._allocate()
+        #: By bucket, as the masters; nothing where no average is kept.
+        self.average = [torch.zeros_like(master) for master in self.master] if averaged else []
         #: Parameters that have a gradient of this step: what the first backward pass gives takes the old one's place.
         self._begun: set[int] = set()
         #: Called with a parameter's index each time a backward pass has added to its gradient.
@@ -178,6 +180,22 @@ class TrainState:
                 start, stop, where = self.owned(index[name])
                 self.master[self.home[index[name]][0]][where].copy_(value.detach().reshape(-1)[start:stop])
         self.publish()
+
+    def begin_average(self) -> None:
+        """The masters are the first weights."""
+        for average, master in zip(self.average, self.master, strict=False):
+            average.copy_(master)
+
+    def follow(self, weights: Sequence[Tensor], share: float) -> None:
+        """The average keeps `share` of itself, and takes the rest of these weights."""
+        torch._foreach_lerp_(self.average, list(weights), 1 - share)
+
+    def swap_average(self) -> None:
+        """The masters become the average, which keeps them meanwhile; and back again."""
+        for average, master in zip(self.average, self.master, strict=False):
+            own = master.clone()
+            master.copy_(average)
+            average.copy_(own)
 
     def publish(self) -> None:
         """Round the masters into the working dtype. Where state is divided the working buckets are gathered next."""

@@ -153,8 +153,7 @@ class Trainer:
         for as long as there is time."""
         outer = self.worker.executor.outer
         if outer is not None and outer.under_way and reason != "interrupted":
-            outer.finish()
-            self.worker.executor.param_gather.publish()
+            self.worker.executor.finish(self.step)
             self.saves.step = self.validations.step = -1  # This is not the model that had been saved or validated.
         self.save(last=True)
         if reason != "interrupted":
@@ -171,8 +170,7 @@ class Trainer:
         last = self.step >= self.steps
         if self.step % sync.every and not last:
             return False
-        outer.meet(last)
-        self.worker.executor.param_gather.publish()
+        self.worker.executor.meet(self.step, last)
         return True
 
     def _due(self, every: int) -> bool:

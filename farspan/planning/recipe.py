@@ -1,0 +1,91 @@
+"""How a fixed corpus is trained on: what run.yaml leaves to the recipe, from how often the text is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from farspan import models
+from farspan.domain.config import OptimizerKind, TrainConfig
+from farspan.domain.model import ModelSpec, matmul_parameters
+from farspan.domain.train import Muon, Optimizer, Regularization, TrainSpec
+from farspan.semantics.matrices import matrices, update_flops
+
+#: A device's update of matrices may take this share of the step's arithmetic: Muon reaches AdamW's loss in about 0.7 of
+#: the tokens (docs/log.md).
+MOST_UPDATE = 0.3
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+    """Knobs of a training, by their names in run.yaml."""
+
+    optimizer: OptimizerKind
+    weight_decay: float
+    average: float
+    floor: float
+    dropout: float
+    mask: float
+    reshuffle: bool
+
+
+#: As small models are usually trained (nanoGPT, train.py, without its dropout).
+PLAIN = Recipe(optimizer="adamw", weight_decay=0.1, average=0.0, floor=0.1, dropout=0.0, mask=0.0, reshuffle=False)
+
+
+def studied(epochs: float) -> Recipe:
+    """What was found best for a text that is read so many times (docs/log.md)."""
+    return Recipe(
+        optimizer="auto", weight_decay=0.1, average=0.0, floor=0.0, dropout=0.0, mask=0.0, reshuffle=epochs > 1
+    )
+
+
+def applied(
+    train: TrainSpec, asked: TrainConfig, model: ModelSpec, epochs: float, device_tokens: float
+) -> tuple[TrainSpec, dict[str, str]]:
+    """The training with its recipe, for a text that is read so many times by devices that read so many tokens a step
+    each; and where each value came from."""
+    own, base = asked.optimizing, PLAIN if asked.recipe == "plain" else studied(epochs)
+    given: dict[str, Any] = {
+        "optimizer": own.kind, "weight_decay": own.weight_decay, "average": own.average, "floor": asked.floor,
+        "dropout": asked.dropout, "mask": asked.mask, "reshuffle": asked.reshuffle,
+    }  # fmt: skip
+    origin = {
+        f"train.{key}": f"default: recipe {asked.recipe}" if value == "auto" else "run.yaml" for key, value in given.items()
+    }
+    recipe = msgspec.structs.replace(base, **{key: value for key, value in given.items() if value != "auto"})
+    kind = recipe.optimizer
+    if kind == "auto":
+        share = updating_share(model, device_tokens)
+        kind = "adamw" if share > MOST_UPDATE else "muon"
+        origin["train.optimizer"] += f": updating matrices takes about {share:.0%} of a step's arithmetic"
+    regular = Regularization(dropout=recipe.dropout, mask=recipe.mask, reshuffle=recipe.reshuffle)
+    return msgspec.structs.replace(
+        train, optimizer=_optimizer(train.optimizer, recipe, muon=kind == "muon"),
+        schedule=msgspec.structs.replace(train.schedule, floor=recipe.floor),
+        regularization=regular if regular != Regularization() else msgspec.UNSET,
+    ), origin  # fmt: skip
+
+
+def drafted_optimizer(asked: TrainConfig, lr: float) -> Optimizer:
+    """What a probe trains with: Muon where it is asked for or may be chosen."""
+    own = asked.optimizing
+    plain = own.kind == "adamw" or (own.kind == "auto" and asked.recipe == "plain")
+    return Optimizer(
+        lr=lr, beta1=own.beta1, beta2=own.beta2, clip=own.clip, muon=msgspec.UNSET if plain else Muon()
+    )  # fmt: skip
+
+
+def updating_share(model: ModelSpec, device_tokens: float) -> float:
+    """Arithmetic of Muon's update over that of the products of a step, on a device that reads so many tokens of it and
+    updates all matrices."""
+    graph = models.graph(model)
+    updating = graph.layers * sum(update_flops(matrix, Muon().iterations) for matrix in matrices(graph).values())
+    return updating / (6.0 * matmul_parameters(model) * device_tokens)
+
+
+def _optimizer(drafted: Optimizer, recipe: Recipe, *, muon: bool) -> Optimizer:
+    return msgspec.structs.replace(
+        drafted, weight_decay=recipe.weight_decay, average=recipe.average or msgspec.UNSET,
+        muon=Muon() if muon else msgspec.UNSET,
+    )  # fmt: skip
