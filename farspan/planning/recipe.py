@@ -51,7 +51,8 @@ def applied(
         "dropout": asked.dropout, "mask": asked.mask, "reshuffle": asked.reshuffle,
     }  # fmt: skip
     origin = {
-        f"train.{key}": f"default: recipe {asked.recipe}" if value == "auto" else "run.yaml" for key, value in given.items()
+        f"train.{key}": f"default: recipe {asked.recipe}" if value == "auto" else "run.yaml"
+        for key, value in given.items()
     }
     recipe = msgspec.structs.replace(base, **{key: value for key, value in given.items() if value != "auto"})
     kind = recipe.optimizer
