@@ -9,9 +9,9 @@ from __future__ import annotations
 from farspan.domain.engine import Engine
 from farspan.domain.graph import Operator, OpGraph
 from farspan.domain.plan import Mesh
-from farspan.domain.train import Precision, TrainSpec
+from farspan.domain.train import TrainSpec
 from farspan.semantics.kernel_choice import BYTES, scored_keys
-from farspan.semantics.matrices import OwnedMatrices, by_shape
+from farspan.semantics.matrices import NO_MATRICES, OwnedMatrices, by_shape
 from farspan.semantics.tensor_sharding import RESIDUAL, weight_share
 
 #: Bytes a parameter of replicas that meet: the parameters of their last meeting, and the outer momentum (arXiv
@@ -104,24 +104,19 @@ def snapshot_bytes(parameters: float, copies: int, outer: float) -> float:
 
 
 def state_bytes(
-    parameters: float, train: TrainSpec, engine: Engine, zero: int, ways: int
+    parameters: float, train: TrainSpec, engine: Engine, zero: int, ways: int, matrices: OwnedMatrices = NO_MATRICES
 ) -> tuple[float, float, float]:
-    """Weights, gradients and optimizer state of a worker that shares them with `ways` - 1 others by ZeRO's level."""
-    dtype = train.precision
-    weights = parameters * engine.weight_bytes[dtype] / (ways if zero == 3 else 1)
-    gradients = parameters * engine.gradient_bytes[dtype] / (ways if zero >= 2 else 1)
-    return weights, gradients, parameters * engine.optimizer_bytes[dtype] / (ways if zero >= 1 else 1)
-
-
-def matrix_bytes(
-    matrices: OwnedMatrices, dtype: Precision, engine: Engine, zero: int, ways: int
-) -> tuple[float, float, float]:
-    """What matrices that are updated whole take beside `state_bytes`: no second moment, and what fills up the parts of
-    buckets; of those that are not divided, of all parts."""
-    padding = matrices.padding
-    weights = padding * engine.weight_bytes[dtype] * (1 if zero == 3 else ways)
-    gradients = padding * engine.gradient_bytes[dtype] * (1 if zero >= 2 else ways)
-    return weights, gradients, padding * engine.optimizer_bytes[dtype] - 4 * matrices.elements
+    """Weights, gradients and optimizer state of a worker that shares them with `ways` - 1 others by ZeRO's level. Of
+    matrices that are updated whole there is no second moment; parts of their buckets are filled up, and where a worker
+    has a whole bucket, all of its parts."""
+    dtype, padding = train.precision, matrices.padding
+    weights = parameters / (ways if zero == 3 else 1) + padding * (1 if zero == 3 else ways)
+    gradients = parameters / (ways if zero >= 2 else 1) + padding * (1 if zero >= 2 else ways)
+    optimizer = (parameters / (ways if zero >= 1 else 1) + padding) * engine.optimizer_bytes[dtype]
+    return (
+        weights * engine.weight_bytes[dtype], gradients * engine.gradient_bytes[dtype],
+        optimizer - 4 * matrices.elements,
+    )  # fmt: skip
 
 
 def updating_bytes(matrices: OwnedMatrices) -> float:

@@ -21,7 +21,6 @@ from farspan.estimate.memory import (
     communicators,
     local_parameters,
     logits_bytes,
-    matrix_bytes,
     replayed_per_row,
     snapshot_bytes,
     state_bytes,
@@ -342,13 +341,10 @@ class Costs:
     def _memory_of(self, stage: Stage, rows: int, depth: int, rank: int, piped: bool, outer: int) -> Memory:
         train, engine, device = self.train, self.engine, self.signature[rank][0]
         ways, parameters = stage.mesh.size("tensor"), self.parameters(stage)
-        matrices, data = self.matrices(stage), stage.mesh.size("data")
-        weights, gradients, optimizer = (
-            part + more for part, more in zip(
-                state_bytes(parameters, train, engine, stage.zero, data),
-                matrix_bytes(matrices, train.precision, engine, stage.zero, data), strict=True,
-            )
-        )  # fmt: skip
+        matrices = self.matrices(stage)
+        weights, gradients, optimizer = state_bytes(
+            parameters, train, engine, stage.zero, stage.mesh.size("data"), matrices
+        )
         if engine.undivided:
             whole = state_bytes(self.graph.parameters(*stage.units), train, engine, 0, 1)
             weights, gradients, optimizer = (
