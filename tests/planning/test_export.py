@@ -18,7 +18,7 @@ from farspan.domain.engine import engine
 from farspan.domain.model import ModelSpec
 from farspan.domain.plan import Edge, GradSync, Mesh, Plan, Replica, Stage, Sync
 from farspan.domain.problems import Refusal
-from farspan.domain.train import Optimizer, Schedule
+from farspan.domain.train import Muon, Optimizer, Schedule
 from farspan.launch import clusters
 from farspan.planning.export import export, names
 from farspan.planning.export._regular import evened
@@ -240,6 +240,14 @@ def test_each_refusal_of_one_system() -> None:
         ("torchtitan", REPLACE(llama, train=REPLACE(llama.train, attention="vanilla")), "score matrices"),
         ("torchtitan", piped(REPLACE(llama, model=tied), (6, 11, 16)), "tied embeddings"),
         ("deepspeed", REPLACE(llama, train=REPLACE(llama.train, schedule=Schedule(kind="wsd"))), "wsd"),
+        *(
+            (
+                name,
+                REPLACE(llama, train=REPLACE(llama.train, optimizer=Optimizer(muon=Muon()))),
+                "train.optimizer: adamw",
+            )
+            for name in ("torchtitan", "deepspeed")
+        ),
     )
     for name, plan, words in cases:
         with pytest.raises(Refusal, match=words):
