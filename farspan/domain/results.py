@@ -258,6 +258,9 @@ class Sampled(_Event, frozen=True, kw_only=True, tag="sampled"):
     step: int
     prompt: str
     text: str
+    #: The share of its tokens that stand in the training text word for word (`corpus.verbatim`); None where nobody
+    #: looked.
+    verbatim: float | None = None
 
 
 class Warned(_Event, frozen=True, kw_only=True, tag="warned"):

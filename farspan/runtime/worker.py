@@ -21,11 +21,13 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from farspan._version import __version__
 from farspan.corpus import tokenizer as tokenizers
 from farspan.corpus.tokens import TokenFile, fingerprint
+from farspan.corpus.verbatim import verbatim_share
 from farspan.domain import catalog
 from farspan.domain import epoch as epochs
 from farspan.domain.codec import load, save
@@ -252,7 +254,10 @@ def sample(trainer: Trainer, weights: dict[str, torch.Tensor]) -> None:
             enough=lambda: trainer.pacing.late,
         )
         if text:
-            worker.emit(Sampled(at=time.time(), step=trainer.step, prompt=prompt, text=text))
+            known = None
+            if not trainer.pacing.late:
+                known = verbatim_share(np.array(tokenizer.encode(text)), worker.train.tokens)
+            worker.emit(Sampled(at=time.time(), step=trainer.step, prompt=prompt, text=text, verbatim=known))
 
 
 def as_problem(error: BaseException, plan: Plan | None, run: RunFolder, rank: int) -> Problem:
