@@ -22,10 +22,11 @@ from farspan.app.using import Format, export, generate
 from farspan.domain.cluster import Cluster
 from farspan.domain.config import RunConfig
 from farspan.domain.corpus import CorpusManifest
+from farspan.domain.objective import Objective
 from farspan.domain.problems import command
 from farspan.domain.run import RunFolder
 from farspan.planning.question import Question
-from farspan.planning.rank import Objective, Ranking
+from farspan.planning.rank import Ranking
 from farspan.planning.select import Selection
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from farspan.app.updates import Progress, Tried, silent
 from farspan.domain.cluster import Cluster
 from farspan.domain.config import ParallelConfig
 from farspan.domain.model import ModelSpec
+from farspan.domain.objective import TOLERANCE
 from farspan.domain.train import TrainSpec
-from farspan.planning.rank import TOLERANCE
 from farspan.planning.select import Selection, SelectionTask, select
 
 #: Up to so many devices plans for all parts of a cluster are priced, beyond for all of it: few before training, which

@@ -24,15 +24,6 @@ if TYPE_CHECKING:
 OTHERS = ("model", "fit", "rent", "export", "plan", "diff", "html", "technique", "objective", "all", "resolved")
 
 
-def takes_price(parser: argparse.ArgumentParser) -> None:
-    """The arguments that `priced` reads."""
-    group = parser.add_argument_group("a plan of your own")
-    group.add_argument(
-        "--price", metavar="PLAN", type=Path, help="price this plan: one that farspan wrote, or a short form by hand"
-    )
-    group.add_argument("--engine", help="with --price: the system that runs it (default: the plan's own)")
-
-
 def priced(given: argparse.Namespace, console: Console) -> bool:
     """Answers `--price`; whether it was asked."""
     if given.price is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,25 +25,6 @@ if TYPE_CHECKING:
 
 #: Offers beside the frontier that are shown; `--json` has all.
 SHOWN = 12
-
-
-def takes_offers(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the three questions."""
-    group = parser.add_argument_group("other questions")
-    group.add_argument(
-        "--fit", choices=("model", "batch", "memory"),
-        help="the largest model (of --model's family), the most sequences at once, or the least\nmemory a device",
-    )  # fmt: skip
-    group.add_argument(
-        "--rent", action="store_true", help="rank the catalogue's devices and counts by time and dollars"
-    )
-    group.add_argument("--hours", type=float, help="with --rent: hours that the run may take")
-    group.add_argument("--usd", type=float, help="with --rent: dollars that the run may cost")
-    group.add_argument("--device", action="append", default=[], help="with --rent: this kind only; may be repeated")
-    group.add_argument("--network", default="10Gbit/s", help="with --rent: between hosts of 8 (default: 10Gbit/s)")
-    group.add_argument("--export", metavar="SYSTEM", help="the plan as torchtitan's or deepspeed's own configuration")
-    group.add_argument("--export-to", metavar="FILE", type=Path, help="where --export writes (default: its usual name)")
-    group.add_argument("--plan", metavar="PLAN.JSON", type=Path, help="export this plan; nothing is ranked")
 
 
 def asked_of(given: argparse.Namespace) -> PlanQuery:

@@ -15,27 +15,6 @@ if TYPE_CHECKING:
     from farspan.report.plan_picture import Picture
 
 
-def takes_views(parser: argparse.ArgumentParser) -> None:
-    """The arguments that `say_views` reads."""
-    shown = parser.add_argument_group("what to show")
-    shown.add_argument(
-        "--all", action="store_true", help="every candidate, not only the best and each technique's best"
-    )
-    shown.add_argument(
-        "--why", action="store_true", help="why the chosen one wins, what is left out, what is not known"
-    )
-    shown.add_argument(
-        "--diff", nargs=2, metavar=("A", "B"),
-        help="two candidates side by side: techniques, numbers of the table,\n'chosen', or plan files",
-    )  # fmt: skip
-    shown.add_argument("--show", action="store_true", help="pictures: what runs where, a step in time, memory")
-    shown.add_argument("--html", metavar="FILE", type=Path, help="all of it as one page that opens offline")
-    shown.add_argument(
-        "--pick", metavar="A", default="chosen",
-        help="the candidate that --show, --html and -o are about (default: chosen)",
-    )  # fmt: skip
-
-
 def check_names(given: argparse.Namespace) -> None:
     """Refuse names of candidates that cannot be, before anything is priced."""
     from farspan import techniques

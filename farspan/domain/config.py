@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from farspan.domain.objective import Objective
+
 Quantity = str | int | float
 Positive = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
 Dollars = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
@@ -14,8 +16,6 @@ _NAMES = msgspec.Meta(
 )
 Name = Annotated[str, _NAMES]
 Source = Annotated[str, msgspec.Meta(min_length=1)]
-
-
 #: What follows a fault of a run.
 OnFault = Literal["recover", "wait", "stop"]
 
@@ -115,7 +115,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     technique: str = "auto"
     allow: tuple[str, ...] = ()
     #: What is best.
-    objective: Literal["time", "cost", "loss_per_dollar", "fewest_devices"] = "time"
+    objective: Objective = "time"
     workers: Positive | Literal["auto"] = "auto"
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     #: A cluster file, a name of `farspan cluster list`, or `lab:NAME`; None is this machine.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import msgspec
 
@@ -12,6 +11,7 @@ from farspan import models, techniques
 from farspan.domain.cluster import Cluster
 from farspan.domain.engine import Engine
 from farspan.domain.model import ModelSpec
+from farspan.domain.objective import TOLERANCE, Objective
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem, Refusal
 from farspan.domain.results import Estimate
@@ -23,12 +23,8 @@ from farspan.planning.parts import ClusterPart, all_parts, whole
 from farspan.planning.side_by_side import cores, side_by_side
 from farspan.techniques import Task
 
-Objective = Literal["time", "cost", "loss_per_dollar", "fewest_devices"]
-OBJECTIVES: tuple[Objective, ...] = ("time", "cost", "loss_per_dollar", "fewest_devices")
 #: From so many devices on a ranking takes a second or more, which processes share.
 MANY = 9
-#: `fewest_devices` admits plans that take at most this much longer than the fastest.
-TOLERANCE = 0.1
 #: What the dollars of a plan are multiplied by for which the law of losses knows no gain: more than any gain is small.
 NO_GAIN = 1e12
 

@@ -18,13 +18,14 @@ import msgspec
 from farspan.domain.cluster import Cluster, Device, Host
 from farspan.domain.engine import Engine
 from farspan.domain.model import ModelSpec, parameters
+from farspan.domain.objective import TOLERANCE, Objective
 from farspan.domain.plan import Plan
 from farspan.domain.train import TrainSpec
 from farspan.domain.trial import Trial
 from farspan.estimate.price import with_loss
 from farspan.planning.compare import bounds
 from farspan.planning.learn import Observation, learn, parts_of
-from farspan.planning.rank import TOLERANCE, Candidate, Objective, Ranking, by, ordered, rank
+from farspan.planning.rank import Candidate, Ranking, by, ordered, rank
 from farspan.semantics.identity import plan_key
 
 #: Trials take this share of the run that they are for, and at least so many seconds.

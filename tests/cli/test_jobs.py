@@ -218,7 +218,8 @@ def test_a_terminal_that_goes_while_it_waits_takes_nothing_along(
         os.close(theirs)
         assert os.read(ours, 100)
         os.close(ours)
-        assert waiting.wait(SOON_S) == -signal.SIGHUP and not run.plan.exists(), "it was still being planned"
+        # By the hangup, or by what it said to a terminal that was gone: on a slow machine that comes first.
+        assert waiting.wait(SOON_S) in (-signal.SIGHUP, 1) and not run.plan.exists(), "it was still being planned"
     eventually(lambda: run.events.exists() and state(call, run)["step"])
     log = jobs.log_file(run)
     assert log.parent == run.logs and "predicted" in log.read_text() and not jobs.planning_log(run).exists()

@@ -6,14 +6,12 @@ With a run.yaml, or with --model and --cluster alone: then neither text nor mach
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
-from farspan.app import pricing
-from farspan.cli import given_plan, offers
 from farspan.cli.arguments import load_config, takes_config
 from farspan.cli.console import Console
-from farspan.cli.planviews import check_names, say_views, takes_views
-from farspan.planning.rank import OBJECTIVES, TOLERANCE
+from farspan.domain.objective import OBJECTIVES, TOLERANCE
 
 HELP = "say what each technique would take, and which is best"
 
@@ -42,13 +40,66 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--technique", action="append", default=[], help="price this one only; may be repeated")
     parser.add_argument("--resolved", action="store_true", help="show each value of run.yaml and where it came from")
-    takes_views(parser)
-    offers.takes_offers(parser)
-    given_plan.takes_price(parser)
+    _what_to_show(parser)
+    _other_questions(parser)
+    _own_plan(parser)
     parser.add_argument("-o", "--out", metavar="PLAN.JSON", help="write the chosen plan to this file")
 
 
+def _what_to_show(parser: argparse.ArgumentParser) -> None:
+    """The arguments that `planviews` reads."""
+    shown = parser.add_argument_group("what to show")
+    shown.add_argument(
+        "--all", action="store_true", help="every candidate, not only the best and each technique's best"
+    )
+    shown.add_argument(
+        "--why", action="store_true", help="why the chosen one wins, what is left out, what is not known"
+    )
+    shown.add_argument(
+        "--diff", nargs=2, metavar=("A", "B"),
+        help="two candidates side by side: techniques, numbers of the table,\n'chosen', or plan files",
+    )  # fmt: skip
+    shown.add_argument("--show", action="store_true", help="pictures: what runs where, a step in time, memory")
+    shown.add_argument("--html", metavar="FILE", type=Path, help="all of it as one page that opens offline")
+    shown.add_argument(
+        "--pick", metavar="A", default="chosen",
+        help="the candidate that --show, --html and -o are about (default: chosen)",
+    )  # fmt: skip
+
+
+def _other_questions(parser: argparse.ArgumentParser) -> None:
+    """The arguments that `offers` reads."""
+    group = parser.add_argument_group("other questions")
+    group.add_argument(
+        "--fit", choices=("model", "batch", "memory"),
+        help="the largest model (of --model's family), the most sequences at once, or the least\nmemory a device",
+    )  # fmt: skip
+    group.add_argument(
+        "--rent", action="store_true", help="rank the catalogue's devices and counts by time and dollars"
+    )
+    group.add_argument("--hours", type=float, help="with --rent: hours that the run may take")
+    group.add_argument("--usd", type=float, help="with --rent: dollars that the run may cost")
+    group.add_argument("--device", action="append", default=[], help="with --rent: this kind only; may be repeated")
+    group.add_argument("--network", default="10Gbit/s", help="with --rent: between hosts of 8 (default: 10Gbit/s)")
+    group.add_argument("--export", metavar="SYSTEM", help="the plan as torchtitan's or deepspeed's own configuration")
+    group.add_argument("--export-to", metavar="FILE", type=Path, help="where --export writes (default: its usual name)")
+    group.add_argument("--plan", metavar="PLAN.JSON", type=Path, help="export this plan; nothing is ranked")
+
+
+def _own_plan(parser: argparse.ArgumentParser) -> None:
+    """The arguments that `given_plan` reads."""
+    group = parser.add_argument_group("a plan of your own")
+    group.add_argument(
+        "--price", metavar="PLAN", type=Path, help="price this plan: one that farspan wrote, or a short form by hand"
+    )
+    group.add_argument("--engine", help="with --price: the system that runs it (default: the plan's own)")
+
+
 def run(given: argparse.Namespace, console: Console) -> None:
+    from farspan.app import pricing
+    from farspan.cli import given_plan, offers
+    from farspan.cli.planviews import check_names, say_views
+
     if given_plan.priced(given, console):
         return
     query = offers.asked_of(given)

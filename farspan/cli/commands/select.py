@@ -18,11 +18,12 @@ from farspan.app.resolving import Resolved, resolve
 from farspan.cli.arguments import load_config, takes_config, words_again
 from farspan.cli.console import Console
 from farspan.cli.plan_table import paragraph, say_ranking
+from farspan.domain.objective import OBJECTIVES, TOLERANCE
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, command, nearest
 from farspan.domain.units import parse_seconds
 from farspan.planning.quantities import positive
-from farspan.planning.rank import OBJECTIVES, TOLERANCE, Refused
+from farspan.planning.rank import Refused
 
 if TYPE_CHECKING:
     from farspan.planning.select import Selection
