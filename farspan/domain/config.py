@@ -101,7 +101,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     compile: bool = False
     seed: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0
     validate_every: Positive | Literal["auto"] = "auto"
-    patience: Annotated[int, msgspec.Meta(ge=0)] = 0
+    patience: Literal["auto"] | Annotated[int, msgspec.Meta(ge=0)] = "auto"
 
     @property
     def optimizing(self) -> OptimizerConfig:

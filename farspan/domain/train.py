@@ -82,7 +82,7 @@ class TrainSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     #: Steps between validations, and how many tokens of the validation split each of these reads (0: all).
     validate_every: Positive = 100
     validate_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
-    #: Stop after so many validations in a row without a better loss; 0 never stops early.
+    #: Stop after so many validations in a row that are worse than the best by more than chance; 0 never stops early.
     patience: Annotated[int, msgspec.Meta(ge=0)] = 0
     checkpoint_every_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
     keep: Positive = 3

@@ -23,6 +23,9 @@ from farspan.planning.size import FRESH_EPOCHS, SMALLEST, TOKENS_PER_PARAMETER, 
 
 #: A run has about so many validations, and spends about this share of its compute on them (forward is a third).
 VALIDATIONS, VALIDATION_SHARE = 12, 0.05
+#: Validations in a row, each clearly worse than the best, after which a run that reads its text again and again ends: a
+#: quarter of the run. A choice, not a fit.
+PATIENCE = 3
 #: Below so many tokens a parameter a model is called too large for its corpus.
 FAR_TOO_FEW = 5
 #: Epochs after which a budget alone no longer prolongs a run: repeats there teach almost nothing (arXiv 2305.16264 fits
@@ -64,7 +67,6 @@ def draft(config: RunConfig, chosen: ChosenModel, workers: int) -> TrainSpec:
         optimizer=drafted_optimizer(asked, lr),
         schedule=Schedule(kind=asked.schedule), attention="sdpa" if asked.attention == "auto" else asked.attention,
         recompute=asked.recompute, wan_bits=asked.wan_bits, compile=asked.compile, seed=asked.seed,
-        patience=asked.patience,
         keep=config.checkpoint.keep, checkpoint_every_s=save_every_s(config),
     )  # fmt: skip
 
@@ -91,7 +93,10 @@ def choose_train(
         validate_tokens=_validate_tokens(corpus, steps * batch * seq_len, seq_len),
     )  # fmt: skip
     epochs = steps * train.tokens_per_step / corpus.train.tokens
-    train, recipe_from = applied(train, asked, chosen.model, epochs, train.tokens_per_step / workers)
+    patience = (PATIENCE if epochs > FRESH_EPOCHS else 0) if asked.patience == "auto" else asked.patience
+    train, recipe_from = applied(
+        msgspec.structs.replace(train, patience=patience), asked, chosen.model, epochs, train.tokens_per_step / workers
+    )
     origin = recipe_from | {
         "train.steps": steps_from,
         "train.batch": batch_from,
@@ -99,6 +104,7 @@ def choose_train(
         "train.lr": given_or(asked.optimizing.lr, "default: fitted on GPT-3's table 2.1 (arXiv 2005.14165)"),
         "train.warmup_steps": given_or(asked.warmup, "default: 5 % of the steps"),
         "train.deadline_s": "default: none" if end_s is None else "run.yaml: budget",
+        "train.patience": given_or(asked.patience, f"default: {PATIENCE} beyond {FRESH_EPOCHS} epochs"),
         "train.validate_every": given_or(asked.validate_every, "default: 12 a run"),
     }
     return train, origin, _warnings(chosen.model, corpus, train)

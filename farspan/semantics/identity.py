@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from farspan.domain.cluster import Cluster, Host
@@ -23,13 +25,24 @@ def plan_key(plan: Plan) -> str:
 def training_key(plan: Plan) -> str:
     """What two plans must share so that one goes on from the other's checkpoint: model, text, and all that decides the
     loss of synchronous steps. How the work is divided, and how often is saved and validated, may differ."""
+    return content_hash(*_training(plan).values())
+
+
+def unlike_training(one: Plan, other: Plan) -> list[str]:
+    """What of the training two plans do not share, as run.yaml calls it."""
+    mine, theirs = _training(one), _training(other)
+    return sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
+
+
+def _training(plan: Plan) -> dict[str, Any]:
     train = plan.train
     # An earlier version's checkpoints know no regularization.
-    more = (train.regularization,) if train.regularization else ()
-    return content_hash(
-        plan.model, plan.inputs.corpus, train.steps, train.batch, train.seq_len, train.precision, train.optimizer,
-        train.schedule, train.seed, *more,
-    )  # fmt: skip
+    more = {"train.dropout, train.mask or train.reshuffle": train.regularization} if train.regularization else {}
+    return {
+        "model": plan.model, "data": plan.inputs.corpus, "train.steps": train.steps, "train.batch": train.batch,
+        "model.context": train.seq_len, "train.precision": train.precision, "train.optimizer": train.optimizer,
+        "train.schedule": train.schedule, "train.seed": train.seed, **more,
+    }  # fmt: skip
 
 
 def cluster_hash(cluster: Cluster) -> str:

@@ -16,9 +16,11 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
+from farspan.domain.codec import save
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Started, Warned
 from farspan.domain.run import RunFolder
+from farspan.domain.train import Muon
 from farspan.runtime import inference
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.checkpoint.checkpointer import Checkpointer
@@ -330,6 +332,18 @@ def test_a_whole_checkpoint_of_another_training_is_refused_not_passed_over(run: 
         with pytest.raises(Refusal) as refusal:
             Start(run).train()
         assert refusal.value.problem.code == "plan-mismatch"
+
+
+def test_a_resume_with_another_optimizer_names_it(run: RunFolder):
+    """Its state is the other's: momentum of whole matrices is not that of elements."""
+    before = run.load_plan()
+    run.plans.mkdir()
+    save(before, run.plans / f"{before.hash}.json")
+    optimizer = replace(before.train.optimizer, muon=Muon())
+    save(replace(before, train=replace(before.train, optimizer=optimizer)), run.plan)
+    with pytest.raises(Refusal) as refusal:
+        Start(run).train()
+    assert (refusal.value.problem.code, "train.optimizer than" in refusal.value.problem.fact) == ("plan-mismatch", True)
 
 
 def test_two_workers_fall_back_together(tmp_path: Path):

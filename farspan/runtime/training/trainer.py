@@ -13,6 +13,7 @@ from farspan.domain.codec import load
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal
 from farspan.domain.results import Step, Traced, Warned
+from farspan.domain.words import joined
 from farspan.runtime.checkpoint import checkpoint
 from farspan.runtime.checkpoint.checkpoint import Unsaved
 from farspan.runtime.checkpoint.checkpointer import Checkpointer
@@ -27,7 +28,7 @@ from farspan.runtime.training.saves import Saves
 from farspan.runtime.training.shared_clock import SharedClock
 from farspan.runtime.training.validating import Validations
 from farspan.runtime.training.validation import Validation
-from farspan.semantics.identity import training_key
+from farspan.semantics.identity import training_key, unlike_training
 from farspan.semantics.lr_schedule import learning_rate
 
 #: Loss scaling for fp16 as in arXiv 1710.03740, section 4.2: start high, halve on overflow, double after a quiet while.
@@ -340,19 +341,26 @@ class Trainer:
 
     def _training_of(self, progress: TrainingProgress) -> str | None:
         """The training that a checkpoint is of. An earlier version's names its plan only, which may be a former one."""
-        former = self.worker.run.plans / f"{progress.plan}.json"
         if progress.training is not None:
             return progress.training
         if progress.plan == self.worker.plan.hash:
             return self.training
-        return training_key(load(former, Plan)) if progress.plan.isalnum() and former.exists() else None
+        former = self._former(progress)
+        return None if former is None else training_key(former)
+
+    def _former(self, progress: TrainingProgress) -> Plan | None:
+        """The run's former plan that made a checkpoint, where it is kept."""
+        path = self.worker.run.plans / f"{progress.plan}.json"
+        return load(path, Plan) if progress.plan.isalnum() and path.exists() else None
 
     def _adopt(self, progress: TrainingProgress) -> None:
         plan, run = self.worker.plan, self.worker.run
         if self._training_of(progress) != self.training:
+            former = self._former(progress)
+            unlike = "model, text or training" if former is None else joined(unlike_training(former, plan))
             raise Refusal(
                 "plan-mismatch", what="the checkpoint belongs to another training", where=run.checkpoints,
-                fact=f"plan {progress.plan}, which made it, has another model, text or training than plan {plan.hash}",
+                fact=f"plan {progress.plan}, which made it, has another {unlike} than plan {plan.hash}",
                 remedy="restore this run's plan.json, or start a new run: farspan train run.yaml --run NEW_FOLDER",
             )  # fmt: skip
         self.progress = replace(progress, plan=plan.hash, training=self.training)

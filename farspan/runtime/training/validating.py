@@ -11,6 +11,10 @@ from farspan.runtime.training.parts import Worker
 from farspan.runtime.training.shared_clock import SharedClock
 from farspan.runtime.training.validation import LossSums, Validation
 
+#: A validation is clearly worse than the best where its loss is higher by so many standard errors of the mean. Both
+#: read the same windows, so what separates them varies about a tenth as much as the mean itself: twice that.
+CLEARLY = 0.2
+
 
 class Measured(NamedTuple):
     """A validation's losses: of all windows that it read, and of the sample by which all are judged; None of those in
@@ -30,7 +34,7 @@ class Validations:
         self, worker: Worker, validation: Validation, pacing: SharedClock, monotonic: Callable[[], float]
     ) -> None:
         self._worker, self._validation, self._pacing, self._monotonic = worker, validation, pacing, monotonic
-        #: The best loss so far, and validations in a row without a better one.
+        #: The best loss so far, and validations since of which each is clearly worse.
         self.best_loss: float | None = None
         self.stale = 0
         #: The step whose state was validated last, -1 where it is to be read again.
@@ -49,14 +53,18 @@ class Validations:
         return Measured(sums, sample, last, known, self._monotonic() - began)
 
     def judge(self, step: int, measured: Measured) -> bool:
-        """Whether no validation's sample had so small a loss; counted where it is not."""
+        """Whether no validation's sample had so small a loss; counted where it is clearly worse, with those since the
+        best before it."""
         self.step, self._sample = step, measured.sample
         if measured.known:
             return False
         loss = measured.sample.mean
-        best = self.best_loss is None or loss < self.best_loss
-        self.best_loss, self.stale = (loss, 0) if best else (self.best_loss, self.stale + 1)
-        return best
+        if self.best_loss is None or loss < self.best_loss:
+            self.best_loss, self.stale = loss, 0
+            return True
+        noise = CLEARLY * (measured.sample.standard_error(math.inf) or 0.0)
+        self.stale = self.stale + 1 if loss > self.best_loss + noise else 0
+        return False
 
     def told(self, step: int, measured: Measured, best: bool) -> Validated:
         """What is reported of a validation; of the last one also its loss on the sample that others read."""

@@ -47,7 +47,7 @@ class LossSums(NamedTuple):
         """Nats a token."""
         return self.loss / max(1, self.tokens)
 
-    def standard_error(self, of: int) -> float | None:
+    def standard_error(self, of: float) -> float | None:
         """Of the mean, as an estimate of that of all `of` windows: of a ratio, from a sample without replacement
         (Cochran 1977, equation 6.13). 0 where all were read, None where fewer than two of more were."""
         if self.windows >= of:
