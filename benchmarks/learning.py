@@ -2,10 +2,10 @@
 
     python -m benchmarks.learning [--only NAME ...] [--seeds 0] [--steps 420] [--work FOLDER]
 
-Each run is a real `farspan train` of 2.9 M parameters (context 256, 8 sequences a step), one to a core and as many at a
-time as there are cores, over two texts: the built-in corpus, and the source of Python's standard library. Settings with
-"-few" read 120 k tokens of it again and again. What is finished is kept: a row of benchmarks/results/learning.jsonl
-each, with the whole curve. Ends with a table of all rows.
+Each run is a real `farspan train` of 2.9 M parameters, or as many as its name says (context 256, 2,048 tokens a step),
+one to a core and as many at a time as there are cores, over two texts: the built-in corpus, and the source of Python's
+standard library. Settings with "-few" read 120 k tokens of it again and again. What is finished is kept: a row of
+benchmarks/results/learning.jsonl each, with the whole curve. Ends with a table of all rows.
 """
 
 from __future__ import annotations
@@ -22,31 +22,42 @@ from datetime import date
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
+from msgspec import to_builtins
+
+from farspan.domain.codec import load
+from farspan.domain.corpus import CorpusManifest
+from farspan.domain.model import parameters
 from farspan.domain.results import Finished, Started, Step, Validated, read_events
-from farspan.domain.run import RunFolder
+from farspan.domain.run import RunFolder, RunRecord
 
 RESULTS = Path(__file__).parent / "results" / "learning.jsonl"
-BASE = (
-    "size=tiny", "tokenizer.vocab=8192", "train.batch.global=8 sequences", "train.recipe=plain", "train.floor=0.0",
-    "train.optimizer.lr=3e-3", "checkpoint.every=10m", "checkpoint.keep=1",
-)  # fmt: skip
-MUON = "train.optimizer.kind=muon"
-#: The keys of each setting beside BASE.
+SHARED = ("tokenizer.vocab=8192", "checkpoint.every=10m", "checkpoint.keep=1")
+#: What a knob is tried on, one at a time.
+BASE = ("size=tiny", "train.batch.global=8 sequences", "train.recipe=plain", "train.floor=0.0")
+MUON = (*BASE, "train.optimizer.kind=muon", "train.optimizer.lr=6e-3")
+#: The keys of each setting beside SHARED.
 SETTINGS: dict[str, tuple[str, ...]] = {
-    **{f"adamw-{lr}": (f"train.optimizer.lr={lr}",) for lr in ("1.4e-3", "3e-3", "6e-3", "1e-2")},
-    **{f"muon-{lr}": (MUON, f"train.optimizer.lr={lr}") for lr in ("1.4e-3", "3e-3", "6e-3", "1e-2")},
-    "muon-floor": (MUON, "train.floor=0.1"),
-    "muon-wsd": (MUON, "train.schedule=wsd"),
-    "muon-average": (MUON, "train.optimizer.average=0.98"),
-    "muon-wsd-average": (MUON, "train.schedule=constant", "train.optimizer.average=0.98"),
-    "muon-halfbatch": (MUON, "train.batch.global=4 sequences"),
-    "muon-few": (MUON,),
-    "adamw-few": (),
-    **{f"muon-few-decay-{wd}": (MUON, f"train.optimizer.weight_decay={wd}") for wd in (0.5, 1.5)},
-    **{f"muon-few-dropout-{p}": (MUON, f"train.dropout={p}") for p in (0.1, 0.2, 0.3)},
-    "muon-few-mask": (MUON, "train.mask=0.1"),
-    "muon-few-reshuffle": (MUON, "train.reshuffle=true"),
-    "muon-few-average": (MUON, "train.optimizer.average=0.98"),
+    # What `farspan train` does by itself, and what it did before there was a recipe; and the recipe at other sizes.
+    "recipe": ("size=tiny",),
+    "before": ("size=tiny", "train.recipe=plain"),
+    "recipe-few": ("size=tiny",),
+    "before-few": ("size=tiny", "train.recipe=plain"),
+    "recipe-6m": ("size=6m",),
+    "recipe-15m": ("size=15m",),
+    "before-15m": ("size=15m", "train.recipe=plain"),
+    # Knobs.
+    **{f"adamw-{lr}": (*BASE, f"train.optimizer.lr={lr}") for lr in ("3e-3", "6e-3", "1.2e-2")},
+    **{f"muon-{lr}": (*MUON, f"train.optimizer.lr={lr}") for lr in ("3e-3", "6e-3", "1.2e-2", "2.4e-2")},
+    "muon-floor": (*MUON, "train.floor=0.1"),
+    "muon-wsd": (*MUON, "train.schedule=wsd"),
+    "muon-average": (*MUON, "train.optimizer.average=0.98"),
+    "muon-halfbatch": (*MUON, "train.batch.global=4 sequences"),
+    "muon-few": MUON,
+    **{f"muon-few-decay-{wd}": (*MUON, f"train.optimizer.weight_decay={wd}") for wd in (0.5, 1.5)},
+    **{f"muon-few-dropout-{p}": (*MUON, f"train.dropout={p}") for p in (0.1, 0.2, 0.3)},
+    "muon-few-mask": (*MUON, "train.mask=0.1"),
+    "muon-few-reshuffle": (*MUON, "train.reshuffle=true"),
+    "muon-few-average": (*MUON, "train.optimizer.average=0.98"),
 }
 #: Bytes of text that hold about 120 k tokens.
 FEW_BYTES = 450_000
@@ -86,7 +97,7 @@ def train(core: int, run: Path, text: str, keys: tuple[str, ...]) -> None:
     config.write_text(f"data: {{source: {text}, val: {'25%' if text.endswith('few') else '5%'}}}\n")
     command = ["resume", str(run)] if run.exists() else ["train", str(config), "--run", str(run)]
     if not run.exists():
-        command += [part for key in (*BASE, *keys) for part in ("--set", key)]
+        command += [part for key in (*SHARED, *keys) for part in ("--set", key)]
     with open(run.with_suffix(".log"), "ab") as log:
         subprocess.run(
             [sys.executable, "-m", "farspan", *command], stdout=log, stderr=log, check=True,
@@ -100,12 +111,15 @@ def row(name: str, text: str, seed: int, run: Path) -> dict[str, object]:
     steps = [event for event in events if isinstance(event, Step)]
     validated, plan = [event for event in events if isinstance(event, Validated)], RunFolder(run).load_plan()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    record, corpus = load(RunFolder(run).record, RunRecord), load(RunFolder(run).corpus, CorpusManifest)
     return {
         "name": name, "text": text, "seed": seed, "steps": plan.train.steps, "step_tokens": plan.train.tokens_per_step,
         "final_loss": validated[-1].loss, "best_loss": min(event.loss for event in validated),
         "median_step_s": statistics.median(event.step_s for event in steps),
         "validated": [[event.step, event.loss] for event in validated],
         "trained": [[event.step, round(event.loss, 4)] for event in steps[9::10]],
+        "parameters": parameters(plan.model), "unique_tokens": corpus.train.tokens,
+        "optimizer": to_builtins(plan.train.optimizer), "forecast": to_builtins(record.forecast),
         "plan": plan.hash, "commit": commit, "date": date.today().isoformat(),
         "environment": {key: getattr(started.environment, key) for key in started.environment.__struct_fields__},
     }  # fmt: skip

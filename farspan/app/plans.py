@@ -17,11 +17,13 @@ from farspan.domain.cluster_json import save_cluster_json
 from farspan.domain.codec import content_hash, convert, parse_json, read_bytes, save, write_atomically
 from farspan.domain.config import ParallelConfig, RunConfig
 from farspan.domain.corpus import CorpusManifest
-from farspan.domain.model import ModelSpec
+from farspan.domain.forecast import Forecast
+from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.plan import Plan, unsound
 from farspan.domain.problems import Refusal, command
 from farspan.domain.results import Estimate
 from farspan.domain.run import RunFolder, RunRecord
+from farspan.estimate.forecast import forecast
 from farspan.planning.outcome import nothing_runs
 from farspan.planning.select import Selection
 from farspan.semantics.identity import identity, lasting
@@ -36,6 +38,7 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
     plan: Plan
     estimate: Estimate
     resolved: Resolved
+    forecast: Forecast | None = None
 
 
 def best_plan(
@@ -62,6 +65,26 @@ def best_plan(
         progress(Chosen(selection))
     learned = msgspec.structs.replace(resolved, cluster=ranking.cluster)
     return Planned(plan=best.plan, estimate=best.estimate, resolved=learned)
+
+
+def with_forecast(planned: Planned) -> Planned:
+    """With the loss that its run from random weights is expected to reach, where the fit knows its kind: text is
+    counted, a few seconds."""
+    train = planned.plan.train
+    if train.optimizer.muon is msgspec.UNSET or train.schedule.kind == "constant":
+        return planned
+    from farspan.corpus.counting import counted
+    from farspan.corpus.tokens import TokenFile
+
+    resolved, estimate = planned.resolved, planned.estimate
+    tokens = estimate.steps_done * train.tokens_per_step * estimate.token_efficiency
+    corpus, folder = resolved.corpus, resolved.corpus_folder
+    text, val = TokenFile.open(folder, "train", corpus), TokenFile.open(folder, "val", corpus)
+    expected = forecast(
+        counted(text.tokens, val.tokens, corpus.vocab_size, tokens), parameters=parameters(resolved.model),
+        unique_tokens=corpus.train.tokens, tokens=tokens,
+    )  # fmt: skip
+    return msgspec.structs.replace(planned, forecast=expected)
 
 
 def write_plan(plan: Plan, cluster: Cluster, path: Path) -> None:

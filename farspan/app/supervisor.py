@@ -112,7 +112,7 @@ class Supervisor:
         if self._shown != plan.hash:
             if self._shown is not None:
                 self._progress(Ended())
-            self._progress(Training(plan))
+            self._progress(Training(plan, load(self._run.record, RunRecord).forecast))
             self._shown = plan.hash
 
     def _take(self, event: Event) -> None:

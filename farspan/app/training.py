@@ -10,7 +10,7 @@ from farspan.app import clusters
 from farspan.app.checks import refuse_existing, require_torch
 from farspan.app.configs import refuse_edited
 from farspan.app.jobs import registered
-from farspan.app.plans import Planned, best_plan, write_planned
+from farspan.app.plans import Planned, best_plan, with_forecast, write_planned
 from farspan.app.reporting import Report, write_report
 from farspan.app.resolving import resolve
 from farspan.app.updates import Ended, Note, Progress, silent
@@ -33,6 +33,8 @@ def start(path: Path, config: RunConfig, progress: Progress = silent, *, table: 
 def make(path: Path, config: RunConfig, planned: Planned, progress: Progress = silent) -> RunFolder:
     """Tell what a plan will take, and make its run directory at `path`."""
     resolved = planned.resolved
+    if config.model.path is None:
+        planned = with_forecast(planned)
     progress(planned)
     _refuse_full_devices(planned)
     # Again: it may have been made while this run was planned.
@@ -43,7 +45,7 @@ def make(path: Path, config: RunConfig, planned: Planned, progress: Progress = s
         corpus=str(resolved.corpus_folder.resolve()), command=tuple(sys.argv),
         created=datetime.now(UTC).isoformat(timespec="seconds"), warnings=resolved.warnings,
         initial=str(Path(config.model.path).expanduser().resolve()) if config.model.path else None,
-        launcher=clusters.launcher(config.parallel), asked=config,
+        launcher=clusters.launcher(config.parallel), asked=config, forecast=planned.forecast,
     )  # fmt: skip
     write_atomically(run.corpus, to_json(resolved.corpus))
     write_atomically(run.tokenizer, (resolved.corpus_folder / "tokenizer.json").read_bytes())

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:  # A search tells notes alone, and is to answer at once.
+    from farspan.domain.forecast import Forecast
     from farspan.domain.plan import Plan
     from farspan.domain.problems import Problem
     from farspan.domain.trial import Trial
@@ -53,6 +54,7 @@ class Training(msgspec.Struct, frozen=True):
     """Workers start; the events of their run follow."""
 
     plan: Plan
+    forecast: Forecast | None = None
 
 
 class Faulted(msgspec.Struct, frozen=True):

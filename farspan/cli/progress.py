@@ -11,10 +11,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from farspan.domain.forecast import Forecast
 from farspan.domain.model import train_flops_per_token
 from farspan.domain.plan import Plan
 from farspan.domain.results import Event, Finished, Recovered, Saved, Started, Step, Validated, Warned
 from farspan.domain.units import counted, format_bytes, format_count, format_seconds
+from farspan.estimate.forecast import revised
 from farspan.report.losses import told
 from farspan.report.so_far import SoFar
 from farspan.report.text import ENDINGS, maybe
@@ -24,14 +26,16 @@ LINE_S = 10.0
 
 
 class TrainingDisplay:
-    """Shows events one at a time: `with Progress(plan, console, time.time) as progress: progress.show(event)`.
+    """Shows events one at a time: `with TrainingDisplay(plan, console, time.time) as progress: progress.show(event)`.
 
     `clock` gives seconds since the epoch, as `Event.at`. Only events of this start are shown, not those of starts
     before a resumption.
     """
 
-    def __init__(self, plan: Plan, console: Console, clock: Callable[[], float]) -> None:
-        self._plan, self._console, self._clock = plan, console, clock
+    def __init__(
+        self, plan: Plan, console: Console, clock: Callable[[], float], forecast: Forecast | None = None
+    ) -> None:
+        self._plan, self._console, self._clock, self._forecast = plan, console, clock, forecast
         #: Of show's thread; the live display is drawn in another one.
         self._so_far = SoFar(plan.train.steps)
         self._line_at = float("-inf")
@@ -85,8 +89,17 @@ class TrainingDisplay:
         facts = [f"loss {last.loss:.3f}"]
         if validated is not None:
             facts.append(f"val {validated.loss:.3f} {_read_of(validated)}".rstrip())
+            if (end := self._at_the_end(validated)) is not None:
+                facts.append(f"{end:.2f} expected at the end")
         facts += [f"{tokens_per_s:,.0f} tokens/s", f"MFU {self._mfu(tokens_per_s)}", format_bytes(last.memory_bytes)]
         return [*facts, f"ETA {format_seconds(self._so_far.left_s())}"]
+
+    def _at_the_end(self, validated: Validated) -> float | None:
+        share = validated.step / self._so_far.steps
+        if self._forecast is None or share >= 1:
+            return None
+        expected = revised(self._forecast, self._plan.train.schedule, share, validated.loss)
+        return None if expected is None else expected[0]
 
     def _mfu(self, tokens_per_s: float) -> str:
         peak_flops = self._so_far.started.peak_flops if self._so_far.started else None

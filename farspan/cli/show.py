@@ -45,7 +45,7 @@ class Show:
             case Planned():
                 self._planned(update)
             case Training():
-                self._live = TrainingDisplay(update.plan, self._rich(), time.time)
+                self._live = TrainingDisplay(update.plan, self._rich(), time.time, update.forecast)
                 self._live.__enter__()
             case Ended():
                 self._end()
@@ -58,7 +58,7 @@ class Show:
     def _planned(self, planned: Planned) -> None:
         from farspan.report.text import plan_line
 
-        self._console.say(plan_line(planned.plan, planned.estimate, planned.resolved.corpus))
+        self._console.say(plan_line(planned.plan, planned.estimate, planned.resolved.corpus, planned.forecast))
         for warning in planned.resolved.warnings:
             self._console.say(f"warning: {warning}")
 

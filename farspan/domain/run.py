@@ -13,6 +13,7 @@ import msgspec
 
 from farspan.domain.codec import load
 from farspan.domain.config import RunConfig
+from farspan.domain.forecast import Forecast
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, command, nearest
 
@@ -71,6 +72,8 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     launcher: str = "local"
     #: run.yaml as it was when the run was made; None of runs that earlier versions made.
     asked: RunConfig | None = None
+    #: Of random weights; None where the text is too short to say, and of runs that earlier versions made.
+    forecast: Forecast | None = None
 
     @property
     def corpus_folder(self) -> Path:

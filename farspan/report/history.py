@@ -10,6 +10,7 @@ import msgspec
 
 from farspan.domain.codec import load, read_bytes
 from farspan.domain.corpus import CorpusManifest
+from farspan.domain.forecast import Forecast
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Refusal, command
 from farspan.domain.results import (
@@ -116,6 +117,7 @@ class RunHistory(msgspec.Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...]
     history: History
     others: dict[int, History] = {}
+    forecast: Forecast | None = None
 
     @property
     def histories(self) -> dict[int, History]:
@@ -131,13 +133,13 @@ def open_run(path: Path) -> RunHistory:
             "not-a-run", what="the run has nothing to report yet", where=folder.events,
             fact="no worker has written an event", remedy=command("resume", path),
         )  # fmt: skip
-    history, plan = trace(read_events(folder.events)), folder.load_plan()
+    history, plan, record = trace(read_events(folder.events)), folder.load_plan(), load(folder.record, RunRecord)
     warned = (warning.message for warning in history.warnings)
     return RunHistory(
         folder=path, plan=plan, corpus=load(folder.corpus, CorpusManifest),
         config=read_bytes(folder.config).decode(errors="backslashreplace"),
-        warnings=tuple(dict.fromkeys((*load(folder.record, RunRecord).warnings, *warned))), history=history,
-        others=_others(folder, len(plan.devices)),
+        warnings=tuple(dict.fromkeys((*record.warnings, *warned))), history=history,
+        others=_others(folder, len(plan.devices)), forecast=record.forecast,
     )  # fmt: skip
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from farspan.domain.corpus import CorpusManifest
+from farspan.domain.forecast import Forecast
 from farspan.domain.model import parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import command
 from farspan.domain.results import RESERVE, Estimate, Measurement
 from farspan.domain.units import counted, format_bytes, format_count, format_seconds, format_usd, short_time
+from farspan.estimate.forecast import revised
 from farspan.report import losses
 from farspan.report.compared import Comparison
 from farspan.report.compared_text import memory_rows, part_rows, sentences
@@ -35,17 +37,20 @@ def model_line(plan: Plan) -> str:
     return f"{model.family}-like, {layers} x {model.d_model}, {count} parameters"
 
 
-def plan_line(plan: Plan, estimate: Estimate, corpus: CorpusManifest) -> str:
+def plan_line(plan: Plan, estimate: Estimate, corpus: CorpusManifest, forecast: Forecast | None = None) -> str:
     """One line before training: the model, what it reads, and what that is predicted to take."""
     train = plan.train
     epochs = train.steps * train.tokens_per_step / corpus.train.tokens
     times = f"{epochs:.2g}" if epochs < 10 else f"{epochs:,.0f}"
     cost = f", {money(estimate.usd)}" if estimate.usd is not None else ""
     devices = f" on {len(plan.devices)} devices" if len(plan.devices) > 1 else ""
+    loss = ""
+    if forecast is not None:
+        loss = f", validation loss {forecast.loss:.2f} ({forecast.interval[0]:.2f} to {forecast.interval[1]:.2f})"
     return (
         f"{model_line(plan)} · {format_count(corpus.train.tokens)} tokens x {times} epoch{'s' * (times != '1')} = "
         f"{counted(train.steps, 'step')} of {train.tokens_per_step:,} tokens · "
-        f"predicted {format_seconds(estimate.run_s)}, {format_bytes(estimate.memory_bytes)}{cost}{devices}"
+        f"predicted {format_seconds(estimate.run_s)}, {format_bytes(estimate.memory_bytes)}{cost}{devices}{loss}"
     )
 
 
@@ -135,7 +140,21 @@ def comparison(run: RunHistory, measured: Measurement | None) -> list[tuple[str,
     ]
     if estimate.usd is not None and measured.usd is not None:
         rows.append(_row(f"money{part}", estimate.usd * share, measured.usd, money))
-    return rows
+    return rows + _loss_rows(run)
+
+
+def _loss_rows(run: RunHistory) -> list[tuple[str, str, str, str]]:
+    """The loss of a run that has ended as it was expected before, and after the first fifth; the last column is what
+    lies between."""
+    expected, end, steps = run.forecast, losses.last(run), run.history.steps
+    if expected is None or end is None or run.history.reason not in COMPLETE:
+        return []
+    told, whole = [("validation loss", expected.loss)], steps[-1].step.steps or run.plan.train.steps
+    for event in run.history.validations:
+        if (later := revised(expected, run.plan.train.schedule, event.step / whole, event.loss)) is not None:
+            told.append((f"the same, from step {event.step:,}", later[0]))
+            break
+    return [(what, f"{loss:.3f}", f"{end.loss:.3f}", f"{end.loss - loss:+.3f}") for what, loss in told]
 
 
 def _row(what: str, predicted: float, measured: float, show: Callable[[float], str]) -> tuple[str, str, str, str]:

@@ -6,8 +6,9 @@ import argparse
 
 from farspan.cli.arguments import find_run, takes_run
 from farspan.cli.console import Console
+from farspan.domain.codec import load
 from farspan.domain.problems import Refusal, command
-from farspan.domain.run import RunFolder
+from farspan.domain.run import RunFolder, RunRecord
 
 HELP = "show what a run has said so far"
 
@@ -43,7 +44,8 @@ def _events(folder: RunFolder, console: Console, *, follow: bool) -> None:
 
     now = 0.0
     plain = rich.console.Console(stderr=console.json, force_terminal=False, color_system=None)
-    with TrainingDisplay(folder.load_plan(), plain, lambda: now) as display:
+    forecast = load(folder.record, RunRecord).forecast
+    with TrainingDisplay(folder.load_plan(), plain, lambda: now, forecast) as display:
         for event in events(folder, follow=follow):
             now = event.at
             display.show(event)

@@ -1,0 +1,66 @@
+"""The validation loss at a run's end: before it from counts of its own text, and on the way from what it has reached.
+
+    L = C(min(D, U)) + a + b ln D + c ln(D / U, at least 1) + d ln N
+
+C(D) is the cross-entropy of counts of three tokens in a row over D tokens (`corpus.counting`), which knows how hard
+the text is; D are the tokens read, U those that there are, N parameters. On the way, a loss v after a share x of the
+run is above L(x D) by g(x), which falling learning rates still take away, and by what this run does worse:
+
+    L_end = L(D) + v - L(x D) - g(x)
+"""
+
+from __future__ import annotations
+
+import math
+
+from farspan.domain.forecast import Forecast
+from farspan.domain.train import Schedule
+
+#: a, b, c and d of L, and g = GAP (1 + cos(pi x)) / 2 of the cosine schedule. [fitted] on the runs of the recipe in
+#: benchmarks/results/learning.jsonl
+A, B, C, D, GAP = 2.0, -0.09, -0.12, -0.02, 0.25
+#: Half of the interval before training, and from a fifth of the run on: twice the standard deviation of what the fit
+#: leaves. [fitted] on the same.
+BEFORE, ON_THE_WAY = 0.3, 0.1
+#: From this share of a run on its own losses say more than the fit.
+EARLIEST = 0.2
+#: What repeats beyond so many teach is not in the fit.
+MOST_REPEATS = 16.0
+
+
+def forecast(
+    counted: tuple[tuple[float, float], ...], *, parameters: float, unique_tokens: float, tokens: float
+) -> Forecast | None:
+    """Of a run that reads so many tokens; None where the text is too short to be counted."""
+    if not counted:
+        return None
+    loss = _loss(counted, parameters, unique_tokens, tokens)
+    return Forecast(
+        loss=loss, interval=(loss - BEFORE, loss + BEFORE), parameters=parameters, unique_tokens=unique_tokens,
+        tokens=tokens, counted=counted,
+    )  # fmt: skip
+
+
+def revised(before: Forecast, schedule: Schedule, share: float, loss: float) -> tuple[float, float] | None:
+    """(loss at the end, half of its interval) from a validation's loss after a share of the run; None before EARLIEST,
+    and of another schedule than the cosine."""
+    if schedule.kind != "cosine" or not EARLIEST <= share < 1:
+        return None
+    there = _loss(before.counted, before.parameters, before.unique_tokens, share * before.tokens)
+    gap = GAP * (1 + math.cos(math.pi * share)) / 2
+    return before.loss + loss - there - gap, ON_THE_WAY * (1 - share)
+
+
+def _loss(counted: tuple[tuple[float, float], ...], parameters: float, unique: float, tokens: float) -> float:
+    repeats = min(MOST_REPEATS, max(1.0, tokens / unique))
+    offset = A + B * math.log(tokens) + C * math.log(repeats) + D * math.log(parameters)
+    return _nats(counted, min(tokens, unique)) + offset
+
+
+def _nats(counted: tuple[tuple[float, float], ...], tokens: float) -> float:
+    """Linear in ln(tokens) between what was counted, and on from the last two."""
+    if len(counted) == 1:
+        return counted[0][1]
+    upper = next((i for i in range(1, len(counted) - 1) if counted[i][0] >= tokens), len(counted) - 1)
+    (few, high), (many, low) = counted[upper - 1], counted[upper]
+    return high + (low - high) * math.log(tokens / few) / math.log(many / few)

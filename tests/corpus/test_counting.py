@@ -1,0 +1,54 @@
+"""Counts of three tokens in a row against the textbook's formula, one token at a time."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from farspan.corpus.counting import DISCOUNT, PIECE, counted, trigram_nats
+
+V = 6
+
+
+def probability(train: list[int], history: tuple[int, ...], word: int, highest: bool = True) -> float:
+    """Interpolated Kneser-Ney (Chen and Goodman 1999, equations 25 to 28), as it is written."""
+    n = len(history) + 1
+    grams = [tuple(train[i : i + n]) for i in range(len(train) - n + 1)]
+    counts = Counter(grams)
+    if not highest:
+        longer = {tuple(train[i : i + n + 1]) for i in range(len(train) - n)}
+        counts = Counter(gram[1:] for gram in longer)
+    lower = probability(train, history[1:], word, highest=False) if history else 1 / V
+    total = sum(count for gram, count in counts.items() if gram[:-1] == history)
+    if not total:
+        return lower
+    kinds = sum(gram[:-1] == history for gram in counts)
+    own = max(counts[(*history, word)] - DISCOUNT, 0)
+    return own / total + DISCOUNT * kinds / total * lower
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_counts_are_the_textbooks(seed: int):
+    rng = np.random.default_rng(seed)
+    train, val = (rng.choice(V, size, p=rng.dirichlet(np.ones(V))) for size in (int(rng.integers(4, 120)), 25))
+    told = [-math.log(probability(train.tolist(), tuple(val[i : i + 2]), val[i + 2])) for i in range(len(val) - 2)]
+    assert trigram_nats(train, val, V) == pytest.approx(sum(told) / len(told), rel=1e-9)
+
+
+def test_more_text_predicts_better_and_what_is_not_there_is_not_counted():
+    rng = np.random.default_rng(0)
+    follows = rng.dirichlet(np.full(50, 0.1), 50)
+    tokens = [0]
+    for _ in range(20_000):
+        tokens.append(int(rng.choice(50, p=follows[tokens[-1]])))
+    text = np.array(tokens, np.uint16)
+    found = counted(text[:16_000], text[16_000:], 50, 1e9)
+    assert [size for size, _ in found] == [16_000 // PIECE // part * PIECE for part in (16, 4, 1)]
+    assert found[0][1] > found[1][1] > found[2][1]
+    entropy = -float(np.mean(np.sum(follows * np.log(follows + 1e-300), 1)))
+    assert entropy - 0.1 < found[2][1] < entropy + 0.5
+    assert counted(text[:16_000], text[16_000:], 50, 3 * PIECE)[-1][0] == 3 * PIECE
+    assert counted(text[:10], text[:10], 50, 1e9) == ()

@@ -1,0 +1,54 @@
+"""The expected loss follows the text's own counts, and a run's own losses more and more."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from farspan.domain.forecast import Forecast
+from farspan.domain.train import Schedule
+from farspan.estimate.forecast import BEFORE, EARLIEST, forecast, revised
+
+COUNTED = ((50_000.0, 6.0), (200_000.0, 5.4), (800_000.0, 4.6))
+COSINE = Schedule(floor=0.0)
+
+
+def expected(tokens: float, *, parameters: float = 3e6, unique: float = 1e9, counted=COUNTED) -> Forecast:
+    found = forecast(counted, parameters=parameters, unique_tokens=unique, tokens=tokens)
+    assert found is not None
+    return found
+
+
+def test_a_harder_text_is_expected_to_be_harder_by_as_much():
+    easier = tuple((tokens, nats - 1.5) for tokens, nats in COUNTED)
+    for tokens in (60_000.0, 200_000.0, 5e6):
+        assert expected(tokens).loss - expected(tokens, counted=easier).loss == pytest.approx(1.5)
+        low, high = expected(tokens).interval
+        assert (low, high) == pytest.approx((expected(tokens).loss - BEFORE, expected(tokens).loss + BEFORE))
+
+
+def test_more_text_and_more_parameters_are_never_expected_to_teach_less():
+    rng = random.Random(0)
+    for _ in range(200):
+        tokens, unique, size = (10 ** rng.uniform(4.5, 7.5) for _ in range(3))
+        base = expected(tokens, unique=unique, parameters=size).loss
+        assert expected(1.3 * tokens, unique=unique, parameters=size).loss < base
+        assert expected(tokens, unique=1.3 * unique, parameters=size).loss <= base + 1e-9
+        assert expected(tokens, unique=unique, parameters=1.3 * size).loss < base
+
+
+def test_near_the_end_a_run_is_expected_to_end_where_it_is():
+    before = expected(500_000.0)
+    told = [revised(before, COSINE, share, 5.0) for share in (EARLIEST / 2, EARLIEST, 0.5, 0.9, 0.999, 1.0)]
+    assert told[0] is None and told[-1] is None
+    losses = [one[0] for one in told if one is not None]
+    assert losses == sorted(losses) and losses[-1] == pytest.approx(5.0, abs=0.01)
+    halves = [one[1] for one in told if one is not None]
+    assert halves == sorted(halves, reverse=True) and 0 < halves[0] < BEFORE
+
+
+def test_what_the_fit_does_not_know_is_not_told():
+    assert forecast((), parameters=3e6, unique_tokens=100.0, tokens=100.0) is None
+    assert revised(expected(1e6), Schedule(kind="constant"), 0.5, 5.0) is None
+    assert expected(1e6, counted=COUNTED[:1]).loss < 10
