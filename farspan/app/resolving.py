@@ -46,7 +46,9 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
         """Dotted key -> value and origin, for every value that was chosen or given."""
         parts = {"model": msgspec.to_builtins(self.model), "train": msgspec.to_builtins(self.train)}
         optimizer = parts["train"].pop("optimizer")
-        optimizer = {"optimizer": "muon" if optimizer.pop("muon", None) else "adamw", **optimizer}
+        muon = optimizer.pop("muon", {})
+        optimizer = {"optimizer": "muon" if muon else "adamw", **optimizer}
+        optimizer |= {"embedding": muon["embedding"]} if muon else {}
         parts["train"].update(optimizer, **parts["train"].pop("schedule"), **msgspec.to_builtins(self.train.regular))
         parts["train"].pop("regularization", None)
         return {

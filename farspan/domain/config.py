@@ -70,6 +70,8 @@ class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     beta1: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.95
     clip: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 1.0
+    #: How many times `lr` embedding and head take where Muon updates the rest.
+    embedding: Literal["auto"] | Annotated[float, msgspec.Meta(gt=0, le=100)] = "auto"
     #: Share of the weights' moving average that a step leaves; 0 keeps none.
     average: Literal["auto"] | Annotated[float, msgspec.Meta(ge=0, lt=1)] = "auto"
 

@@ -18,6 +18,8 @@ class Muon(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     momentum: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.95
     iterations: Annotated[int, msgspec.Meta(ge=1, le=20)] = 5
+    #: How many times the learning rate embedding and head take, which AdamW updates.
+    embedding: Annotated[float, msgspec.Meta(gt=0, le=100)] = 1.0
 
 
 class Optimizer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

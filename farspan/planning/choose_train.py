@@ -37,15 +37,6 @@ FEWEST_BATCH_TOKENS = 2048
 MOST_PROBE_TOKENS = 8192
 
 
-def learning_rate(count: int) -> float:
-    """Peak learning rate for `count` parameters: 0.1325 N^-0.305, at most 3e-3.
-
-    Least squares in logarithms over the eight models (125M to 175B) of GPT-3's table 2.1 (arXiv 2005.14165). Below
-    125M it is extrapolated, and the cap keeps it where small transformers are known to train.
-    """
-    return min(3e-3, float(f"{0.1325 * count**-0.305:.2g}"))
-
-
 def batch_tokens(run_tokens: float) -> float:
     """Tokens of a step for a run over so many tokens: 0.58 D^0.571, FEWEST_BATCH_TOKENS at least.
 
@@ -57,14 +48,13 @@ def batch_tokens(run_tokens: float) -> float:
 def draft(config: RunConfig, chosen: ChosenModel, workers: int) -> TrainSpec:
     """What the probe trains to measure this model on one device: all that run.yaml settles by itself; `batch` is the
     sequences that the device is likely to get at a time."""
-    asked, seq_len, lr = config.train, chosen.seq_len, config.train.optimizing.lr
-    lr = learning_rate(parameters(chosen.model)) if lr == "auto" else lr
+    asked, seq_len = config.train, chosen.seq_len
     rows = asked.batch.per_device or FEWEST_BATCH_TOKENS // seq_len
     if asked.batch.global_ is not None:
         rows = asked_rows(asked.batch.global_, seq_len) // workers
     return TrainSpec(
         steps=1, batch=max(1, min(rows, MOST_PROBE_TOKENS // seq_len)), seq_len=seq_len, precision="fp32",
-        optimizer=drafted_optimizer(asked, lr),
+        optimizer=drafted_optimizer(asked, parameters(chosen.model)),
         schedule=Schedule(kind=asked.schedule), attention="sdpa" if asked.attention == "auto" else asked.attention,
         recompute=asked.recompute, wan_bits=asked.wan_bits, compile=asked.compile, seed=asked.seed,
         keep=config.checkpoint.keep, checkpoint_every_s=save_every_s(config),
@@ -101,7 +91,6 @@ def choose_train(
         "train.steps": steps_from,
         "train.batch": batch_from,
         "train.precision": precision_from,
-        "train.lr": given_or(asked.optimizing.lr, "default: fitted on GPT-3's table 2.1 (arXiv 2005.14165)"),
         "train.warmup_steps": given_or(asked.warmup, "default: 5 % of the steps"),
         "train.deadline_s": "default: none" if end_s is None else "run.yaml: budget",
         "train.patience": given_or(asked.patience, f"default: {PATIENCE} beyond {FRESH_EPOCHS} epochs"),

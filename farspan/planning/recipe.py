@@ -8,8 +8,9 @@ import msgspec
 
 from farspan import models
 from farspan.domain.config import OptimizerKind, TrainConfig
-from farspan.domain.model import ModelSpec, matmul_parameters
+from farspan.domain.model import ModelSpec, matmul_parameters, parameters
 from farspan.domain.train import Muon, Optimizer, Regularization, TrainSpec
+from farspan.domain.units import format_count
 from farspan.semantics.matrices import matrices, update_flops
 
 #: A device's update of matrices may take this share of the step's arithmetic: Muon reaches AdamW's loss in about 0.7 of
@@ -22,6 +23,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
     optimizer: OptimizerKind
     weight_decay: float
+    embedding: float
     average: float
     floor: float
     dropout: float
@@ -30,14 +32,30 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 #: As small models are usually trained (nanoGPT, train.py, without its dropout).
-PLAIN = Recipe(optimizer="adamw", weight_decay=0.1, average=0.0, floor=0.1, dropout=0.0, mask=0.0, reshuffle=False)
+PLAIN = Recipe(
+    optimizer="adamw", weight_decay=0.1, embedding=1.0, average=0.0, floor=0.1, dropout=0.0, mask=0.0, reshuffle=False
+)
+#: Muon's peak learning rate at so many parameters (docs/log.md, one size); by others' it goes as AdamW's does.
+MUON_RATE, MUON_PARAMETERS = 6e-3, 2.9e6
 
 
 def studied(epochs: float) -> Recipe:
     """What was found best for a text that is read so many times (docs/log.md)."""
     return Recipe(
-        optimizer="auto", weight_decay=0.1, average=0.0, floor=0.0, dropout=0.0, mask=0.0, reshuffle=epochs > 1
-    )
+        optimizer="auto", weight_decay=0.1, embedding=3.0, average=0.0, floor=0.0, dropout=0.0, mask=0.0,
+        reshuffle=epochs > 1,
+    )  # fmt: skip
+
+
+def peak_rate(count: int, *, muon: bool = False) -> float:
+    """Peak learning rate for `count` parameters: AdamW's 0.1325 N^-0.305, at most 3e-3; Muon's goes as steeply.
+
+    Least squares in logarithms over the eight models (125M to 175B) of GPT-3's table 2.1 (arXiv 2005.14165). Below
+    125M it is extrapolated, and the cap keeps it where small transformers are known to train.
+    """
+    if muon:
+        return min(1e-2, float(f"{MUON_RATE * (count / MUON_PARAMETERS) ** -0.305:.2g}"))
+    return min(3e-3, float(f"{0.1325 * count**-0.305:.2g}"))
 
 
 def applied(
@@ -47,8 +65,8 @@ def applied(
     each; and where each value came from."""
     own, base = asked.optimizing, PLAIN if asked.recipe == "plain" else studied(epochs)
     given: dict[str, Any] = {
-        "optimizer": own.kind, "weight_decay": own.weight_decay, "average": own.average, "floor": asked.floor,
-        "dropout": asked.dropout, "mask": asked.mask, "reshuffle": asked.reshuffle,
+        "optimizer": own.kind, "weight_decay": own.weight_decay, "embedding": own.embedding, "average": own.average,
+        "floor": asked.floor, "dropout": asked.dropout, "mask": asked.mask, "reshuffle": asked.reshuffle,
     }  # fmt: skip
     origin = {
         f"train.{key}": f"default: recipe {asked.recipe}" if value == "auto" else "run.yaml"
@@ -60,18 +78,26 @@ def applied(
         share = updating_share(model, device_tokens)
         kind = "adamw" if share > MOST_UPDATE else "muon"
         origin["train.optimizer"] += f": updating matrices takes about {share:.0%} of a step's arithmetic"
+    muon = kind == "muon"
+    origin["train.lr"] = "run.yaml"
+    if own.lr == "auto":
+        lr = peak_rate(parameters(model), muon=muon and asked.recipe == "auto")
+        train = msgspec.structs.replace(train, optimizer=msgspec.structs.replace(train.optimizer, lr=lr))
+        name, count = "Muon" if muon else "AdamW", format_count(parameters(model))
+        origin["train.lr"] = f"default: recipe {asked.recipe}, {name} at {count} parameters"
     regular = Regularization(dropout=recipe.dropout, mask=recipe.mask, reshuffle=recipe.reshuffle)
     return msgspec.structs.replace(
-        train, optimizer=_optimizer(train.optimizer, recipe, muon=kind == "muon"),
+        train, optimizer=_optimizer(train.optimizer, recipe, muon=muon),
         schedule=msgspec.structs.replace(train.schedule, floor=recipe.floor),
         regularization=regular if regular != Regularization() else msgspec.UNSET,
     ), origin  # fmt: skip
 
 
-def drafted_optimizer(asked: TrainConfig, lr: float) -> Optimizer:
-    """What a probe trains with: Muon where it is asked for or may be chosen."""
+def drafted_optimizer(asked: TrainConfig, count: int) -> Optimizer:
+    """What a probe trains a model of `count` parameters with: Muon where it is asked for or may be chosen."""
     own = asked.optimizing
     plain = own.kind == "adamw" or (own.kind == "auto" and asked.recipe == "plain")
+    lr = peak_rate(count) if own.lr == "auto" else own.lr
     return Optimizer(
         lr=lr, beta1=own.beta1, beta2=own.beta2, clip=own.clip, muon=msgspec.UNSET if plain else Muon()
     )  # fmt: skip
@@ -88,5 +114,5 @@ def updating_share(model: ModelSpec, device_tokens: float) -> float:
 def _optimizer(drafted: Optimizer, recipe: Recipe, *, muon: bool) -> Optimizer:
     return msgspec.structs.replace(
         drafted, weight_decay=recipe.weight_decay, average=recipe.average or msgspec.UNSET,
-        muon=Muon() if muon else msgspec.UNSET,
+        muon=Muon(embedding=recipe.embedding) if muon else msgspec.UNSET,
     )  # fmt: skip

@@ -61,16 +61,20 @@ def lab(request: pytest.FixtureRequest):
 
 
 @pytest.fixture(scope="module")
-def calm(lab: str, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], RunFolder]:
+def calm(lab: str, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., RunFolder]:
     """Makes runs on a lab by a technique, which nothing disturbs; each once."""
-    return functools.cache(lambda technique: undisturbed(lab, technique, text, tmp_path_factory.mktemp("calm")))
+    return functools.cache(
+        lambda technique, reshuffle=True: undisturbed(lab, technique, text, tmp_path_factory.mktemp("calm"), reshuffle)
+    )
 
 
-def undisturbed(lab: str, technique: str, text: Path, folder: Path) -> RunFolder:
+def undisturbed(lab: str, technique: str, text: Path, folder: Path, reshuffle: bool) -> RunFolder:
     config = RunConfig(
         data=DataConfig(source=str(text), val="10%"), tokenizer=TokenizerConfig(vocab=300),
         model=ModelConfig(layers=3, d_model=32, heads=2, context=32),
-        train=TrainConfig(steps=STEPS, batch=BatchConfig(global_=6), precision="fp32", validate_every=STEPS),
+        train=TrainConfig(
+            steps=STEPS, batch=BatchConfig(global_=6), precision="fp32", validate_every=STEPS, reshuffle=reshuffle
+        ),
         parallel=ParallelConfig(cluster=f"lab:{lab}", technique=technique), checkpoint=CheckpointConfig(every="500ms"),
     )  # fmt: skip
     run = training.make(folder / "calm", config, best_plan(resolve(config, trial=False), config.parallel))
@@ -93,7 +97,8 @@ def test_seeded_faults_leave_the_losses_as_they_are_bit_by_bit(lab, calm, tmp_pa
 def test_a_link_that_is_cut_for_good_makes_another_plan_with_the_same_losses(lab, calm, tmp_path):
     if "three" in lab:
         pytest.skip("two sites are enough")
-    run = calm("data")
+    # One order of documents: where it changes, what rounding adds in 190 steps grows from 2e-7 to 2e-5.
+    run = calm("data", reshuffle=False)
     result = disturb(run, tmp_path / "disturbed", [parse("cut:utah>mass@60")])
     (made,) = result.injected
     assert made.replanned and result.problem is None

@@ -17,7 +17,7 @@ from farspan.domain.corpus import CorpusManifest, Split
 from farspan.domain.model import parameters
 from farspan.domain.probe import ProbeResult, Speed
 from farspan.domain.problems import Refusal
-from farspan.planning.choose_train import learning_rate
+from farspan.planning.recipe import peak_rate
 from farspan.planning.resolve import resolve
 from farspan.planning.size import auto_parameters, fitted_shape, shape_for
 
@@ -184,8 +184,8 @@ def test_precision_is_the_fastest_that_every_device_has():
 def test_the_learning_rate_follows_the_table_within_its_scatter():
     table = {125e6: 6e-4, 350e6: 3e-4, 1.3e9: 2e-4, 2.7e9: 1.6e-4, 6.7e9: 1.2e-4, 13e9: 1e-4}
     for count, published in table.items():
-        assert 0.7 < learning_rate(count) / published < 1.4
-    assert learning_rate(1_000) == 3e-3
+        assert 0.7 < peak_rate(count) / published < 1.4
+    assert peak_rate(1_000) == 3e-3
     assert run({"train": {"optimizer": {"lr": 0.01}}}).train.optimizer.lr == 0.01
 
 

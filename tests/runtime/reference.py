@@ -199,7 +199,9 @@ class Replica:
                         if with_.muon and n.startswith("blocks.") and w.dim() >= 2}  # fmt: skip
         rest = [w for name, w in self.weights.items() if name not in self.momenta]
         decayed, others = ([w for w in rest if (w.dim() >= 2) == matrix] for matrix in (True, False))
-        groups = [{"params": decayed, "weight_decay": with_.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        faster = with_.muon.embedding if with_.muon else 1.0
+        groups = [{"params": decayed, "weight_decay": with_.weight_decay, "faster": faster},
+                  {"params": others, "weight_decay": 0.0, "faster": 1.0}]  # fmt: skip
         self.adamw = torch.optim.AdamW(
             [g for g in groups if g["params"]], betas=(with_.beta1, with_.beta2), eps=with_.eps
         )
@@ -212,9 +214,10 @@ class Replica:
         if clip and norm > clip:
             for gradient in gradients:
                 gradient.mul_(clip / norm)
+        lr = self.train.optimizer.lr * share(self.train.schedule, number, self.train.steps)
         for group in self.adamw.param_groups:
-            group["lr"] = self.train.optimizer.lr * share(self.train.schedule, number, self.train.steps)
-        self._muon(spec, self.adamw.param_groups[0]["lr"])
+            group["lr"] = lr * group["faster"]
+        self._muon(spec, lr)
         self.adamw.step()
         for w in self.weights.values():
             w.grad = None

@@ -73,7 +73,7 @@ def test_a_plan_computes_what_one_process_would(fleet: Fleet, folder: Path, name
 @pytest.mark.parametrize("name", MUON)
 def test_matrices_are_updated_as_one_process_would(fleet: Fleet, folder: Path, name: str):
     plan = HAND_PICKED[name]
-    train = replace(plan.train, steps=6, optimizer=replace(plan.train.optimizer, muon=Muon()))
+    train = replace(plan.train, steps=6, optimizer=replace(plan.train.optimizer, muon=Muon(embedding=3.0)))
     verdict = verify(fleet, folder, replace(plan, train=train))
     assert not verdict.faults
 

@@ -243,7 +243,8 @@ class TrainState:
         """AdamW (arXiv 1711.05101) for all elements that are not of matrices updated whole."""
         divisor = torch.tensor(grad_divisor, dtype=torch.float32, device=self.device)
         counted = torch.tensor(float(step), device=self.device)
-        for decay, first in ((optimizer.weight_decay, True), (0.0, False)):
+        faster = optimizer.muon.embedding if optimizer.muon else 1.0
+        for decay, first, rate in ((optimizer.weight_decay, True, lr * faster), (0.0, False, lr)):
             pieces = [(b, piece) for b, bucket in enumerate(self.buckets)
                       if not bucket.matrices and (piece := segment(bucket, first))]  # fmt: skip
             if not pieces:
@@ -252,7 +253,7 @@ class TrainState:
                        for flats in (self.master, self.grad, self.exp_avg, self.exp_avg_sq)]  # fmt: skip
             torch._fused_adamw_(
                 *tensors, [], [counted] * len(pieces),
-                amsgrad=False, lr=lr, beta1=optimizer.beta1, beta2=optimizer.beta2, weight_decay=decay,
+                amsgrad=False, lr=rate, beta1=optimizer.beta1, beta2=optimizer.beta2, weight_decay=decay,
                 eps=optimizer.eps, maximize=False, grad_scale=divisor, found_inf=None,
             )  # fmt: skip
 
