@@ -88,7 +88,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     #: What is "auto" as the study of recipes found it for so much text and time, or as usual.
     recipe: Literal["auto", "plain"] = "auto"
     optimizer: OptimizerKind | OptimizerConfig = OptimizerConfig()
-    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
+    schedule: Literal["auto", "cosine", "linear", "constant", "wsd"] = "auto"
     warmup: Annotated[int, msgspec.Meta(ge=0)] | Literal["auto"] = "auto"
     #: Final learning rate as a share of the peak.
     floor: Literal["auto"] | Annotated[float, msgspec.Meta(ge=0, le=1)] = "auto"

@@ -9,6 +9,7 @@ import msgspec
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 #: tf32: fp32 numbers, whose products CUDA devices that can multiply to ten bits after the point.
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+ScheduleKind = Literal["cosine", "linear", "constant", "wsd"]
 
 
 class Muon(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,9 +42,10 @@ class Optimizer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Learning rate over the run: linear warm-up, then cosine, constant, or WSD (stable, then linear decay)."""
+    """Learning rate over the run: linear warm-up, then cosine, linear, constant, or WSD (stable, then linear
+    decay)."""
 
-    kind: Literal["cosine", "constant", "wsd"] = "cosine"
+    kind: ScheduleKind = "cosine"
     warmup_steps: Annotated[int, msgspec.Meta(ge=0)] = 0
     #: Final learning rate as a share of the peak.
     floor: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.1

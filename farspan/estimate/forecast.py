@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+
 from farspan.domain.forecast import Forecast
 from farspan.domain.train import Schedule
+from farspan.semantics.lr_schedule import learning_rate
 
-#: a, b, c and d of L, and g = GAP (1 + cos(pi x)) / 2 of the cosine schedule. [fitted] on the runs of the recipe in
-#: benchmarks/results/learning.jsonl
+#: a, b, c and d of L, and g = GAP times the schedule's share of the peak learning rate. [fitted] on the recipe's runs
+#: in benchmarks/results/learning.jsonl
 A, B, C, D, GAP = 2.0, -0.09, -0.12, -0.02, 0.25
 #: Half of the interval before training, and from a fifth of the run on: twice the standard deviation of what the fit
 #: leaves. [fitted] on the same.
@@ -43,11 +46,13 @@ def forecast(
 
 def revised(before: Forecast, schedule: Schedule, share: float, loss: float) -> tuple[float, float] | None:
     """(loss at the end, half of its interval) from a validation's loss after a share of the run; None before EARLIEST,
-    and of another schedule than the cosine."""
-    if schedule.kind != "cosine" or not EARLIEST <= share < 1:
+    and of a schedule that is neither linear nor a cosine."""
+    if schedule.kind not in ("linear", "cosine") or not EARLIEST <= share < 1:
         return None
     there = _loss(before.counted, before.parameters, before.unique_tokens, share * before.tokens)
-    gap = GAP * (1 + math.cos(math.pi * share)) / 2
+    gap = GAP * learning_rate(
+        msgspec.structs.replace(schedule, warmup_steps=0, floor=0.0), 1.0, round(share * 1000), 1001
+    )
     return before.loss + loss - there - gap, ON_THE_WAY * (1 - share)
 
 

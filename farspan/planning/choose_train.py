@@ -13,7 +13,7 @@ from farspan.domain.model import ModelSpec, parameters
 from farspan.domain.probe import ProbeResult
 from farspan.domain.problems import Refusal
 from farspan.domain.results import RESERVE
-from farspan.domain.train import Precision, Schedule, TrainSpec
+from farspan.domain.train import Precision, TrainSpec
 from farspan.domain.units import counted, format_count, format_seconds
 from farspan.planning.choose_model import ChosenModel
 from farspan.planning.model_speed import step_seconds
@@ -55,7 +55,7 @@ def draft(config: RunConfig, chosen: ChosenModel, workers: int) -> TrainSpec:
     return TrainSpec(
         steps=1, batch=max(1, min(rows, MOST_PROBE_TOKENS // seq_len)), seq_len=seq_len, precision="fp32",
         optimizer=drafted_optimizer(asked, parameters(chosen.model)),
-        schedule=Schedule(kind=asked.schedule), attention="sdpa" if asked.attention == "auto" else asked.attention,
+        attention="sdpa" if asked.attention == "auto" else asked.attention,
         recompute=asked.recompute, wan_bits=asked.wan_bits, compile=asked.compile, seed=asked.seed,
         keep=config.checkpoint.keep, checkpoint_every_s=save_every_s(config),
     )  # fmt: skip

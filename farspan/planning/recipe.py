@@ -9,7 +9,7 @@ import msgspec
 from farspan import models
 from farspan.domain.config import OptimizerKind, TrainConfig
 from farspan.domain.model import ModelSpec, matmul_parameters, parameters
-from farspan.domain.train import Muon, Optimizer, Regularization, TrainSpec
+from farspan.domain.train import Muon, Optimizer, Regularization, ScheduleKind, TrainSpec
 from farspan.domain.units import format_count
 from farspan.semantics.matrices import matrices, update_flops
 
@@ -25,6 +25,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     weight_decay: float
     embedding: float
     average: float
+    schedule: ScheduleKind
     floor: float
     dropout: float
     mask: float
@@ -33,8 +34,9 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
 #: As small models are usually trained (nanoGPT, train.py, without its dropout).
 PLAIN = Recipe(
-    optimizer="adamw", weight_decay=0.1, embedding=1.0, average=0.0, floor=0.1, dropout=0.0, mask=0.0, reshuffle=False
-)
+    optimizer="adamw", weight_decay=0.1, embedding=1.0, average=0.0, schedule="cosine", floor=0.1, dropout=0.0,
+    mask=0.0, reshuffle=False,
+)  # fmt: skip
 #: Muon's peak learning rate at so many parameters (docs/log.md, one size); by others' it goes as AdamW's does.
 MUON_RATE, MUON_PARAMETERS = 6e-3, 2.9e6
 
@@ -42,8 +44,8 @@ MUON_RATE, MUON_PARAMETERS = 6e-3, 2.9e6
 def studied(epochs: float) -> Recipe:
     """What was found best for a text that is read so many times (docs/log.md)."""
     return Recipe(
-        optimizer="auto", weight_decay=0.1, embedding=3.0, average=0.0, floor=0.0, dropout=0.0, mask=0.0,
-        reshuffle=epochs > 1,
+        optimizer="auto", weight_decay=0.1, embedding=3.0, average=0.0, schedule="linear", floor=0.0,
+        dropout=0.0, mask=0.0, reshuffle=epochs > 1,
     )  # fmt: skip
 
 
@@ -66,7 +68,8 @@ def applied(
     own, base = asked.optimizing, PLAIN if asked.recipe == "plain" else studied(epochs)
     given: dict[str, Any] = {
         "optimizer": own.kind, "weight_decay": own.weight_decay, "embedding": own.embedding, "average": own.average,
-        "floor": asked.floor, "dropout": asked.dropout, "mask": asked.mask, "reshuffle": asked.reshuffle,
+        "schedule": asked.schedule, "floor": asked.floor, "dropout": asked.dropout, "mask": asked.mask,
+        "reshuffle": asked.reshuffle,
     }  # fmt: skip
     origin = {
         f"train.{key}": f"default: recipe {asked.recipe}" if value == "auto" else "run.yaml"
@@ -88,7 +91,7 @@ def applied(
     regular = Regularization(dropout=recipe.dropout, mask=recipe.mask, reshuffle=recipe.reshuffle)
     return msgspec.structs.replace(
         train, optimizer=_optimizer(train.optimizer, recipe, muon=muon),
-        schedule=msgspec.structs.replace(train.schedule, floor=recipe.floor),
+        schedule=msgspec.structs.replace(train.schedule, kind=recipe.schedule, floor=recipe.floor),
         regularization=regular if regular != Regularization() else msgspec.UNSET,
     ), origin  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The learning rate of each step: linear warm-up, then cosine, constant, or stable with a linear decay (WSD)."""
+"""The learning rate of each step: linear warm-up, then a cosine, a line, constant, or stable and then a line (WSD)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def learning_rate(schedule: Schedule, peak: float, step: int, steps: int, share:
         done = max(done, _beyond(max(warm, 1 - schedule.decay), share))
         return peak + (floor - peak) * min(1.0, done)
     done = max(0.0, (step - schedule.warmup_steps) / max(1, steps - 1 - schedule.warmup_steps), _beyond(warm, share))
-    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    done = min(1.0, done)
+    return floor + (peak - floor) * (1 - done if schedule.kind == "linear" else 0.5 * (1 + math.cos(math.pi * done)))
 
 
 def _beyond(start: float, share: float) -> float:

@@ -131,6 +131,7 @@ class Machine:
 
 KINDS = st.sampled_from([
     Schedule(warmup_steps=10), Schedule(warmup_steps=0), Schedule(kind="wsd", warmup_steps=5),
+    Schedule(kind="linear", warmup_steps=5),
     Schedule(kind="constant", warmup_steps=3), Schedule(warmup_steps=200),
 ])  # fmt: skip
 

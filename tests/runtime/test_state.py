@@ -84,6 +84,8 @@ def test_learning_rates_by_hand():
     assert rates[4] == pytest.approx(1.0)
     assert rates[9 - 1] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 4 / 9)))
     assert rates[13] == pytest.approx(0.1)
+    linear = Schedule(kind="linear", warmup_steps=1, floor=0.2)
+    assert [learning_rate(linear, 1.0, s, 6) for s in range(6)] == pytest.approx([0.5, 1, 0.8, 0.6, 0.4, 0.2])
     constant = Schedule(kind="constant", warmup_steps=2)
     assert [learning_rate(constant, 1.0, s, 9) for s in (0, 2, 8)] == pytest.approx([1 / 3, 1.0, 1.0])
     wsd = Schedule(kind="wsd", warmup_steps=1, decay=0.5, floor=0.0)
@@ -92,7 +94,7 @@ def test_learning_rates_by_hand():
     )
 
 
-@pytest.mark.parametrize("kind", ["cosine", "constant", "wsd"])
+@pytest.mark.parametrize("kind", ["cosine", "linear", "constant", "wsd"])
 @pytest.mark.parametrize("steps", [1, 2, 7])
 def test_learning_rates_of_short_runs_are_positive_and_bounded(kind, steps):
     for warmup in (0, 1, 5, 10):

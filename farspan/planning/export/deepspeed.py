@@ -31,8 +31,11 @@ def reasons(plan: Plan) -> list[str]:
         reasons.append("state is divided inside each site and copied between sites: MiCS, which did that, was removed")
     if parts.stages > 1:
         reasons += _pipeline(plan)
-    if plan.train.schedule.kind == "wsd":
+    schedule = plan.train.schedule
+    if schedule.kind == "wsd":
         reasons.append("it has no schedule that warms up, stays and decays (wsd)")
+    if schedule.kind == "linear" and schedule.floor:
+        reasons.append("its linear schedule ends at 0: set train.floor: 0, or train.schedule: cosine")
     if node_order(plan) is None:
         reasons.append("no numbering of the hosts puts the ranks in the plan's order")
     return reasons
@@ -98,6 +101,10 @@ def _scheduler(plan: Plan) -> dict[str, Any]:
         params = {"warmup_min_lr": 0.0, "warmup_max_lr": train.optimizer.lr, "warmup_num_steps": warmup,
                   "warmup_type": "linear"}  # fmt: skip
         return {"type": "WarmupLR", "params": params}
+    if schedule.kind == "linear":
+        params = {"total_num_steps": train.steps, "warmup_min_lr": 0.0, "warmup_max_lr": train.optimizer.lr,
+                  "warmup_num_steps": warmup, "warmup_type": "linear"}  # fmt: skip
+        return {"type": "WarmupDecayLR", "params": params}
     params = {"total_num_steps": train.steps, "warmup_min_ratio": 0.0, "warmup_num_steps": warmup,
               "warmup_type": "linear", "cos_min_ratio": schedule.floor}  # fmt: skip
     return {"type": "WarmupCosineLR", "params": params}

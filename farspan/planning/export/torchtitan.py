@@ -148,6 +148,7 @@ def _optimization(plan: Plan) -> dict[str, str]:
     kwargs = {"lr": adam.lr, "betas": (adam.beta1, adam.beta2), "eps": adam.eps, "weight_decay": adam.weight_decay}
     decays: dict[str, dict[str, Any]] = {
         "cosine": {"decay_type": "cosine", "min_lr_factor": train.schedule.floor},
+        "linear": {"decay_type": "linear", "min_lr_factor": train.schedule.floor},
         "wsd": {"decay_ratio": train.schedule.decay, "decay_type": "linear", "min_lr_factor": train.schedule.floor},
         "constant": {"decay_ratio": 0.0},
     }
