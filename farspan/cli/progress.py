@@ -98,7 +98,7 @@ class TrainingDisplay:
         share = validated.step / self._so_far.steps
         if self._forecast is None or share >= 1:
             return None
-        expected = revised(self._forecast, self._plan.train.schedule, share, validated.loss)
+        expected = revised(self._forecast, self._plan.train.schedule, share, validated.loss, validated.bigram_nats)
         return None if expected is None else expected[0]
 
     def _mfu(self, tokens_per_s: float) -> str:

@@ -16,3 +16,5 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tokens: float
     #: (tokens, nats): how well counting so many tokens predicts the validation split (`corpus.counting`).
     counted: tuple[tuple[float, float], ...]
+    #: Of the whole validation split (`corpus.entropy`): by how much a part of it is easier.
+    bigram_nats: float

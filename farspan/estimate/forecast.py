@@ -32,7 +32,12 @@ MOST_REPEATS = 16.0
 
 
 def forecast(
-    counted: tuple[tuple[float, float], ...], *, parameters: float, unique_tokens: float, tokens: float
+    counted: tuple[tuple[float, float], ...],
+    *,
+    parameters: float,
+    unique_tokens: float,
+    tokens: float,
+    bigram_nats: float,
 ) -> Forecast | None:
     """Of a run that reads so many tokens; None where the text is too short to be counted."""
     if not counted:
@@ -40,20 +45,23 @@ def forecast(
     loss = _loss(counted, parameters, unique_tokens, tokens)
     return Forecast(
         loss=loss, interval=(loss - BEFORE, loss + BEFORE), parameters=parameters, unique_tokens=unique_tokens,
-        tokens=tokens, counted=counted,
+        tokens=tokens, counted=counted, bigram_nats=bigram_nats,
     )  # fmt: skip
 
 
-def revised(before: Forecast, schedule: Schedule, share: float, loss: float) -> tuple[float, float] | None:
-    """(loss at the end, half of its interval) from a validation's loss after a share of the run; None before EARLIEST,
-    and of a schedule that is neither linear nor a cosine."""
+def revised(
+    before: Forecast, schedule: Schedule, share: float, loss: float, bigram_nats: float | None
+) -> tuple[float, float] | None:
+    """(loss at the end, half of its interval) from a validation's loss after a share of the run, on tokens whose bigram
+    entropy is `bigram_nats`; None before EARLIEST, and of a schedule that is neither linear nor a cosine."""
     if schedule.kind not in ("linear", "cosine") or not EARLIEST <= share < 1:
         return None
     there = _loss(before.counted, before.parameters, before.unique_tokens, share * before.tokens)
     gap = GAP * learning_rate(
         msgspec.structs.replace(schedule, warmup_steps=0, floor=0.0), 1.0, round(share * 1000), 1001
     )
-    return before.loss + loss - there - gap, ON_THE_WAY * (1 - share)
+    easier = 0.0 if bigram_nats is None else before.bigram_nats - bigram_nats
+    return before.loss + loss + easier - there - gap, ON_THE_WAY * (1 - share)
 
 
 def _loss(counted: tuple[tuple[float, float], ...], parameters: float, unique: float, tokens: float) -> float:

@@ -151,7 +151,8 @@ def _loss_rows(run: RunHistory) -> list[tuple[str, str, str, str]]:
         return []
     told, whole = [("validation loss", expected.loss)], steps[-1].step.steps or run.plan.train.steps
     for event in run.history.validations:
-        if (later := revised(expected, run.plan.train.schedule, event.step / whole, event.loss)) is not None:
+        share, schedule = event.step / whole, run.plan.train.schedule
+        if (later := revised(expected, schedule, share, event.loss, event.bigram_nats)) is not None:
             told.append((f"the same, from step {event.step:,}", later[0]))
             break
     return [(what, f"{loss:.3f}", f"{end.loss:.3f}", f"{end.loss - loss:+.3f}") for what, loss in told]

@@ -15,7 +15,7 @@ COSINE = Schedule(floor=0.0)
 
 
 def expected(tokens: float, *, parameters: float = 3e6, unique: float = 1e9, counted=COUNTED) -> Forecast:
-    found = forecast(counted, parameters=parameters, unique_tokens=unique, tokens=tokens)
+    found = forecast(counted, parameters=parameters, unique_tokens=unique, tokens=tokens, bigram_nats=5.0)
     assert found is not None
     return found
 
@@ -40,15 +40,18 @@ def test_more_text_and_more_parameters_are_never_expected_to_teach_less():
 
 def test_near_the_end_a_run_is_expected_to_end_where_it_is():
     before = expected(500_000.0)
-    told = [revised(before, COSINE, share, 5.0) for share in (EARLIEST / 2, EARLIEST, 0.5, 0.9, 0.999, 1.0)]
+    told = [revised(before, COSINE, share, 5.0, 5.0) for share in (EARLIEST / 2, EARLIEST, 0.5, 0.9, 0.999, 1.0)]
     assert told[0] is None and told[-1] is None
     losses = [one[0] for one in told if one is not None]
     assert losses == sorted(losses) and losses[-1] == pytest.approx(5.0, abs=0.01)
     halves = [one[1] for one in told if one is not None]
     assert halves == sorted(halves, reverse=True) and 0 < halves[0] < BEFORE
+    # A sample of the split that is easier for counts by 0.3 nats is taken to be so for the model.
+    (plain, _), (corrected, _) = revised(before, COSINE, 0.5, 5.0, 5.0), revised(before, COSINE, 0.5, 5.0, 4.7)
+    assert corrected == pytest.approx(plain + 0.3)
 
 
 def test_what_the_fit_does_not_know_is_not_told():
-    assert forecast((), parameters=3e6, unique_tokens=100.0, tokens=100.0) is None
-    assert revised(expected(1e6), Schedule(kind="constant"), 0.5, 5.0) is None
+    assert forecast((), parameters=3e6, unique_tokens=100.0, tokens=100.0, bigram_nats=5.0) is None
+    assert revised(expected(1e6), Schedule(kind="constant"), 0.5, 5.0, 5.0) is None
     assert expected(1e6, counted=COUNTED[:1]).loss < 10

@@ -8,10 +8,11 @@ from msgspec.structs import replace
 
 from farspan import models
 from farspan.domain.codec import content_hash
+from farspan.domain.model import parameters
 from farspan.domain.plan import Plan
 from farspan.domain.problems import Problem
 from farspan.domain.train import Muon, Optimizer, Regularization, Schedule
-from farspan.planning.recipe import MOST_UPDATE, updating_share
+from farspan.planning.recipe import MOST_UPDATE, peak_rate, updating_share
 from farspan.semantics.identity import training_key
 from farspan.techniques import Task, fsdp, zero1, zero2
 from tests.planning.test_resolve import cluster, run
@@ -58,13 +59,26 @@ def test_the_plain_recipe_is_the_training_of_before():
     assert found.schedule == Schedule(warmup_steps=found.schedule.warmup_steps)
 
 
+def test_muon_has_a_rate_of_its_own_that_falls_with_size_and_a_higher_one_for_the_embedding():
+    found = settled({"batch": {"global": "16k tokens"}})
+    count = parameters(found.model)
+    assert found.train.optimizer.lr == peak_rate(count, muon=True) > peak_rate(count)
+    assert found.train.optimizer.muon == Muon(embedding=3.0)
+    assert (found.train.schedule.kind, found.train.schedule.floor) == ("linear", 0.0)
+    assert found.origin["train.lr"].startswith("default: recipe auto, Muon at")
+    rates = [peak_rate(10**n, muon=True) for n in range(4, 11)]
+    assert rates == sorted(rates, reverse=True) and rates[0] == 1e-2
+    own = settled({"batch": {"global": "16k tokens"}, "optimizer": {"lr": 0.02, "embedding": 1.5}}).train.optimizer
+    assert (own.lr, own.muon) == (0.02, Muon(embedding=1.5))
+
+
 def test_single_keys_stand_against_either_recipe():
-    keys = {"dropout": 0.1, "mask": 0.15, "reshuffle": True, "floor": 0.3}
+    keys = {"dropout": 0.1, "mask": 0.15, "reshuffle": True, "schedule": "wsd", "floor": 0.3}
     for recipe in ("auto", "plain"):
         asked = {"optimizer": {"weight_decay": 0.5, "average": 0.99}, "recipe": recipe, "epochs": 2, **keys}
         found = settled(asked)
         assert found.train.regularization == Regularization(dropout=0.1, mask=0.15, reshuffle=True)
-        assert found.train.schedule.floor == 0.3
+        assert (found.train.schedule.kind, found.train.schedule.floor) == ("wsd", 0.3)
         assert (found.train.optimizer.weight_decay, found.train.optimizer.average) == (0.5, 0.99)
         assert {found.origin[f"train.{key}"] for key in (*keys, "weight_decay", "average")} == {"run.yaml"}
 

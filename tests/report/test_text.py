@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from farspan.domain.results import Validated
+from farspan.estimate.forecast import forecast
 from farspan.report.history import open_run
 from farspan.report.page import page
 from farspan.report.text import plan_line, report, short_time, summary, table
@@ -31,6 +32,22 @@ def test_plan_line():
     )
     assert plan_line(make_plan(216_000, world=2), ESTIMATE, CORPUS).endswith("1.1 GB, $0.0260 on 2 devices")
     assert " x 200 epochs" in plan_line(make_plan(216_000), ESTIMATE, CORPUS)
+
+
+def test_the_loss_that_was_expected_stands_beside_the_one_reached(tmp_path):
+    run = open_run(resumed_run(tmp_path / "run", steps=200))
+    expected = forecast(
+        ((50_000.0, 6.0), (200_000.0, 5.4)), parameters=3e6, unique_tokens=1e6, tokens=2e5, bigram_nats=5.2
+    )
+    assert expected is not None
+    assert f"validation loss {expected.loss:.2f} ({expected.interval[0]:.2f} to " in plan_line(
+        run.plan, ESTIMATE, CORPUS, expected
+    )
+    foretold = msgspec.structs.replace(run, forecast=expected)
+    reached = run.history.validations[-1].loss
+    (row,) = [line for line in report(foretold).splitlines() if line.startswith("validation loss  ")]
+    assert f"{expected.loss:.3f}" in row and f"{reached:.3f}" in row and f"{reached - expected.loss:+.3f}" in row
+    assert not [line for line in report(run).splitlines() if line.startswith("validation loss  ")]
 
 
 def test_one_of_a_thing_is_not_many(tmp_path):
