@@ -3,7 +3,8 @@
     python -m benchmarks.demo_learning [--seeds 0 1 2] [--time 2m] [--work FOLDER]
 
 Each run is `farspan train` of the demo's model on the built-in corpus with all cores, one at a time, in turns. Says the
-loss over the whole validation split, the samples, and of the first seed how well the vectors find documents. Writes benchmarks/results/demo_learning.json.
+loss over the whole validation split, the samples, and of the first seed how well the vectors find documents. Writes
+benchmarks/results/demo_learning.json.
 """
 
 from __future__ import annotations
