@@ -22,7 +22,10 @@ SMALL = """budget="6s", tokenizer={"vocab": 300}, model={"layers": 1, "d_model":
 def cells() -> list[str]:
     """The page's code, with less to train."""
     codes = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
-    return [code.replace('budget="10m"', SMALL).replace('size="tiny", ', "").replace("% 100", "% 5") for code in codes]
+    instead = {'budget="10m"': SMALL, 'size="tiny", ': "", "% 100 == 0": ">= 1"}
+    for before, now in instead.items():
+        codes = [code.replace(before, now) for code in codes]
+    return codes
 
 
 def text_of(cell: nbformat.NotebookNode) -> str:
