@@ -114,6 +114,8 @@ def report(run: RunHistory, compared: Comparison | None = None) -> str:
         assert measured is not None
         if where := losses.read_on(measured.val_tokens, measured.val_of):
             lines.append(f"loss and entropies {where}")
+    if run.history.samples and (known := run.history.samples[-1].verbatim) is not None:
+        lines.append(f"{known:.0%} of the last sample stands in the text word for word")
     return "\n".join(lines)
 
 

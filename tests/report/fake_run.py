@@ -118,7 +118,7 @@ def train_events(plan: Plan, *, first: int, last: int, at: float, reason: str | 
             text = (
                 f"str.join(iterable) -> str\n\nReturn a <string> & \"more\" at step {step}.\n```py\n>>> '</script>'```"
             )
-            events.append(Sampled(at=at, step=step, prompt="str.join", text=text))
+            events.append(Sampled(at=at, step=step, prompt="str.join", text=text, verbatim=0.25))
     if reason is not None:
         problem = None
         if reason == "failed":

@@ -68,6 +68,7 @@ def test_report_of_a_whole_run(tmp_path):
     assert "finished every step · step 200 of 200 · resumed 2 times, 6 steps done twice or lost" in text
     assert "warning: validation uses 12 of 1,640 documents <only>" in text
     assert "farspan resume" not in text
+    assert text.endswith("25% of the last sample stands in the text word for word")
     rows = {line.split("  ")[0]: line.split() for line in text.splitlines()}
     assert rows["unigram"][1] == "6.930" and rows["bigram"][1] == "5.210"
     loss = float(rows["unigram"][2])
