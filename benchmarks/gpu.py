@@ -1,10 +1,12 @@
-"""One NVIDIA GPU: gpt2-medium at context 1024, our own step beside a plain compiled PyTorch loop in the same run.
+"""One NVIDIA GPU: our own step beside a plain compiled PyTorch loop, and beside what the planner says blind.
 
-    python benchmarks/gpu.py [--rows 16] [--rounds 8] [--steps 10]      # writes results/gpu.json
+    python benchmarks/gpu.py [--rows 16] [--rounds 8] [--steps 10] [--only contest|predicted]  # writes results/gpu.json
 
-Both train in bf16 with torch.compile, flash attention and AdamW on random tokens; they take turns. tokens/s are medians
-over rounds; MFU is model FLOPs (`domain.model.train_flops_per_token`) by the peak that the catalogue states.
-Without an NVIDIA GPU it says so and writes nothing.
+The contest is of gpt2-medium at context 1024: both train in bf16 with torch.compile, flash attention and AdamW on
+random tokens, in turns. tokens/s are medians over rounds; MFU is model FLOPs (`domain.model.train_flops_per_token`) by
+the peak that the catalogue states. After it come steps of many shapes as farspan makes them by default, each beside the
+seconds and bytes that the estimator predicts from the catalogue's data sheet alone, written down before the step is
+made. Without an NVIDIA GPU it says so and writes nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,12 +27,17 @@ from wan import said_of_here
 
 from farspan import models
 from farspan.domain import catalog
+from farspan.domain.cluster import Cluster, Host, Site
+from farspan.domain.engine import engine
 from farspan.domain.model import ModelSpec, train_flops_per_token
 from farspan.domain.plan import GradSync, Inputs, Mesh, Plan, PlannedDevice, Replica, Stage
-from farspan.domain.train import Optimizer, TrainSpec
+from farspan.domain.train import Muon, Optimizer, TrainSpec
+from farspan.estimate.price import estimate
+from farspan.planning.size import shape_for
 from farspan.runtime.comm.topology import Topology
 from farspan.runtime.model.decoder import drawn
 from farspan.runtime.parallel.executor import Executor
+from farspan.runtime.parallel.pipeline import Batch
 from farspan.runtime.worker import compile_blocks
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
@@ -44,19 +52,33 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16, help="sequences of a step")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10, help="steps of a round")
+    parser.add_argument("--only", choices=("contest", "predicted"))
     given = parser.parse_args()
     if not torch.cuda.is_available():
         print("skipped: this waits for a machine with an NVIDIA GPU")
         return
+    found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    found |= {"device": torch.cuda.get_device_name(), "at": datetime.now(UTC).isoformat(timespec="seconds"),
+              **said_of_here()}  # fmt: skip
+    if given.only != "predicted":
+        found |= contest(given)
+        RESULTS.write_text(json.dumps(found, indent=1))
+    if given.only != "contest":
+        found["predicted"] = predicted()
+        RESULTS.write_text(json.dumps(found, indent=1))
+
+
+def contest(given: argparse.Namespace) -> dict[str, Any]:
     spec = models.presets()[given.preset].spec
-    contestants = {"farspan": ours(spec, given.rows), "pytorch": plain(spec, given.rows)}
+    train = TrainSpec(steps=1, batch=given.rows, seq_len=spec.context, precision="bf16", compile=True)
+    contestants = {"farspan": ours(spec, train), "pytorch": plain(spec, given.rows)}
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for step in contestants.values():
         timed(step, 5)  # Compiles.
     for _ in range(given.rounds):
         for name, step in contestants.items():
             seconds[name].append(timed(step, given.steps) / given.steps)
-    report(given, spec, seconds)
+    return report(given, spec, seconds)
 
 
 def timed(step: Step, count: int) -> float:
@@ -68,7 +90,7 @@ def timed(step: Step, count: int) -> float:
     return time.perf_counter() - began
 
 
-def report(given: argparse.Namespace, spec: ModelSpec, seconds: dict[str, list[float]]) -> None:
+def report(given: argparse.Namespace, spec: ModelSpec, seconds: dict[str, list[float]]) -> dict[str, Any]:
     tokens, name = given.rows * spec.context, torch.cuda.get_device_name()
     peak = catalog.peak_flops(name, "bf16", 1)
     rows = {}
@@ -79,11 +101,64 @@ def report(given: argparse.Namespace, spec: ModelSpec, seconds: dict[str, list[f
         print(f"{contestant}: {rate:,.0f} tokens/s, MFU {f'{mfu:.1%}' if mfu else 'n/a'}")
     ratio = statistics.median(b / a for a, b in zip(seconds["farspan"], seconds["pytorch"], strict=True))
     print(f"farspan / pytorch: {ratio:.2f} (asked {TARGETS['ratio']}; MFU asked {TARGETS['mfu']:.0%})")
-    RESULTS.write_text(json.dumps({
-        "device": name, "peak_flops": peak, "at": datetime.now(UTC).isoformat(timespec="seconds"), **said_of_here(),
-        "preset": given.preset, "rows": given.rows, "context": spec.context, "ratio": ratio, "contestants": rows,
-        "memory_bytes": torch.cuda.max_memory_allocated(),
-    }, indent=1))  # fmt: skip
+    return {
+        "peak_flops": peak, "preset": given.preset, "rows": given.rows, "context": spec.context, "ratio": ratio,
+        "contestants": rows, "memory_bytes": torch.cuda.max_memory_allocated(),
+    }  # fmt: skip
+
+
+def cases() -> list[tuple[str, ModelSpec, TrainSpec]]:
+    """Shapes that are priced blind and then made: small models of `farspan train`, and the presets."""
+    small = {name: shape_for("llama", size, vocab_size=8192, context=256, knobs={})
+             for name, size in (("3m", 3_000_000), ("15m", 15_000_000), ("60m", 60_000_000))}  # fmt: skip
+    specs = small | {name: models.presets()[name].spec for name in ("gpt2", "gpt2-medium", "gpt2-large")}
+    muon = Optimizer(muon=Muon())
+    asked = [
+        ("3m", 8, {}), ("3m", 8, {"optimizer": muon}), ("3m", 64, {}), ("15m", 32, {}),
+        ("15m", 32, {"optimizer": muon}), ("60m", 64, {}), ("60m", 64, {"precision": "fp32"}),
+        ("gpt2", 4, {}), ("gpt2", 16, {}), ("gpt2", 32, {}),
+        ("gpt2", 16, {"precision": "tf32"}), ("gpt2", 16, {"precision": "fp32"}), ("gpt2", 16, {"optimizer": muon}),
+        ("gpt2", 16, {"attention": "vanilla"}), ("gpt2-medium", 16, {}), ("gpt2-medium", 16, {"recompute": True}),
+        ("gpt2-large", 8, {}),
+    ]  # fmt: skip
+    return [
+        (name, specs[name],
+         TrainSpec(**({"steps": 1, "batch": rows, "seq_len": specs[name].context, "precision": "bf16"} | knobs)))
+        for name, rows, knobs in asked
+    ]  # fmt: skip
+
+
+def predicted() -> list[dict[str, Any]]:
+    """Of each case the seconds of a step and the peak of allocated bytes: from the data sheet, and as they are."""
+    name = torch.cuda.get_device_name()
+    kind = catalog.kind_of(name)
+    device = catalog.devices()[kind].device(name) if kind else None
+    if device is None:
+        print(f"skipped: the catalogue has no {name}")
+        return []
+    cluster = Cluster(sites=(Site(name="here", hosts=(Host(name="here", devices=(device,)),)),))
+    print(f"\n{'':44} {'predicted':>10} {'measured':>10} {'ratio':>6} {'predicted':>10} {'measured':>10}")
+    rows = []
+    for model, spec, train in cases():
+        said = estimate(plan_of(spec, train), models.graph(spec), cluster, engine("farspan"))
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        step = ours(spec, train)
+        timed(step, 3)
+        step_s = statistics.median(timed(step, 3) / 3 for _ in range(5))
+        peak = torch.cuda.max_memory_allocated()
+        del step
+        knobs = [train.precision, *("muon",) * bool(train.optimizer.muon), *("recompute",) * train.recompute,
+                 *(train.attention,) * (train.attention != "sdpa")]  # fmt: skip
+        rows.append({
+            "model": model, "rows": train.batch, "seq_len": train.seq_len, "knobs": knobs, "predicted_s": said.step_s,
+            "interval": said.interval, "measured_s": step_s, "predicted_bytes": said.memory_bytes, "bytes": peak,
+            "memory": {name: getattr(said.memory[0], name) for name in said.memory[0].__struct_fields__},
+        })  # fmt: skip
+        words = f"{model}, {train.batch} x {train.seq_len}, {' '.join(knobs)}"
+        print(f"{words:44} {said.step_s * 1e3:7.2f} ms {step_s * 1e3:7.2f} ms {said.step_s / step_s:6.2f} "
+              f"{said.memory_bytes / 1e9:7.2f} GB {peak / 1e9:7.2f} GB", flush=True)  # fmt: skip
+    return rows
 
 
 def batch(spec: ModelSpec, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,26 +166,31 @@ def batch(spec: ModelSpec, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def ours(spec: ModelSpec, rows: int) -> Step:
-    """The worker's own step: passes, gradient norm, clipping, update."""
-    train = TrainSpec(steps=1, batch=rows, seq_len=spec.context, precision="bf16", compile=True)
+def plan_of(spec: ModelSpec, train: TrainSpec) -> Plan:
     stage = Stage(
-        units=(0, spec.layers + 2), mesh=Mesh(ranks=(0,), shape=(1,), axes=("data",)), rows=(rows,),
-        grad_sync=GradSync(bucket_bytes=25 * 2**20),
+        units=(0, spec.layers + 2), mesh=Mesh(ranks=(0,), shape=(1,), axes=("data",)), rows=(train.batch,),
+        grad_sync=GradSync(bucket_bytes=25 * 2**20), recompute=train.recompute,
     )  # fmt: skip
-    plan = Plan(
+    return Plan(
         technique="data", model=spec, train=train, replicas=(Replica(stages=(stage,)),),
         inputs=Inputs(cluster="", corpus=""),
         devices=(PlannedDevice(host="here", backend="cuda", index=0, threads=1),),
     )  # fmt: skip
-    executor = Executor(Topology(plan, 0), torch.device("cuda", 0))
+
+
+def ours(spec: ModelSpec, train: TrainSpec) -> Step:
+    """The worker's own step: passes, gradient norm, clipping, update."""
+    torch.backends.cuda.matmul.allow_tf32 = train.precision == "tf32"
+    executor = Executor(Topology(plan_of(spec, train), 0), torch.device("cuda", 0))
     executor.load(drawn(spec, 0))
-    compile_blocks(executor.model, torch.device("cuda", 0))
-    data, scale, count, optimizer = batch(spec, rows), 1 / (rows * spec.context), iter(range(1, 10**9)), Optimizer()
+    if train.compile:
+        compile_blocks(executor.model, torch.device("cuda", 0))
+    data, scale, count = Batch(*batch(spec, train.batch)), 1 / (train.batch * spec.context), iter(range(1, 10**9))
+    tokens = data.inputs.cpu().numpy()
 
     def step() -> None:
-        outcome = executor.gradients(data[0].cpu().numpy(), lambda i: data, scale)
-        executor.update(optimizer, 6e-4, next(count), max(1.0, outcome.norm))
+        outcome = executor.gradients(tokens, lambda i: data, scale)
+        executor.update(train.optimizer, 6e-4, next(count), max(1.0, outcome.norm))
 
     return step
 
