@@ -35,6 +35,7 @@ from farspan.domain.train import Muon, Optimizer, TrainSpec
 from farspan.estimate.price import estimate
 from farspan.planning.size import shape_for
 from farspan.runtime.comm.topology import Topology
+from farspan.runtime.device import release
 from farspan.runtime.model.decoder import drawn
 from farspan.runtime.parallel.executor import Executor
 from farspan.runtime.parallel.pipeline import Batch
@@ -71,7 +72,7 @@ def main() -> None:
 def contest(given: argparse.Namespace) -> dict[str, Any]:
     spec = models.presets()[given.preset].spec
     train = TrainSpec(steps=1, batch=given.rows, seq_len=spec.context, precision="bf16", compile=True)
-    contestants = {"farspan": ours(spec, train), "pytorch": plain(spec, given.rows)}
+    contestants = {"farspan": ours(spec, train)[0], "pytorch": plain(spec, given.rows)}
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for step in contestants.values():
         timed(step, 5)  # Compiles.
@@ -141,13 +142,14 @@ def predicted() -> list[dict[str, Any]]:
     rows = []
     for model, spec, train in cases():
         said = estimate(plan_of(spec, train), models.graph(spec), cluster, engine("farspan"))
-        torch.cuda.empty_cache()
+        release(torch.device("cuda"))
         torch.cuda.reset_peak_memory_stats()
-        step = ours(spec, train)
+        step, end = ours(spec, train)
         timed(step, 3)
         step_s = statistics.median(timed(step, 3) / 3 for _ in range(5))
         peak = torch.cuda.max_memory_allocated()
-        del step
+        end()
+        del step, end
         knobs = [train.precision, *("muon",) * bool(train.optimizer.muon), *("recompute",) * train.recompute,
                  *(train.attention,) * (train.attention != "sdpa")]  # fmt: skip
         rows.append({
@@ -178,8 +180,8 @@ def plan_of(spec: ModelSpec, train: TrainSpec) -> Plan:
     )  # fmt: skip
 
 
-def ours(spec: ModelSpec, train: TrainSpec) -> Step:
-    """The worker's own step: passes, gradient norm, clipping, update."""
+def ours(spec: ModelSpec, train: TrainSpec) -> tuple[Step, Step]:
+    """The worker's own step: passes, gradient norm, clipping, update; and what lets go of its memory."""
     torch.backends.cuda.matmul.allow_tf32 = train.precision == "tf32"
     executor = Executor(Topology(plan_of(spec, train), 0), torch.device("cuda", 0))
     executor.load(drawn(spec, 0))
@@ -192,7 +194,7 @@ def ours(spec: ModelSpec, train: TrainSpec) -> Step:
         outcome = executor.gradients(tokens, lambda i: data, scale)
         executor.update(train.optimizer, 6e-4, next(count), max(1.0, outcome.norm))
 
-    return step
+    return step, executor.state.end
 
 
 class PlainBlock(nn.Module):

@@ -91,6 +91,17 @@ def groups() -> dict[str, list[Setting]]:
         "one-15m": [replace(one, size=15_000_000) for one in (
             *(replace(one, lr=one.lr / 2) for one in tuned), *(replace(base, epochs=e) for e in (1.0, 1 / 1.2, 1 / 1.4))
         )],
+        "decay": [
+            *(replace(base, epochs=10, decay=d) for d in (1.0, 1.5)),
+            *(replace(few[1], decay=d) for d in (0.1, 0.5, 1.5)), *(replace(many[2], decay=d) for d in (0.1, 0.5, 1.0)),
+            *(replace(large[0], decay=d) for d in (0.1, 0.5)), *(replace(many[1], decay=d) for d in (0.5, 1.5)),
+            replace(base, decay=0.5),
+        ],
+        "slow": [replace(tuned[0], lr=1.5e-3)],
+        "slow-15m": [
+            *(replace(tuned[0], size=15_000_000, lr=lr) for lr in (3e-3, 1.5e-3, 7e-4)),
+            *(replace(base, size=15_000_000, epochs=e) for e in (1 / 1.2, 1.0)),
+        ],
         "rates": [replace(base, epochs=e, lr=lr) for e in (1, 10) for lr in (3e-3, 1.2e-2, 2.4e-2)],
         "batch": [replace(base, epochs=10, batch=b) for b in (2048, 4096, 16384)],
     }  # fmt: skip

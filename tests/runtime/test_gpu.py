@@ -137,7 +137,7 @@ def whole_run(folder: Path, device: str, steps: int) -> None:
     assert [event.loss for event in events if isinstance(event, Validated)][-1] < math.log(2048) - 1
     subprocess.run([*farspan, "embed", str(run)], check=True, timeout=200, capture_output=True)
     found = subprocess.run(
-        [*farspan, "search", str(run), "sort a list"], check=True, timeout=60, capture_output=True, text=True
+        [*farspan, "search", "--run", str(run), "sort a list"], check=True, timeout=60, capture_output=True, text=True
     )
     assert "sort" in found.stdout.lower()
 
