@@ -315,7 +315,7 @@ class Training:
                 trained.append([i + 1, round(float(self.loss), 4)])
                 curve.append([i + 1, round(self.validated(False), 4), round(self.validated(True), 4)])
         seconds = time.perf_counter() - began
-        return {"steps": self.steps, "step_tokens": self.rows * S, "lr": self.lr, "seconds": round(seconds, 2),
+        return {"steps": self.steps, "step_tokens": self.rows * S, "peak": self.lr, "seconds": round(seconds, 2),
                 "unique_tokens": self.text.windows * S, "tokens": self.steps * self.rows * S, "curve": curve,
                 "trained": trained, "final": curve[-1][1], "best": min(loss for _, loss, _ in curve),
                 "averaged": curve[-1][2], "best_averaged": min(loss for _, _, loss in curve)}  # fmt: skip

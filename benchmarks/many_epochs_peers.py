@@ -3,8 +3,9 @@
     python -m benchmarks.many_epochs_peers CORPUS.npz [--time 5] [--seeds 0 1 2]
 
 The peers of benchmarks/learning_peers.py and the trainings of benchmarks/many_epochs.py, each step one CUDA graph, in
-bf16, 2.9 M parameters, context 256. A step is timed first; as many are then made as fit into the time. Validations take none
-of it. Steps read 8,192 tokens, nanoGPT's 16,384 as its configuration says. Rows go to results/many_epochs_peers.jsonl.
+bf16, 2.9 M parameters, context 256. A step is timed first; as many are then made as fit into the time. Validations take
+none of it. Steps read 8,192 tokens, nanoGPT's 16,384 as its configuration says. Rows go to
+results/many_epochs_peers.jsonl.
 """
 
 from __future__ import annotations

@@ -88,3 +88,20 @@ def test_head_loss_with_nothing_to_predict_is_zero():
     loss.backward()
     assert float(loss.detach()) == 0
     assert not x.grad.any()
+
+
+def test_a_head_with_rows_of_zeros_behind_it_is_the_same_head(monkeypatch):
+    """As it is multiplied on a GPU, over several chunks, of which one has a target to skip."""
+    x = torch.randn(300, 16, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(77, 16, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(77, (300,))
+    targets[5] = -1
+    monkeypatch.setattr(kernels, "LOGITS_CHUNK_BYTES", 80 * 77 * 8)
+    alone = kernels.head_loss(x, weight, targets)
+    alone_grads = torch.autograd.grad(alone, [x, weight])
+    monkeypatch.setattr(kernels, "_width", lambda V, device: 128)
+    padded = kernels.head_loss(x, weight, targets)
+    padded_grads = torch.autograd.grad(padded, [x, weight])
+    torch.testing.assert_close(padded, alone, rtol=1e-12, atol=0)
+    for ours, reference in zip(padded_grads, alone_grads, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-12)

@@ -114,14 +114,20 @@ class HeadLoss(torch.autograd.Function):
         needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         dx_ND = torch.empty_like(x_ND) if needs_grad else x_ND
         dw_VD = weight_VD
-        padded = torch.empty(rows, _width(V, x_ND.device), dtype=x_ND.dtype, device=x_ND.device)
+        aligned, width = weight_VD, V if shard is not None else _width(V, x_ND.device)
+        if width > V:
+            aligned = weight_VD.new_zeros(width, weight_VD.shape[1])
+            aligned[:V] = weight_VD
+        logits = torch.empty(rows, width, dtype=x_ND.dtype, device=x_ND.device)
         for start in range(0, N, rows):
             x, target = x_ND[start : start + rows], targets_N[start : start + rows]
-            chunk = torch.mm(x, weight_VD.t(), out=padded[: x.shape[0], :V])
+            chunk = torch.mm(x, aligned.t(), out=logits[: x.shape[0]])
+            if width > V:
+                chunk[:, V:] = float("-inf")
             loss += _loss_and_gradient_(chunk, target, shard)
             if needs_grad:
-                torch.mm(chunk, weight_VD, out=dx_ND[start : start + rows])
-                part = torch.mm(chunk.t(), x)
+                torch.mm(chunk, aligned, out=dx_ND[start : start + rows])
+                part = torch.mm(chunk.t(), x)[:V]
                 dw_VD = part if rows >= N else part.to(loss.dtype) if start == 0 else dw_VD.add_(part)
         if needs_grad:
             ctx.save_for_backward(dx_ND, dw_VD.to(weight_VD.dtype))
@@ -136,8 +142,8 @@ class HeadLoss(torch.autograd.Function):
 
 
 def _width(V: int, device: torch.device) -> int:
-    """Numbers from one row of logits to the next. A GPU's matrix units read rows that begin at 128 bytes: with GPT-2's
-    50,257 right after one another they were four times slower (H200, docs/log.md)."""
+    """Rows of the head that are multiplied, the last ones zeros: cuBLAS has its fast products for multiples of 8 alone.
+    With GPT-2's 50,257 it took kernels of Turing's on an H200, and the head more than half of a step (docs/log.md)."""
     return -(-V // 64) * 64 if device.type == "cuda" else V
 
 
