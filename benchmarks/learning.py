@@ -3,14 +3,15 @@
     python -m benchmarks.learning [--only NAME ...] [--seeds 0] [--steps 420] [--work FOLDER]
 
 Each run is a real `farspan train` of 2.9 M parameters, or as many as its name says (context 256, 2,048 tokens a step),
-one to a core and as many at a time as there are cores, over two texts: the built-in corpus, and the source of Python's
-standard library. Settings with "-few" read 120 k tokens of it again and again. What is finished is kept: a row of
+one to a core and as many at a time as there are cores. Texts are the built-in corpus,
+and TEXTS. Settings with "-few" read 120 k tokens of them again and again. What is finished is kept: a row of
 benchmarks/results/learning.jsonl each, with the whole curve. Ends with a table of all rows.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
 import statistics
@@ -45,6 +46,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "recipe-6m": ("size=6m",),
     "recipe-15m": ("size=15m",),
     "before-15m": ("size=15m", "train.recipe=plain"),
+    **{f"adamw-15m-{lr}": (*BASE[1:], "size=15m", f"train.optimizer.lr={lr}") for lr in ("1.5e-3", "3e-3")},
     # Knobs.
     **{f"adamw-{lr}": (*BASE, f"train.optimizer.lr={lr}") for lr in ("3e-3", "6e-3", "1.2e-2")},
     **{f"muon-{lr}": (*MUON, f"train.optimizer.lr={lr}") for lr in ("3e-3", "6e-3", "1.2e-2", "2.4e-2")},
@@ -59,23 +61,40 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "muon-few-reshuffle": (*MUON, "train.reshuffle=true"),
     "muon-few-average": (*MUON, "train.optimizer.average=0.98"),
 }
-#: Bytes of text that hold about 120 k tokens.
-FEW_BYTES = 450_000
+#: Bytes of text that hold about 120 k tokens, and that are read of any text at most.
+FEW_BYTES, MOST_BYTES = 450_000, 12_000_000
+#: Texts that a machine may have, as patterns of files below a folder.
+TEXTS = {
+    "source": (sysconfig.get_paths()["stdlib"], "**/*.py"),
+    "perl": ("/usr/share/perl", "5*/**/*.pm"),
+    "headers": ("/usr/include", "**/*.h"),
+    "vim": ("/usr/share/vim", "vim*/doc/*.txt"),  # Debian's vim-runtime.
+    "cmake": ("/usr/share", "cmake-*/Help/**/*.rst"),
+    "node": ("/usr/share/doc/nodejs/api", "*.md"),
+    "git": ("/usr/share/doc/git-doc", "**/*.txt"),
+    "pod": ("/usr/share/perl", "5*/**/*.pod"),  # perl-doc's.
+    "rust": ("/root/.rustup/toolchains", "*/share/doc/rust/html/book/*.html"),
+    "tcl": ("/usr/share/man", "man3/*.3tcl*"),
+}
 #: Modules of the standard library that are tests, or tables rather than source.
 LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "ensurepip", "turtledemo"}
 
 
-def source_text(folder: Path) -> Path:
-    """Python's standard library as text files, one a module."""
+def text_of(name: str, folder: Path) -> Path:
+    """One of TEXTS as a folder of text files, every so many-th of its own where they are more than MOST_BYTES."""
     if not folder.exists():
+        root, pattern = Path(TEXTS[name][0]), TEXTS[name][1]
+        found = [path for path in sorted(root.glob(pattern)) if path.is_file() and path.stat().st_size > 500]
+        files = [path for path in found if not LEFT_OUT & {*path.relative_to(root).parts}]
+        if not files:
+            sys.exit(f"no text of {name} here: {root}/{pattern}")
         folder.mkdir(parents=True)
-        root = Path(sysconfig.get_paths()["stdlib"])
-        for path in sorted(root.rglob("*.py")):
+        apart = -(-sum(path.stat().st_size for path in files) // MOST_BYTES)
+        for path in files[::apart]:
             inside = path.relative_to(root)
-            if not LEFT_OUT & {*inside.parts} and path.stat().st_size > 500:
-                (folder / ("_".join(inside.with_suffix("").parts) + ".txt")).write_text(
-                    path.read_text(errors="replace")
-                )
+            kind = ".html" if path.suffix == ".html" else ".txt"
+            text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+            (folder / ("_".join(inside.with_suffix("").parts) + kind)).write_text(text.decode(errors="replace"))
     return folder
 
 
@@ -143,7 +162,7 @@ def table(rows: list[dict[str, object]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="+", default=list(SETTINGS), choices=SETTINGS)
-    parser.add_argument("--texts", nargs="+", default=["pydocs", "source"], choices=["pydocs", "source"])
+    parser.add_argument("--texts", nargs="+", default=["pydocs", "source"], choices=["pydocs", *TEXTS])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=420)
     parser.add_argument("--work", type=Path, default=Path("runs/learning"))
@@ -151,8 +170,7 @@ def main() -> None:
     given.work.mkdir(parents=True, exist_ok=True)
     known = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
     done = {(one["name"], one["text"], one["seed"], one["steps"]) for one in known}
-    source = source_text(given.work / "source")
-    places = {"pydocs": "pydocs", "source": str(source)}
+    places = {name: str(text_of(name, given.work / name)) for name in given.texts if name != "pydocs"}
     left: SimpleQueue[tuple[str, str, int]] = SimpleQueue()
     for seed in given.seeds:
         for name in given.only:
@@ -168,7 +186,9 @@ def main() -> None:
             except Empty:
                 return
             run = given.work / f"{name}-{text}-{seed}-{given.steps}"
-            where = str(few(source, given.work / "few")) if "-few" in name else places[text]
+            where = places.get(text, text)
+            if "-few" in name:
+                where = str(few(Path(where), given.work / f"{text}-few"))
             if not ended(run):
                 train(core, run, where, (*SETTINGS[name], f"train.seed={seed}", f"train.steps={given.steps}"))
             with lock, open(RESULTS, "a") as results:

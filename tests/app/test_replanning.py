@@ -23,7 +23,7 @@ CONFIG = """\
 data: papers
 tokenizer: {vocab: 300}
 model: {layers: 2, d_model: 32, heads: 2, context: 32}
-train: {steps: 400, precision: fp32, batch: {global: 6}}
+train: {steps: 400, precision: fp32, batch: {global: 6}, patience: 0}
 parallel: {workers: 2, technique: zero2}
 checkpoint: {every: 500ms}
 """

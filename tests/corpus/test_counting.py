@@ -1,14 +1,20 @@
-"""Counts of three tokens in a row against the textbook's formula, one token at a time."""
+"""Counts of three tokens in a row, and of a piece so far, against the formulas as they are written, token by token."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 
 import numpy as np
 import pytest
 
-from farspan.corpus.counting import DISCOUNT, PIECE, counted, trigram_nats
+from farspan.corpus.counting import (
+    DISCOUNT,
+    PIECE,
+    cache_probabilities,
+    counted,
+    mixed_nats,
+    trigram_probabilities,
+)
 
 V = 6
 
@@ -34,8 +40,29 @@ def probability(train: list[int], history: tuple[int, ...], word: int, highest: 
 def test_counts_are_the_textbooks(seed: int):
     rng = np.random.default_rng(seed)
     train, val = (rng.choice(V, size, p=rng.dirichlet(np.ones(V))) for size in (int(rng.integers(4, 120)), 25))
-    told = [-math.log(probability(train.tolist(), tuple(val[i : i + 2]), val[i + 2])) for i in range(len(val) - 2)]
-    assert trigram_nats(train, val, V) == pytest.approx(sum(told) / len(told), rel=1e-9)
+    told = [probability(train.tolist(), tuple(val[i : i + 2]), val[i + 2]) for i in range(len(val) - 2)]
+    assert trigram_probabilities(train, val, V) == pytest.approx(told, rel=1e-9)
+
+
+def test_a_piece_tells_of_itself_what_it_has_said():
+    pieces = np.random.default_rng(0).integers(0, V * V, (3, PIECE))
+    single, pair = cache_probabilities(pieces)
+    for i in [*range(2, 3 * PIECE, 97), PIECE, PIECE + 1]:
+        piece, at = pieces[i // PIECE].tolist(), i % PIECE
+        seen, last = Counter(piece[:at]), piece[at - 1] if at else None
+        follows = Counter(piece[j + 1] for j in range(at - 1) if piece[j] == last)
+        assert single[i - 2] == pytest.approx(seen[piece[at]] / max(1, at))
+        assert pair[i - 2] == pytest.approx(follows[piece[at]] / max(1, follows.total()))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_mixture_is_the_best_there_is(seed: int):
+    rng = np.random.default_rng(seed)
+    counts, single, pair = (rng.beta(a, 3, 2_000) for a in (0.5, 0.3, 0.3))
+    told = mixed_nats(counts, (single, pair))
+    assert told <= -np.mean(np.log(counts)) + 1e-3
+    for shares in rng.dirichlet(np.ones(3), 300):
+        assert told <= -np.mean(np.log(shares @ np.stack([counts, single, pair]))) + 1e-3
 
 
 def test_more_text_predicts_better_and_what_is_not_there_is_not_counted():
