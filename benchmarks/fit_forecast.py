@@ -1,10 +1,12 @@
-"""Fit the expected loss (farspan/estimate/forecast.py) on the recipe's runs of benchmarks/results/learning.jsonl, and
-on those of many_epochs.jsonl whose decay is near the recipe's.
+"""Fit the expected loss (farspan/estimate/forecast.py) on runs of the recipe over FITTED texts, and judge it by others.
 
-    python -m benchmarks.fit_forecast [--count CORPUS.npz ...]      # counts first, for many_epochs.jsonl's corpora
+    python -m benchmarks.fit_forecast [--count WORK] [--pack CORPUS.npz ...]
 
-Prints the constants, what they leave of each run, and the same where that run was left out of the fit: before training,
-and from a validation after a fifth of it and later.
+The runs are those of benchmarks/results/learning.jsonl whose name begins with "recipe", and those of many_epochs.jsonl
+whose decay is near the recipe's. `--count` counts the texts of learning.py's folder of runs first, `--pack` those of
+many_epochs.py. Prints the constants, and what is left of each run where its whole text was left out of the fit: before
+training, and from a validation after a fifth of it and later. Then the same of the texts that are in no fit, under the
+constants that stand in the code.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import json
 import math
 import statistics
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,126 +25,158 @@ import numpy as np
 from benchmarks import many_epochs
 from benchmarks.learning import RESULTS
 from farspan.corpus.counting import counted
+from farspan.corpus.tokens import TokenFile
+from farspan.domain.codec import load
+from farspan.domain.corpus import CorpusManifest
 from farspan.domain.forecast import Forecast
+from farspan.domain.run import RunFolder
 from farspan.domain.train import Schedule
 from farspan.estimate import forecast as law
 from farspan.planning.recipe import studied
 from farspan.planning.size import FRESH_EPOCHS
-from farspan.semantics.lr_schedule import learning_rate
 
-#: Of many_epochs.jsonl's corpora, and parts of them, what their counts say.
-COUNTS = RESULTS.with_name("many_epochs_counts.json")
-#: What keeps coefficients of few runs near nothing: a prior as strong as one run that is 1 nat off.
-RIDGE = 0.003
-#: d: 5.8 M parameters came 0.02 and 0.04 nats below 2.9 M after the same 150 steps on two texts (learning.jsonl). The
-#: rest of the runs are of one size.
+#: What counts say of each text, by text and tokens that are read.
+COUNTS = RESULTS.with_name("forecast_counts.json")
+#: Texts of the fit; "code" is what many_epochs.jsonl calls the source of Python's standard library.
+FITTED = {"pydocs": "pydocs", "source": "source", "code": "source", "perl": "perl", "headers": "headers", "vim": "vim"}
+#: What keeps factors of few runs near nothing, and that of the counts near COUNTED.
+RIDGE, COUNTED = 0.1, 1.0
+#: f: 5.8 M parameters came 0.02 and 0.04 nats below 2.9 M after the same 150 steps on two texts (learning.jsonl). The
+#: rest of the fit is of one size.
 SIZE = -0.04
 Row = dict[str, Any]
+Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
-def features(row: Row, share: float = 1.0) -> list[float]:
-    tokens, unique = share * row["tokens"], row["unique_tokens"]
-    repeats = min(law.MOST_REPEATS, max(1.0, tokens / unique))
-    return [1.0, math.log(tokens), math.log(repeats), math.log(row["parameters"]), counts(row, share)]
+def told(row: Row) -> Forecast:
+    return Forecast(
+        loss=0.0, interval=(0.0, 0.0), parameters=row["parameters"], unique_tokens=row["unique_tokens"],
+        tokens=row["tokens"], steps=row["steps"], counted=tuple(map(tuple, row["counted"])),
+        bigram_nats=row["bigram_nats"],
+    )  # fmt: skip
 
 
-def counts(row: Row, share: float = 1.0) -> float:
-    known = msgspec.convert(row["forecast"], Forecast)
-    return law._nats(known.counted, min(share * row["tokens"], row["unique_tokens"]))
+def fitted(rows: Sequence[Row]) -> Floats:
+    """a to f, of which f is SIZE. Every text weighs as the root of its runs."""
+    x = np.array([law.features(told(row)) for row in rows])
+    # Near COUNTED, and f known.
+    y = np.array([row["final_loss"] for row in rows]) - COUNTED * x[:, 4] - SIZE * x[:, 5]
+    texts = [FITTED[row["text"]] for row in rows]
+    weights = np.array([texts.count(text) ** -0.5 for text in texts])
+    x = x[:, :5]
+    middle, level = weights @ x / weights.sum(), weights @ y / weights.sum()
+    centred = (x - middle) * weights[:, None] ** 0.5
+    slopes = np.linalg.solve(centred.T @ centred + RIDGE * np.eye(5), centred.T @ ((y - level) * weights**0.5))
+    slopes[0] = level - middle[1:] @ slopes[1:]
+    return np.append(slopes, SIZE) + COUNTED * np.eye(6)[4]
 
 
-def fitted(rows: list[Row]) -> np.ndarray:
-    """a to e, of which d is SIZE."""
-    x = np.array([features(row) for row in rows])
-    y = np.array([row["final_loss"] for row in rows]) - SIZE * x[:, 3]
-    x[:, 3] = 0.0
-    middle = x.mean(0)
-    centred = x - middle
-    slopes = np.linalg.solve(centred.T @ centred + RIDGE * np.eye(x.shape[1]), centred.T @ (y - y.mean()))
-    slopes[0] = 0.0
-    slopes[0] = y.mean() - middle @ slopes
-    slopes[3] = SIZE
-    return slopes
+def expected(row: Row, factors: Floats, share: float = 1.0) -> float:
+    return float(factors @ np.array(law.features(told(row), share)))
 
 
-def later(row: Row, solved: np.ndarray) -> list[tuple[float, float]]:
-    """Of validations from a fifth on: the share of the run times that of the peak rate, and what the law says without a
-    gap, less the final loss."""
-    schedule = msgspec.structs.replace(msgspec.convert(row["schedule"], Schedule), warmup_steps=0, floor=0.0)
-    found = []
+def later(row: Row, factors: Floats) -> list[tuple[float, float, float]]:
+    """Of validations from a fifth on: the root of the run's share, the share of the peak rate, and that root times what
+    the loss is above a run's that ends there, less what this run will be above the law at its end."""
+    schedule, found = msgspec.convert(row["schedule"], Schedule), []
+    end = row["final_loss"] - expected(row, factors)
     for step, loss, bigram in row["validated"]:
         share = step / row["steps"]
         if law.EARLIEST <= share < 1:
-            easier = row["forecast"]["bigram_nats"] - bigram
-            end, there = (np.array(features(row, s)) @ solved for s in (1.0, share))
-            rate = learning_rate(schedule, 1.0, round(share * 1000), 1001)
-            found.append((share * rate, end + share * (loss + easier - there) - row["final_loss"]))
+            worse = loss + row["bigram_nats"] - bigram - expected(row, factors, share)
+            found.append((math.sqrt(share), law.rate(schedule, share), math.sqrt(share) * worse - end))
     return found
 
 
-def count(paths: list[Path]) -> None:
-    found = {}
-    for row in many_epochs.rows():
-        for path in paths:
-            if path.stem == row["corpus"] and (place := f"{path.stem} {row['unique']}") not in found:
-                text = many_epochs.Text(path, row["unique"])
-                found[place] = counted(text.tokens, text.val, text.vocabulary, len(text.tokens))
-    COUNTS.write_text(json.dumps(found, indent=1) + "\n")
+def from_learning() -> list[Row]:
+    """Runs of learning.jsonl, with what counts say of their text."""
+    counts = json.loads(COUNTS.read_text())
+    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    rows = [row for row in rows if row["name"].startswith("recipe") and row["forecast"]]
+    return [{**row, "bigram_nats": row["forecast"]["bigram_nats"], "counted": counts[place_of(row)]} for row in rows]
 
 
-def on_gpu() -> list[Row]:
-    """Runs of many_epochs.jsonl as farspan's recipe would train, or nearly, in the form of learning.jsonl's."""
+def place_of(row: Row) -> str:
+    few = "-few" if "-few" in row["name"] else ""
+    return f"{row['text']}{few} {row['tokens']}"
+
+
+def from_many_epochs() -> list[Row]:
+    """Runs of many_epochs.jsonl as farspan's recipe would train, or nearly."""
     counts, found = json.loads(COUNTS.read_text()), []
     for row in many_epochs.rows():
         near = studied(row["epochs"], row["steps"])
-        if (
-            not row["muon"]
-            or row["dropout"]
-            or row["mask"]
-            or not row["reshuffle"]
-            or row["lr"] != many_epochs.Setting().lr
-        ):
-            continue
-        if not 0.6 <= row["decay"] / near.weight_decay <= 1.6:
+        plain = row["muon"] and not row["dropout"] and not row["mask"] and row["reshuffle"]
+        if not plain or row["lr"] != many_epochs.Setting().lr or not 0.6 <= row["decay"] / near.weight_decay <= 1.6:
             continue
         averaged = row["epochs"] > FRESH_EPOCHS
         curve = [[step, smooth if averaged else loss, 0.0] for step, loss, smooth in row["curve"]]
-        known = {"loss": 0.0, "interval": [0.0, 0.0], "parameters": row["parameters"], "bigram_nats": 0.0,
-                 "unique_tokens": row["unique_tokens"], "tokens": row["tokens"],
-                 "counted": counts[f"{row['corpus']} {row['unique']}"]}  # fmt: skip
         found.append({
-            "name": f"gpu x{row['epochs']:.2g} decay {row['decay']}", "text": row["corpus"], "steps": row["steps"],
-            "tokens": row["tokens"], "unique_tokens": row["unique_tokens"], "parameters": row["parameters"],
-            "final_loss": min(loss for _, loss, _ in curve), "validated": curve, "forecast": known,
-            "schedule": {"kind": "linear", "floor": 0.0},
+            **row, "name": f"gpu x{row['epochs']:.2g} decay {row['decay']}", "text": row["corpus"], "bigram_nats": 0.0,
+            "counted": counts[f"{row['corpus']} unique {row['unique']}"], "validated": curve,
+            "final_loss": min(loss for _, loss, _ in curve), "schedule": {"kind": "linear", "floor": 0.0},
         })  # fmt: skip
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--count", nargs="+", type=Path)
-    if paths := parser.parse_args().count:
-        count(paths)
-    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-    rows = [row for row in rows if row["name"].startswith("recipe") and row["forecast"]] + on_gpu()
-    solved = fitted(rows)
-    pairs = np.array([pair for row in rows for pair in later(row, solved)])
-    gap = float(pairs[:, 0] @ pairs[:, 1] / (pairs[:, 0] @ pairs[:, 0]))
-    print("A, B, C, D, E, GAP =", ", ".join(f"{value:.4f}" for value in (*solved, gap)))
-    before, first, every = [], [], []
+def count(work: Path | None, packed: Iterable[Path]) -> None:
+    found = json.loads(COUNTS.read_text()) if COUNTS.exists() else {}
+    for path in packed:
+        for unique in {row["unique"] for row in many_epochs.rows() if row["corpus"] == path.stem}:
+            text = many_epochs.Text(path, unique)
+            found[f"{path.stem} unique {unique}"] = counted(text.tokens, text.val, text.vocabulary, len(text.tokens))
+    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if work else []
+    texts: dict[str, tuple[TokenFile, TokenFile, int]] = {}
+    for run in work.glob("recipe*-0-*/corpus.json") if work else ():
+        corpus = load(RunFolder(run.parent).corpus, CorpusManifest)
+        name = run.parent.name.removeprefix("recipe").removeprefix("-6m").removeprefix("-15m").removeprefix("-")
+        few, text = name.startswith("few-"), name.removeprefix("few-").split("-")[0]
+        folder = Path(json.loads(RunFolder(run.parent).record.read_text())["corpus"])
+        opened = (TokenFile.open(folder, split, corpus) for split in ("train", "val"))
+        texts[f"{text}{'-few' * few}"] = (*opened, corpus.vocab_size)
     for row in rows:
-        without = fitted([other for other in rows if other is not row])
-        left = row["final_loss"] - np.array(features(row)) @ without
-        errors = [error - gap * rate for rate, error in later(row, without)]
+        text = place_of(row).split()[0]
+        if row["name"].startswith("recipe") and text in texts and place_of(row) not in found:
+            train, val, vocabulary = texts[text]
+            found[place_of(row)] = counted(train.tokens, val.tokens, vocabulary, row["tokens"])
+    COUNTS.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def show(rows: Sequence[Row], factors: Sequence[Floats], gap: float) -> None:
+    """What is left of each run under its factors, and in all."""
+    before, first, every = [], [], []
+    for row, factor in zip(rows, factors, strict=True):
+        left = row["final_loss"] - expected(row, factor)
+        errors = [root * gap * rate - error for root, rate, error in later(row, factor)]
         before.append(abs(left))
         first.append(abs(errors[0]))
-        every += map(abs, errors)
+        every.append(statistics.median(map(abs, errors)))
         name = f"{row['name']} {row['text']} {row['steps']} steps"
-        print(f"{name:32} {row['final_loss']:.3f} left out {left:+.3f}, at a fifth {errors[0]:+.3f}")
+        print(f"{name:36} {row['final_loss']:.3f} {left:+.3f}, at a fifth {errors[0]:+.3f}, later {every[-1]:.3f}")
     for what, values in (("before", before), ("at a fifth", first), ("from there on", every)):
         root = math.sqrt(statistics.fmean(value * value for value in values))
         print(f"{what}: median {statistics.median(values):.3f}, rms {root:.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--count", type=Path)
+    parser.add_argument("--pack", nargs="+", type=Path, default=[])
+    given = parser.parse_args()
+    if given.count or given.pack:
+        count(given.count, given.pack)
+    rows = from_learning()
+    inside = [row for row in rows if row["text"] in FITTED] + from_many_epochs()
+    outside = [row for row in rows if row["text"] not in FITTED]
+    solved = fitted(inside)
+    pairs = np.array([(root * rate, error) for row in inside for root, rate, error in later(row, solved)])
+    gap = float(pairs[:, 0] @ pairs[:, 1] / (pairs[:, 0] @ pairs[:, 0]))
+    print("A, B, C, D, E, F, GAP =", ", ".join(f"{value:.4f}" for value in (*solved, gap)))
+    without = {text: fitted([row for row in inside if FITTED[row["text"]] != text]) for text in set(FITTED.values())}
+    show(inside, [without[FITTED[row["text"]]] for row in inside], gap)
+    if outside:
+        print("\ntexts that are in no fit")
+        show(outside, [np.array((law.A, law.B, law.C, law.D, law.E, law.F))] * len(outside), law.GAP)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def with_forecast(planned: Planned) -> Planned:
     text, val = TokenFile.open(folder, "train", corpus), TokenFile.open(folder, "val", corpus)
     expected = forecast(
         counted(text.tokens, val.tokens, corpus.vocab_size, tokens), parameters=parameters(resolved.model),
-        unique_tokens=corpus.train.tokens, tokens=tokens, bigram_nats=corpus.bigram_nats,
+        unique_tokens=corpus.train.tokens, tokens=tokens, steps=estimate.steps_done, bigram_nats=corpus.bigram_nats,
     )  # fmt: skip
     return msgspec.structs.replace(planned, forecast=expected)
 

@@ -14,6 +14,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     #: Of the training split, and those that the run reads of it, again and again if need be.
     unique_tokens: float
     tokens: float
+    steps: float
     #: (tokens, nats): how well counting so many tokens predicts the validation split (`corpus.counting`).
     counted: tuple[tuple[float, float], ...]
     #: Of the whole validation split (`corpus.entropy`): by how much a part of it is easier.

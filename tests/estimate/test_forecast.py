@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -15,7 +16,9 @@ COSINE = Schedule(floor=0.0)
 
 
 def expected(tokens: float, *, parameters: float = 3e6, unique: float = 1e9, counted=COUNTED) -> Forecast:
-    found = forecast(counted, parameters=parameters, unique_tokens=unique, tokens=tokens, bigram_nats=5.0)
+    found = forecast(
+        counted, parameters=parameters, unique_tokens=unique, tokens=tokens, steps=tokens / 4096, bigram_nats=5.0
+    )
     assert found is not None
     return found
 
@@ -49,14 +52,14 @@ def test_near_the_end_a_run_is_expected_to_end_where_it_is():
     # A run that is worse than another is expected to end worse, the more so the later it is seen.
     worse = [revised(before, COSINE, share, 5.3, 5.0)[0] for share in (EARLIEST, 0.5, 0.9, 0.999)]
     assert [high - one[0] for high, one in zip(worse, told[1:-1], strict=True)] == pytest.approx(
-        [0.3 * share for share in (EARLIEST, 0.5, 0.9, 0.999)]
+        [0.3 * math.sqrt(share) for share in (EARLIEST, 0.5, 0.9, 0.999)]
     )
     # A sample of the split that is easier for counts by 0.3 nats is taken to be so for the model.
     (plain, _), (corrected, _) = revised(before, COSINE, 0.5, 5.0, 5.0), revised(before, COSINE, 0.5, 5.0, 4.7)
-    assert corrected == pytest.approx(plain + 0.5 * 0.3)
+    assert corrected == pytest.approx(plain + math.sqrt(0.5) * 0.3)
 
 
 def test_what_the_fit_does_not_know_is_not_told():
-    assert forecast((), parameters=3e6, unique_tokens=100.0, tokens=100.0, bigram_nats=5.0) is None
+    assert forecast((), parameters=3e6, unique_tokens=100.0, tokens=100.0, steps=1, bigram_nats=5.0) is None
     assert revised(expected(1e6), Schedule(kind="constant"), 0.5, 5.0, 5.0) is None
     assert expected(1e6, counted=COUNTED[:1]).loss < 10
