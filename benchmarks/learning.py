@@ -74,6 +74,12 @@ TEXTS = {
     "git": ("/usr/share/doc/git-doc", "**/*.txt"),
     "pod": ("/usr/share/perl", "5*/**/*.pod"),  # perl-doc's.
     "rust": ("/root/.rustup/toolchains", "*/share/doc/rust/html/book/*.html"),
+    "java": ("/usr/lib/jvm", "temurin-25*/src/java.base/**/*.java"),  # lib/src.zip, unpacked to src.
+    "javascript": ("/usr/lib/node_modules", "npm/**/*.js"),
+    "manual": ("/usr/share/doc/python3.11", "html/_sources/**/*.rst.txt"),  # Debian's python3.11-doc.
+    "modules": ("/usr/share", "cmake-*/Modules/**/*.cmake"),
+    "cloud": ("/usr/lib/google-cloud-sdk/lib/googlecloudsdk", "**/*.py"),
+    "man": ("/usr/share/man", "man[18]/*.gz"),
     "tcl": ("/usr/share/man", "man3/*.3tcl*"),
 }
 #: Modules of the standard library that are tests, or tables rather than source.
@@ -135,7 +141,7 @@ def row(name: str, text: str, seed: int, run: Path) -> dict[str, object]:
         "name": name, "text": text, "seed": seed, "steps": plan.train.steps, "step_tokens": plan.train.tokens_per_step,
         "final_loss": validated[-1].loss, "best_loss": min(event.loss for event in validated),
         "median_step_s": statistics.median(event.step_s for event in steps),
-        "validated": [[event.step, event.loss, event.bigram_nats] for event in validated],
+        "validated": [[event.step, event.loss, event.bigram_nats, event.standard_error] for event in validated],
         "tokens": plan.train.steps * plan.train.tokens_per_step, "schedule": to_builtins(plan.train.schedule),
         "trained": [[event.step, round(event.loss, 4)] for event in steps[9::10]],
         "parameters": parameters(plan.model), "unique_tokens": corpus.train.tokens,

@@ -1,12 +1,15 @@
-"""How well counts of three tokens in a row, and what a piece of text has said before, predict the validation tokens, of
+"""How well counts of a few tokens in a row, and what a piece of text has said before, predict the validation tokens, of
 how much text: what the difficulty of a text is known by before a model has read it."""
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from farspan.domain.forecast import Counted
 
 Tokens = npt.NDArray[Any]
 Probabilities = npt.NDArray[np.float64]
@@ -21,19 +24,26 @@ ROUNDS = 20
 AT_ONCE = 32
 #: What every count is discounted by, as usual (Chen and Goodman 1999, section 2.8).
 DISCOUNT = 0.75
-ORDER = 3
+#: Tokens in a row. Two are what a model learns first; what texts of one kind repeat, such as licences and synopses, is
+#: longer.
+FEW, MANY = 2, 6
 
 
-def counted(train: Tokens, val: Tokens, vocab_size: int, tokens: float) -> tuple[tuple[float, float], ...]:
-    """(tokens, nats a token of `val`) of counts over a sixteenth, a quarter and all of so many tokens of `train`; of
-    fewer where there are not so many."""
+def counted(train: Tokens, val: Tokens, vocab_size: int, tokens: float) -> tuple[Counted, ...]:
+    """Of counts over a sixteenth, a quarter and all of so many tokens of `train`, how well they predict `val`; of fewer
+    where there are not so many."""
     pieces, held_out = _drawn(train, min(tokens, MOST_TOKENS)), _drawn(val, VAL_TOKENS)
     if not (len(pieces) and len(held_out)):
         return ()
-    cached = cache_probabilities(held_out)
-    sizes = sorted({max(1, len(pieces) // part) for part in (16, 4, 1)})
-    told = (trigram_probabilities(pieces[:size].ravel(), held_out.ravel(), vocab_size) for size in sizes)
-    return tuple((float(size * PIECE), mixed_nats(p, cached)) for size, p in zip(sizes, told, strict=True))
+    cached, known = cache_probabilities(held_out), held_out.ravel()
+    found = []
+    for size in sorted({max(1, len(pieces) // part) for part in (16, 4, 1)}):
+        few, many = (ngram_probabilities(pieces[:size].ravel(), known, vocab_size, order) for order in (FEW, MANY))
+        found.append(Counted(
+            tokens=float(size * PIECE), few=-float(np.mean(np.log(few))), few_again=mixed_nats(few, cached),
+            many_again=mixed_nats(many, cached),
+        ))  # fmt: skip
+    return tuple(found)
 
 
 def _drawn(tokens: Tokens, count: float) -> Tokens:
@@ -43,33 +53,55 @@ def _drawn(tokens: Tokens, count: float) -> Tokens:
     return pieces[order].astype(np.int64)
 
 
-def trigram_probabilities(train: Tokens, val: Tokens, vocab_size: int) -> Probabilities:
-    """Of each token of `val` (int64) but the first two, by interpolated Kneser-Ney counts of `train`.
+class Grams(NamedTuple):
+    """The distinct n tokens in a row of a text, numbered from 0: the number of the n - 1 before the last of each, where
+    each stands first, and the number at every place of the text and of another one, -1 where it is not known."""
 
-    p_n(w|h) = max(c(hw) - d, 0) / c(h) + d N(h) / c(h) p_(n-1)(w|h'), for n = 1 to 3, where c counts tokens at the
-    highest order and distinct tokens before them at the others, and N(h) the distinct tokens after h (Chen and Goodman
-    1999, equations 25 to 28).
+    histories: Tokens
+    first: Tokens
+    own: Tokens
+    other: Tokens
+
+
+def ngram_probabilities(train: Tokens, val: Tokens, vocab_size: int, order: int) -> Probabilities:
+    """Of each token of `val` (int64), by interpolated Kneser-Ney counts of `train`, which has `order` tokens or more.
+
+    p_n(w|h) = max(c(hw) - d, 0) / c(h) + d N(h) / c(h) p_(n-1)(w|h'), for n = 1 to `order`, where c counts tokens at
+    the highest order and distinct tokens before them at the others, and N(h) the distinct tokens after h (Chen and
+    Goodman 1999, equations 25 to 28). Without h in `train`, or n - 1 tokens before it in `val`, a token has p_(n-1).
     """
-    probability = np.full(len(val) - ORDER + 1, 1.0 / vocab_size)
-    for n in range(1, ORDER + 1):
-        grams = _grams(train, n, vocab_size)
-        if n < ORDER:  # The distinct tokens before each: of longer ones, what follows their first token.
-            grams = np.unique(_grams(train, n + 1, vocab_size)) % vocab_size**n
-        seen, counts = np.unique(grams, return_counts=True)
-        histories, of = np.unique(seen // vocab_size, return_inverse=True)
-        totals, kinds = np.bincount(of, weights=counts), np.bincount(of)
-        wanted = _grams(val, n, vocab_size)[ORDER - n :]
-        known, at = _found(seen, wanted)
-        before, place = _found(histories, wanted // vocab_size)
-        total = np.where(before, totals[place], 1.0)
-        own = np.maximum(np.where(known, counts[at], 0) - DISCOUNT, 0.0) / total
-        probability = own + np.where(before, DISCOUNT * kinds[place] / total, 1.0) * probability
+    nothing = np.zeros(1, np.int64)
+    levels = [Grams(nothing, nothing, np.zeros(len(train), np.int64), np.zeros(len(val), np.int64))]
+    for n in range(1, order + 1):
+        levels.append(_longer(levels[-1], train[n - 1 :], val[n - 1 :], vocab_size))
+    probability = np.full(len(val), 1.0 / vocab_size)
+    for n, (before, grams) in enumerate(itertools.pairwise(levels), 1):
+        # A number per gram: its places, or the distinct tokens before it, which are as many as longer grams end so.
+        ends = grams.own if n == order else grams.own[levels[n + 1].first + 1]
+        counts = np.bincount(ends, minlength=len(grams.first))
+        totals = np.bincount(grams.histories, weights=counts, minlength=len(before.first))
+        kinds = np.bincount(grams.histories[counts > 0], minlength=len(before.first))
+        history = before.other[: len(grams.other)]
+        total = np.where(history >= 0, totals[history], 0.0)
+        own = np.maximum(np.where(grams.other >= 0, counts[grams.other], 0) - DISCOUNT, 0.0)
+        lower, least = probability[n - 1 :], np.maximum(total, 1.0)
+        probability[n - 1 :] = np.where(total > 0, own / least + DISCOUNT * kinds[history] / least * lower, lower)
     return probability
 
 
+def _longer(grams: Grams, train: Tokens, val: Tokens, vocab_size: int) -> Grams:
+    """One token longer: these are the tokens that come behind each."""
+    own = grams.own[: len(train)] * vocab_size + train
+    seen, first, numbers = np.unique(own, return_index=True, return_inverse=True)
+    before = grams.other[: len(val)]
+    wanted = before * vocab_size + val
+    at = np.minimum(np.searchsorted(seen, wanted), len(seen) - 1)
+    return Grams(seen // vocab_size, first, numbers, np.where((before >= 0) & (seen[at] == wanted), at, -1))
+
+
 def cache_probabilities(pieces: Tokens) -> tuple[Probabilities, Probabilities]:
-    """Of each token but the first two by counts of its own piece so far, 0 where they know nothing: of the tokens, and
-    of what followed the token before it (Kuhn and De Mori 1990)."""
+    """Of each token by counts of its own piece so far, 0 where they know nothing: of the tokens, and of what followed
+    the token before it (Kuhn and De Mori 1990)."""
     single, pair = np.zeros(pieces.shape), np.zeros(pieces.shape)
     earlier = np.tril(np.ones((PIECE, PIECE), bool), -1)
     for start in range(0, len(pieces), AT_ONCE):
@@ -79,7 +111,7 @@ def cache_probabilities(pieces: Tokens) -> tuple[Probabilities, Probabilities]:
         before = same[:, :-1, :-1]  # At [i, j]: the tokens before i + 1 and j + 1 are the same.
         known = before.sum(2)
         pair[start : start + AT_ONCE, 1:] = (same[:, 1:, 1:] & before).sum(2) / np.maximum(1, known)
-    return single.ravel()[ORDER - 1 :], pair.ravel()[ORDER - 1 :]
+    return single.ravel(), pair.ravel()
 
 
 def mixed_nats(counts: Probabilities, cached: tuple[Probabilities, Probabilities]) -> float:
@@ -89,17 +121,3 @@ def mixed_nats(counts: Probabilities, cached: tuple[Probabilities, Probabilities
         own = shares[:, None] * every
         shares = (own / own.sum(0)).mean(1)
     return -float(np.mean(np.log(shares @ every)))
-
-
-def _grams(tokens: Tokens, n: int, vocab_size: int) -> Tokens:
-    """Each n tokens in a row as one number, (tokens - n + 1,)."""
-    grams = np.zeros(len(tokens) - n + 1, np.int64)
-    for i in range(n):
-        grams = grams * vocab_size + tokens[i : len(tokens) - n + 1 + i]
-    return grams
-
-
-def _found(values: Tokens, wanted: Tokens) -> tuple[Tokens, Tokens]:
-    """Whether each wanted number is among sorted `values`, and where it is or would be."""
-    at = np.minimum(np.searchsorted(values, wanted), len(values) - 1)
-    return values[at] == wanted, at

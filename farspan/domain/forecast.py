@@ -5,6 +5,16 @@ from __future__ import annotations
 import msgspec
 
 
+class Counted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How well counts of so many training tokens predict the validation split, nats a token (`corpus.counting`): of two
+    tokens in a row; of these and what the same piece of text has said before; of six in a row and the same."""
+
+    tokens: float
+    few: float
+    few_again: float
+    many_again: float
+
+
 class Forecast(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Made before a run; `loss` and `interval` (low, high) are nats a token at its end."""
 
@@ -15,7 +25,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     unique_tokens: float
     tokens: float
     steps: float
-    #: (tokens, nats): how well counting so many tokens predicts the validation split (`corpus.counting`).
-    counted: tuple[tuple[float, float], ...]
+    #: Of more and more tokens.
+    counted: tuple[Counted, ...]
     #: Of the whole validation split (`corpus.entropy`): by how much a part of it is easier.
     bigram_nats: float

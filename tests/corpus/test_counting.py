@@ -1,4 +1,4 @@
-"""Counts of three tokens in a row, and of a piece so far, against the formulas as they are written, token by token."""
+"""Counts of a few tokens in a row, and of a piece so far, against the formulas as they are written, token by token."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ import pytest
 
 from farspan.corpus.counting import (
     DISCOUNT,
+    FEW,
+    MANY,
     PIECE,
     cache_probabilities,
     counted,
     mixed_nats,
-    trigram_probabilities,
+    ngram_probabilities,
 )
 
 V = 6
 
 
-def probability(train: list[int], history: tuple[int, ...], word: int, highest: bool = True) -> float:
+def probability(train: list[int], history: tuple[int, ...], word: int, order: int) -> float:
     """Interpolated Kneser-Ney (Chen and Goodman 1999, equations 25 to 28), as it is written."""
     n = len(history) + 1
     grams = [tuple(train[i : i + n]) for i in range(len(train) - n + 1)]
     counts = Counter(grams)
-    if not highest:
+    if n < order:
         longer = {tuple(train[i : i + n + 1]) for i in range(len(train) - n)}
         counts = Counter(gram[1:] for gram in longer)
-    lower = probability(train, history[1:], word, highest=False) if history else 1 / V
+    lower = probability(train, history[1:], word, order) if history else 1 / V
     total = sum(count for gram, count in counts.items() if gram[:-1] == history)
     if not total:
         return lower
@@ -36,23 +38,24 @@ def probability(train: list[int], history: tuple[int, ...], word: int, highest: 
     return own / total + DISCOUNT * kinds / total * lower
 
 
+@pytest.mark.parametrize("order", [FEW, MANY])
 @pytest.mark.parametrize("seed", range(8))
-def test_counts_are_the_textbooks(seed: int):
+def test_counts_are_the_textbooks(seed: int, order: int):
     rng = np.random.default_rng(seed)
-    train, val = (rng.choice(V, size, p=rng.dirichlet(np.ones(V))) for size in (int(rng.integers(4, 120)), 25))
-    told = [probability(train.tolist(), tuple(val[i : i + 2]), val[i + 2]) for i in range(len(val) - 2)]
-    assert trigram_probabilities(train, val, V) == pytest.approx(told, rel=1e-9)
+    train, val = (rng.choice(V, size, p=rng.dirichlet(np.ones(V))) for size in (int(rng.integers(MANY, 120)), 25))
+    told = [probability(train.tolist(), tuple(val[max(0, i - order + 1) : i]), val[i], order) for i in range(len(val))]
+    assert ngram_probabilities(train, val, V, order) == pytest.approx(told, rel=1e-9)
 
 
 def test_a_piece_tells_of_itself_what_it_has_said():
     pieces = np.random.default_rng(0).integers(0, V * V, (3, PIECE))
     single, pair = cache_probabilities(pieces)
-    for i in [*range(2, 3 * PIECE, 97), PIECE, PIECE + 1]:
+    for i in [*range(0, 3 * PIECE, 97), PIECE, PIECE + 1]:
         piece, at = pieces[i // PIECE].tolist(), i % PIECE
         seen, last = Counter(piece[:at]), piece[at - 1] if at else None
         follows = Counter(piece[j + 1] for j in range(at - 1) if piece[j] == last)
-        assert single[i - 2] == pytest.approx(seen[piece[at]] / max(1, at))
-        assert pair[i - 2] == pytest.approx(follows[piece[at]] / max(1, follows.total()))
+        assert single[i] == pytest.approx(seen[piece[at]] / max(1, at))
+        assert pair[i] == pytest.approx(follows[piece[at]] / max(1, follows.total()))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -73,9 +76,9 @@ def test_more_text_predicts_better_and_what_is_not_there_is_not_counted():
         tokens.append(int(rng.choice(50, p=follows[tokens[-1]])))
     text = np.array(tokens, np.uint16)
     found = counted(text[:16_000], text[16_000:], 50, 1e9)
-    assert [size for size, _ in found] == [16_000 // PIECE // part * PIECE for part in (16, 4, 1)]
-    assert found[0][1] > found[1][1] > found[2][1]
+    assert [one.tokens for one in found] == [16_000 // PIECE // part * PIECE for part in (16, 4, 1)]
+    assert found[0].few > found[1].few > found[2].few
     entropy = -float(np.mean(np.sum(follows * np.log(follows + 1e-300), 1)))
-    assert entropy - 0.1 < found[2][1] < entropy + 0.5
-    assert counted(text[:16_000], text[16_000:], 50, 3 * PIECE)[-1][0] == 3 * PIECE
+    assert entropy - 0.1 < found[2].few < entropy + 0.5
+    assert counted(text[:16_000], text[16_000:], 50, 3 * PIECE)[-1].tokens == 3 * PIECE
     assert counted(text[:10], text[:10], 50, 1e9) == ()

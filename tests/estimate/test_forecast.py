@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import random
 
 import pytest
 
-from farspan.domain.forecast import Forecast
+from farspan.domain.forecast import Counted, Forecast
 from farspan.domain.train import Schedule
-from farspan.estimate.forecast import BEFORE, EARLIEST, E, forecast, revised
+from farspan.estimate.forecast import BEFORE, EARLIEST, FACTORS, forecast, revised
 
-COUNTED = ((50_000.0, 6.0), (200_000.0, 5.4), (800_000.0, 4.6))
+COUNTED = tuple(
+    Counted(tokens=tokens, few=few, few_again=few - 0.3, many_again=few - 0.6)
+    for tokens, few in ((50_000.0, 6.0), (200_000.0, 5.4), (800_000.0, 4.6))
+)
 COSINE = Schedule(floor=0.0)
 
 
@@ -24,9 +26,12 @@ def expected(tokens: float, *, parameters: float = 3e6, unique: float = 1e9, cou
 
 
 def test_a_harder_text_is_expected_to_be_harder_in_proportion():
-    easier = tuple((tokens, nats - 1.5) for tokens, nats in COUNTED)
+    easier = tuple(
+        Counted(tokens=one.tokens, few=one.few - 1.5, few_again=one.few_again - 1.5, many_again=one.many_again - 1.5)
+        for one in COUNTED
+    )
     for tokens in (60_000.0, 200_000.0, 5e6):
-        assert expected(tokens).loss - expected(tokens, counted=easier).loss == pytest.approx(E * 1.5)
+        assert expected(tokens).loss - expected(tokens, counted=easier).loss == pytest.approx(sum(FACTORS[4:7]) * 1.5)
         low, high = expected(tokens).interval
         assert (low, high) == pytest.approx((expected(tokens).loss - BEFORE, expected(tokens).loss + BEFORE))
 
@@ -52,11 +57,11 @@ def test_near_the_end_a_run_is_expected_to_end_where_it_is():
     # A run that is worse than another is expected to end worse, the more so the later it is seen.
     worse = [revised(before, COSINE, share, 5.3, 5.0)[0] for share in (EARLIEST, 0.5, 0.9, 0.999)]
     assert [high - one[0] for high, one in zip(worse, told[1:-1], strict=True)] == pytest.approx(
-        [0.3 * math.sqrt(share) for share in (EARLIEST, 0.5, 0.9, 0.999)]
+        [0.3 * share for share in (EARLIEST, 0.5, 0.9, 0.999)]
     )
     # A sample of the split that is easier for counts by 0.3 nats is taken to be so for the model.
     (plain, _), (corrected, _) = revised(before, COSINE, 0.5, 5.0, 5.0), revised(before, COSINE, 0.5, 5.0, 4.7)
-    assert corrected == pytest.approx(plain + math.sqrt(0.5) * 0.3)
+    assert corrected == pytest.approx(plain + 0.5 * 0.3)
 
 
 def test_what_the_fit_does_not_know_is_not_told():
