@@ -15,9 +15,9 @@ from farspan.domain.units import format_count
 from farspan.planning.size import FRESH_EPOCHS
 from farspan.semantics.matrices import matrices, update_flops
 
-#: A device's update of matrices may take this share of the step's arithmetic: Muon reaches AdamW's loss in about 0.7 of
-#: the tokens (docs/log.md).
-MOST_UPDATE = 0.3
+#: A device's update of matrices may take so much of the step's other arithmetic: Muon reaches AdamW's loss in half of
+#: the tokens (docs/learning.md).
+MOST_UPDATE = 0.6
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ from tests.planning.test_resolve import cluster, run
 from tests.runtime.plans import HAND_PICKED
 from tests.techniques import worlds
 
-LARGE = {"model": {"layers": 3, "d_model": 256, "heads": 4}}
+LARGE = {"model": {"layers": 3, "d_model": 384, "heads": 6}}
 
 
 def settled(asked, **where):
@@ -37,8 +37,8 @@ def test_muon_is_chosen_where_its_update_is_a_small_share_of_a_step(tokens, muon
 def test_devices_that_read_fewer_tokens_each_spend_more_on_updates():
     few, many = (settled({"batch": {"global": "8k tokens"}, "tokens": "1M"}, devices=cluster(n)) for n in (1, 8))
     assert few.train.optimizer.muon and not many.train.optimizer.muon
-    # By hand: 30 n n (2 m + n) over 6 tokens a parameter, of q, k, v, out (256 x 256) and gate, up, down (256 x 704).
-    n, m, layers, vocabulary = 256, few.model.d_ff, 3, few.model.vocab_size
+    # By hand: 30 n n (2 m + n) over 6 tokens a parameter, of q, k, v, out (384 x 384) and gate, up, down (384 x 1,024).
+    n, m, layers, vocabulary = 384, few.model.d_ff, 3, few.model.vocab_size
     updating = layers * 5 * (4 * 6.0 * n**3 + 3 * (4.0 * n * n * m + 2.0 * n**3))
     products = layers * (4 * n * n + 3 * n * m) + vocabulary * n
     assert updating_share(few.model, 8192) == pytest.approx(updating / (6 * products * 8192))

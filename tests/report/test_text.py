@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from farspan.domain.forecast import Counted
 from farspan.domain.results import Validated
 from farspan.estimate.forecast import forecast
 from farspan.report.history import open_run
@@ -36,9 +37,10 @@ def test_plan_line():
 
 def test_the_loss_that_was_expected_stands_beside_the_one_reached(tmp_path):
     run = open_run(resumed_run(tmp_path / "run", steps=200))
-    expected = forecast(
-        ((50_000.0, 6.0), (200_000.0, 5.4)), parameters=3e6, unique_tokens=1e6, tokens=2e5, bigram_nats=5.2
+    counted = tuple(
+        Counted(tokens=tokens, few=few, few_again=few, many_again=few) for tokens, few in ((5e4, 6.0), (2e5, 5.4))
     )
+    expected = forecast(counted, parameters=3e6, unique_tokens=1e6, tokens=2e5, steps=50, bigram_nats=5.2)
     assert expected is not None
     assert f"validation loss {expected.loss:.2f} ({expected.interval[0]:.2f} to " in plan_line(
         run.plan, ESTIMATE, CORPUS, expected
