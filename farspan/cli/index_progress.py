@@ -14,7 +14,7 @@ from farspan.cli.progress import LINE_S
 from farspan.domain.units import format_seconds
 from farspan.retrieval.work import IndexWork
 
-_NAMES = {"embedding": "embedding", "fitting": "fitting to titles", "storing": "storing"}
+_NAMES = {"embedding": "embedding", "fitting": "fitting", "storing": "storing"}
 
 
 class IndexProgress:

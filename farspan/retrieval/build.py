@@ -43,7 +43,7 @@ from farspan.retrieval.index import (
     Recipe,
     passages_of,
 )
-from farspan.retrieval.lexical import Lexical
+from farspan.retrieval.lexical import K1, B, Lexical
 from farspan.retrieval.passages import Damaged, IndexedDocument, Passages, indexed_document, text_hash
 from farspan.retrieval.pooling import Processes
 from farspan.retrieval.stores import FIELD, Vectors
@@ -221,7 +221,8 @@ def _write(
     files = building / manifest.files
     (files / PASSAGES).mkdir(parents=True)
     passages.write(files / PASSAGES, documents, chunked.chunks, embedded.vectors, chunked.texts, embedded.fitted)
-    Lexical.build(f"{document.title}\n{document.text}" for document in task.documents).save(files / LEXICAL)
+    texts = (f"{document.title}\n{document.text}" for document in task.documents)
+    Lexical.build(texts, embedded.fit.k1, embedded.fit.b).save(files / LEXICAL)
     embedded.embedder.save(files / FITTED)
     storing.fill(task.path, building, manifest, before, task.work)
     return manifest
@@ -279,7 +280,10 @@ def _fitted(task: Task, chunked: Chunked, corpus: str) -> Embedded:
         task.model, task.tokenizer, task.documents, chunked.chunks, task.train, task.recipe, task.say, task.work,
         task.processes,
     )  # fmt: skip
-    fit = Fit(id=_fit_id(task, corpus), documents=len(chunked.documents), chunks=len(chunked.chunks))
+    fit = Fit(
+        id=_fit_id(task, corpus), documents=len(chunked.documents), chunks=len(chunked.chunks),
+        k1=evaluation.k1 if evaluation else K1, b=evaluation.b if evaluation else B,
+    )  # fmt: skip
     return Embedded(embedder, vectors_NE, np.ones(len(chunked.chunks), bool), fit, evaluation)
 
 

@@ -54,12 +54,13 @@ def head_length(document: Document) -> int:
     lines = [match for match in _LINE.finditer(document.text) if any(map(str.isalnum, match[0]))][:2]
     if not lines:
         return len(document.text)
-    repeats = _bare(lines[0][0]) == _bare(document.title)
+    repeats = bare(lines[0][0]) == bare(document.title)
     end = lines[min(repeats, len(lines) - 1)].end()
     return end if document.text[end:].strip() else len(document.text)
 
 
-def _bare(line: str) -> str:
+def bare(line: str) -> str:
+    """Letters and digits alone, small: what two lines are compared by."""
     return "".join(filter(str.isalnum, line)).lower()
 
 

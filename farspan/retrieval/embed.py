@@ -1,12 +1,12 @@
-"""Text to unit vectors: the model's states, averaged over tokens, then turned so that titles lie near their passages.
+"""Text to unit vectors: what its tokens are, and the model's states averaged over them, fitted so that what belongs
+together lies near (`tuning.py`).
 
 Every stream of the model counts (token embeddings, the states after each block, the output), each averaged with
-inverse document frequencies as weights, centred and whitened. Two linear maps, one for passages and one for queries,
-are then fitted by contrast on titles and passages that belong together (InfoNCE, arXiv 1807.03748, other passages of
-the batch being the negatives). docs/decisions/0008-embeddings.md has what was tried.
+inverse document frequencies as weights. Tokens are those of the text's words in small letters, names split.
+docs/decisions/0008-embeddings.md has what was tried.
 
-Shapes: N texts, P pairs of a title and a passage, B rows of a batch, S positions, D size of a state, L streams,
-F = L D features, E size of a vector, V vocabulary.
+Shapes: N texts, B rows of a batch, S positions, D size of a state, L streams, F = L D features, E size of a vector,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -26,9 +26,12 @@ from torch import Tensor
 from farspan.corpus.tokenizer import Tokenizer
 from farspan.domain.codec import to_json
 from farspan.retrieval.index import FitSettings
+from farspan.retrieval.lexical import spread
+from farspan.retrieval.pairs import Pairs
 from farspan.retrieval.passages import Damaged
 from farspan.retrieval.pooling import Processes, bf16_is_fast, pool_batch
 from farspan.retrieval.stores import Vectors
+from farspan.retrieval.tuning import KINDS, tune, vectors_of
 from farspan.retrieval.work import IndexWork
 from farspan.runtime.model.decoder import Decoder
 
@@ -36,19 +39,19 @@ from farspan.runtime.model.decoder import Decoder
 _ROWS = 32
 #: Fewer batches are not worth telling other processes of.
 _SHARED_OUT = 8
-#: Whitening leaves out directions with less than this share of the largest variance: what is in them is rounding. A
-#: LayerNorm leaves one without any.
-_VARIANCE_FLOOR = 1e-6
 #: A token that every text has still counts so much: the mean of a text that has no others stays defined.
 _LEAST_WEIGHT = 1e-3
-#: Pairs a step, each passage being a negative for the titles of the others.
-_PAIRS = 512
-#: What cosines are multiplied by: one over the temperature of SimCSE (arXiv 2104.08821).
-_SHARPNESS = 20.0
+
+
+class Read(NamedTuple):
+    """What vectors are made of: the distinct tokens of each text, and the means of its states (N, F)."""
+
+    bags: list[list[int]]
+    pooled: Tensor
 
 
 class Embedder:
-    """A model and what was fitted to a corpus: token weights (V), means (F) and maps (F, E) of passages and queries.
+    """A model and what was fitted to a corpus (`tuning.py`), with the weights (V) of tokens in means of states.
 
     `work` keeps what was embedded and counts it; `processes` share it out.
     """
@@ -62,26 +65,55 @@ class Embedder:
 
     @classmethod
     def fit(
-        cls, model: Decoder, tokenizer: Tokenizer, texts: Sequence[str], titles: Sequence[str], owners: Sequence[int],
-        fit: FitSettings, work: IndexWork | None = None, processes: Processes | None = None,
+        cls, model: Decoder, tokenizer: Tokenizer, passages: Sequence[str], pairs: Pairs, fit: FitSettings,
+        work: IndexWork | None = None, processes: Processes | None = None,
     ) -> tuple[Embedder, Vectors]:  # fmt: skip
-        """Fit to the passages of a corpus, and to titles of which number i belongs to passage `owners[i]`.
+        """Fit to the passages of a corpus and to what belongs to them.
 
         Returns the vectors (N, E) of the passages too, which are made on the way.
         """
-        fitted = {"weights": inverse_frequency(tokenizer.encode_batch(texts), model.spec.vocab_size)}
-        embedder = cls(model, tokenizer, fitted, work, processes)
-        passages_NF, titles_PF = embedder.pool(texts), embedder.pool(titles)
-        fitted |= fit_maps(passages_NF, titles_PF, owners, model.spec.d_model, fit, work)
-        return embedder, apply_maps(fitted, passages_NF, "passage")
+        start = cls.unfitted(model, tokenizer, passages, work, processes)
+        texts, asked = start.read(passages), start.read(pairs.asked)
+        embedder = start.fitted(texts, asked, pairs, fit)
+        return embedder, embedder.vectors(texts, "passage")
+
+    @classmethod
+    def unfitted(
+        cls, model: Decoder, tokenizer: Tokenizer, passages: Sequence[str], work: IndexWork | None = None,
+        processes: Processes | None = None,
+    ) -> Embedder:  # fmt: skip
+        """What knows how often tokens are in the passages of a corpus: it reads, and makes no vectors yet."""
+        weights_V = inverse_frequency(tokenizer.encode_batch(passages), model.spec.vocab_size)
+        return cls(model, tokenizer, {"weights": weights_V}, work, processes)
+
+    def fitted(self, passages: Read, asked: Read, pairs: Pairs, fit: FitSettings) -> Embedder:
+        """Another one, fitted to passages and to what is asked for them."""
+        spec = self._model.spec
+        tuned = tune(
+            (passages.bags, asked.bags), (passages.pooled, asked.pooled),
+            inverse_frequency(passages.bags, spec.vocab_size), pairs, spec.d_model, fit, self._work,
+        )  # fmt: skip
+        fitted = {"weights": self._fitted["weights"], **tuned}
+        return Embedder(self._model, self._tokenizer, fitted, self._work, self._processes)
+
+    def read(self, texts: Sequence[str]) -> Read:
+        return Read(self.bags(texts), self.pool(texts))
+
+    def vectors(self, texts: Read, kind: str) -> Vectors:
+        """Unit vectors (N, E), float32, `kind` being "passage" or "query"."""
+        return vectors_of(self._fitted, texts.bags, texts.pooled, kind)
 
     def passages(self, texts: Sequence[str]) -> Vectors:
-        """Unit vectors (N, E), float32. Only as many tokens of a text count as the model's context holds."""
-        return apply_maps(self._fitted, self.pool(texts), "passage")
+        """Unit vectors (N, E), float32. Of the states only as many count as the model's context holds tokens."""
+        return self.vectors(self.read(texts), "passage")
 
     def queries(self, texts: Sequence[str]) -> Vectors:
         """Unit vectors (N, E) of queries: they are short and unlike passages, so they have a mean and a map apart."""
-        return apply_maps(self._fitted, self.pool(texts), "query")
+        return self.vectors(self.read(texts), "query")
+
+    def bags(self, texts: Sequence[str]) -> list[list[int]]:
+        """The distinct tokens of each text's words in small letters, names split."""
+        return [sorted({*ids}) for ids in self._tokenizer.encode_batch([spread(text) for text in texts])]
 
     def save(self, path: Path) -> None:
         save_file({name: tensor.contiguous() for name, tensor in self._fitted.items()}, path)
@@ -92,12 +124,12 @@ class Embedder:
         processes: Processes | None = None,
     ) -> Embedder:  # fmt: skip
         spec, fitted = model.spec, _read_fitted(path)
-        features = (spec.layers + 2) * spec.d_model
+        size, features = fitted.get("table", torch.empty(0, 0)).shape[-1], (spec.layers + 2) * spec.d_model
+        wanted = {"weights": (spec.vocab_size,), "token_weights": (spec.vocab_size,), "table": (spec.vocab_size, size)}
+        for kind in KINDS:
+            wanted |= {f"{kind}_mean": (features,), f"{kind}_map": (features, size), f"{kind}_gate": ()}
         shapes = {name: tuple(tensor.shape) for name, tensor in fitted.items()}
-        maps = {shapes.get(f"{kind}_map", ()) for kind in ("passage", "query")}
-        means = {shapes.get(f"{kind}_mean", ()) for kind in ("passage", "query")}
-        right = shapes.get("weights") == (spec.vocab_size,) and means == {(features,)} and len(maps) == 1
-        if not right or next(iter(maps))[:1] != (features,):
+        if shapes != wanted:
             raise Damaged(path.parents[1], f"{path.name} does not fit this model: {shapes}")
         return cls(model, tokenizer, fitted, work, processes)
 
@@ -168,67 +200,3 @@ def inverse_frequency(ids: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
     for text in ids:
         counts_V[np.unique(np.asarray(text, np.int64))] += 1
     return torch.from_numpy(np.log(len(ids) / counts_V.clip(min=1)).clip(min=_LEAST_WEIGHT)).float()
-
-
-def fit_maps(
-    passages_NF: Tensor, titles_PF: Tensor, owners: Sequence[int], width: int, fit: FitSettings,
-    work: IndexWork | None = None,
-) -> dict[str, Tensor]:  # fmt: skip
-    """Means (F) and maps (F, E) of passages and queries, from features in streams of `width`."""
-    passage_mean_F = passages_NF.mean(0)
-    query_mean_F = titles_PF.mean(0) if len(titles_PF) else passage_mean_F
-    whitening_FF = _whitening(passages_NF - passage_mean_F, width)
-    own_PF, titles_PF = passages_NF[list(owners)] - passage_mean_F, titles_PF - query_mean_F
-    passage_map_FE, query_map_FE = _contrast(own_PF @ whitening_FF, titles_PF @ whitening_FF, fit, work)
-    return {
-        "passage_mean": passage_mean_F, "passage_map": whitening_FF @ passage_map_FE,
-        "query_mean": query_mean_F.clone(), "query_map": whitening_FF @ query_map_FE,
-    }  # fmt: skip
-
-
-def apply_maps(maps: dict[str, Tensor], pooled_NF: Tensor, kind: str) -> Vectors:
-    """Unit vectors (N, E) of features, `kind` being "passage" or "query"."""
-    return np.asarray(F.normalize((pooled_NF - maps[f"{kind}_mean"]) @ maps[f"{kind}_map"], dim=1))
-
-
-def _whitening(centred_NF: Tensor, width: int) -> Tensor:
-    """(F, F) that gives the principal directions of each stream of `width` one variance (arXiv 2103.15316)."""
-    blocks = []
-    for centred_ND in centred_NF.split(width, dim=1):
-        variances_D, directions_DD = torch.linalg.eigh((centred_ND.T @ centred_ND / len(centred_ND)).double())
-        floor = float(variances_D[-1]) * _VARIANCE_FLOOR or 1.0
-        scales_D = torch.where(variances_D < floor, 0.0, variances_D.clamp(min=floor) ** -0.5)
-        blocks.append((directions_DD * scales_D).float())
-    return torch.block_diag(*blocks)
-
-
-def steps_to_fit(pairs: int, fit: FitSettings) -> int:
-    """Steps in which the maps are fitted to so many pairs; none where no pair has another to be told from."""
-    return fit.epochs * -(-pairs // _PAIRS) if pairs > 1 else 0
-
-
-def _contrast(
-    passages_PF: Tensor, titles_PF: Tensor, fit: FitSettings, work: IndexWork | None = None
-) -> tuple[Tensor, Tensor]:
-    """Maps (F, E) of passages and of titles under which the two of a pair are more alike than those of other pairs.
-
-    Both begin as the same random projection, which keeps angles; without pairs that is what they stay.
-    """
-    generator = torch.Generator().manual_seed(fit.seed)
-    pairs, features = passages_PF.shape
-    start_FE = torch.linalg.qr(torch.randn(features, min(fit.size, features), generator=generator))[0]
-    maps = [start_FE.clone().requires_grad_() for _ in range(2)]
-    adam = torch.optim.Adam(maps)
-    steps, work = steps_to_fit(pairs, fit), work or IndexWork()
-    work.start("fitting")
-    for step in range(steps):
-        adam.param_groups[0]["lr"] = adam.defaults["lr"] * (1 - step / steps)
-        chosen = torch.randperm(pairs, generator=generator)[:_PAIRS]
-        both = zip((passages_PF, titles_PF), maps, strict=True)
-        a_BE, b_BE = (F.normalize(x_PF[chosen] @ map_FE, dim=1) for x_PF, map_FE in both)
-        alike_BB, own_B = b_BE @ a_BE.T * _SHARPNESS, torch.arange(len(chosen))
-        adam.zero_grad()
-        (F.cross_entropy(alike_BB, own_B) + F.cross_entropy(alike_BB.T, own_B)).backward()
-        adam.step()
-        work.did(1)
-    return maps[0].detach(), maps[1].detach()

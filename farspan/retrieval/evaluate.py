@@ -1,42 +1,52 @@
-"""How well titles find their documents: BM25, the model, an untrained model of the same shape, BM25 and model fused.
+"""How well queries find their documents: BM25, the model before and after it was fitted, BM25 and model fused.
 
-A query is a document's title with its separators split. What can be found are the bodies of all documents: the title
-and the first line are left out. Weights of the fusion are chosen on queries that are not reported.
+Queries are of several kinds (`queries.py`), and are reported by kind. What can be found are the bodies of all
+documents. BM25's k1 and b, the weight of the fusion, and what searches answer with are chosen on queries that are not
+reported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from farspan.domain.corpus import Document
 from farspan.domain.units import counted
+from farspan.domain.words import joined
 from farspan.report.tables import table_lines
-from farspan.retrieval.chunk import head_length
-from farspan.retrieval.lexical import Lexical, words
-from farspan.retrieval.metrics import Floats, Ints, bootstrap, hit, ndcg, ranks
-from farspan.retrieval.rank import by_document, fuse, query_form
+from farspan.retrieval.lexical import K1, B, Lexical, Numbered
+from farspan.retrieval.metrics import Floats, Ints, bootstrap, hit, mrr, ndcg, ranks, recall
+from farspan.retrieval.queries import MOST, Kind, Queries, Query
+from farspan.retrieval.rank import Scores, by_document, fuse
 from farspan.retrieval.stores import Vectors
 
-#: Reported queries at least (as far as the corpus has them) and at most, and queries to choose the fusion's weight on.
-QUERIES, MOST, TUNING = 500, 2000, 300
-#: A document can be asked for if its body has so many words.
-BODY_WORDS = 5
-WEIGHTS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5)
-METRICS = {"hit_at_1": partial(hit, k=1), "hit_at_10": partial(hit, k=10), "ndcg_at_10": partial(ndcg, k=10)}
+WEIGHTS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0)
+#: Values of BM25 that are tried, k1 first.
+K1S, BS = (0.6, 0.9, 1.2, 1.5, 2.0), (0.3, 0.5, 0.75, 0.9)
+#: A kind with as many tuning queries as this says half as much as one with very many.
+SHRINK = 20
+METRICS = {
+    "ndcg_at_10": partial(ndcg, k=10),
+    "mrr_at_10": partial(mrr, k=10),
+    "recall_at_100": partial(recall, k=100),
+    "hit_at_1": partial(hit, k=1),
+    "hit_at_10": partial(hit, k=10),
+}
 
 
 class Quality(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Means over the queries, between 0 and 1."""
 
+    ndcg_at_10: float
+    mrr_at_10: float
+    recall_at_100: float
     hit_at_1: float
     hit_at_10: float
-    ndcg_at_10: float
 
 
 class ScoreDifference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,73 +59,33 @@ class ScoreDifference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     interval: tuple[float, float]
 
 
-class Evaluation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Qualities by system, differences, and over what they were measured."""
+class KindQuality(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of queries of one kind: how many were reported and tuned on, qualities by system, and differences."""
 
+    reported: int
+    tuning: int
     systems: dict[str, Quality]
     differences: tuple[ScoreDifference, ...]
-    #: Queries reported: titles of validation documents, and of training documents where those were too few.
-    val_queries: int
-    train_queries: int
-    tuning_queries: int
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Qualities by kind of query, what was chosen on tuning queries, and over what all was measured."""
+
+    kinds: dict[Kind, KindQuality]
+    #: What a search answers with. "fused" where that finds more of the tuning queries' documents than words alone:
+    #: `gain` is the mean of its nDCG@10 less that of words, each kind weighing the same, and its 95 % interval.
+    default: Literal["bm25", "fused"]
+    gain: ScoreDifference | None
+    fusion_weight: float
+    k1: float
+    b: float
+    #: Documents whose titles were reported, of the validation split and of the training split where those were too few.
+    val_documents: int
+    train_documents: int
     #: Documents of the corpus, and those of them that have a body to be found by.
     documents: int
     with_body: int
-    fusion_weight: float
     seed: int
-
-    @property
-    def better(self) -> Literal["bm25", "fused"]:
-        """What a search answers with: "fused" where its nDCG@10 is higher, "bm25" otherwise."""
-        return "fused" if self.systems["fused"].ndcg_at_10 > self.systems["bm25"].ndcg_at_10 else "bm25"
-
-
-class Query(msgspec.Struct, frozen=True):
-    """A title as it is asked, and the documents that answer it: all of that title or of the same body."""
-
-    text: str
-    relevant: tuple[int, ...]
-
-
-class Queries(msgspec.Struct, frozen=True):
-    """No document answers both a reported and a tuning query. `filling` of the reported are of the training split."""
-
-    reported: list[Query]
-    tuning: list[Query]
-    filling: int
-
-
-def choose_queries(
-    documents: Sequence[Document], bodies: Sequence[str], train: int, seed: int, most_tuning: int = TUNING
-) -> Queries:
-    """Queries for documents of which the first `train` are the training split.
-
-    Validation is reported whole up to MOST; training documents fill up to QUERIES, and others of them serve for tuning.
-    """
-    forms = [query_form(document.title) for document in documents]
-    groups: dict[str, list[int]] = {}
-    for number, (form, body) in enumerate(zip(forms, bodies, strict=True)):
-        for key in {f"title {form}", f"body {body.strip()}"}:
-            groups.setdefault(key, []).append(number)
-    eligible = [n for n, body in enumerate(bodies) if forms[n].strip() and len(words(body)) >= BODY_WORDS]
-    eligible = [int(n) for n in np.random.default_rng(seed).permutation(eligible)]
-    val, rest = [n for n in eligible if n >= train][:MOST], [n for n in eligible if n < train]
-    # A corpus too small for both keeps a quarter for tuning.
-    tuning = rest[: min(most_tuning, len(eligible) // 4)]
-    filling = rest[len(tuning) :][: max(QUERIES - len(val), 0)]
-
-    def query(number: int) -> Query:
-        same = {*groups[f"title {forms[number]}"], *groups[f"body {bodies[number].strip()}"]}
-        return Query(forms[number], tuple(sorted(n for n in same if bodies[n].strip())))
-
-    relevant = {n for number in val + filling for n in query(number).relevant}
-    apart = [query(n) for n in tuning if relevant.isdisjoint(query(n).relevant)]
-    return Queries([query(n) for n in val + filling], apart, len(filling))
-
-
-def body_of(document: Document) -> str:
-    """The text without its first line, and without the title where the text repeats it."""
-    return document.text[head_length(document) :]
 
 
 class ModelVectors(msgspec.Struct, frozen=True):
@@ -126,44 +96,94 @@ class ModelVectors(msgspec.Struct, frozen=True):
     tuning: Vectors
 
 
+class Choice(msgspec.Struct, frozen=True):
+    """What was chosen on tuning queries."""
+
+    lexical: Lexical
+    k1: float
+    b: float
+    weight: float
+    default: Literal["bm25", "fused"]
+    gain: ScoreDifference | None
+
+
 def evaluate(
     bodies: Sequence[str], owners: npt.ArrayLike, queries: Queries, sides: Mapping[str, ModelVectors], seed: int,
-    compared: Sequence[tuple[str, str]] = (("model", "untrained"), ("fused", "bm25")),
+    compared: Sequence[tuple[str, str]] = (("model", "untuned"), ("model", "bm25"), ("fused", "bm25")),
 ) -> Evaluation:  # fmt: skip
     """Measure BM25, every side, and BM25 fused with the side "model"; and one system of each pair against the other.
 
     `bodies` are the documents as they can be found, `owners[i]` is the document of body chunk i.
     """
-    lexical, N = Lexical.build(bodies), len(bodies)
-    weight = _fusion_weight(queries.tuning, lexical, owners, sides["model"])
+    chosen, N = choose(bodies, owners, queries.tuning, sides["model"], seed), len(bodies)
     by_system: dict[str, list[Ints]] = {}
     for row, query in enumerate(queries.reported):
-        scored = {"bm25": lexical.scores(query.text)}
+        scored = {"bm25": chosen.lexical.scores(query.text)}
         scored |= {name: by_document(owners, side.chunks @ side.reported[row], N) for name, side in sides.items()}
-        scored["fused"] = fuse(scored["bm25"], scored["model"], weight)
+        scored["fused"] = fuse(scored["bm25"], scored["model"], chosen.weight)
         for system, scores_N in scored.items():
             by_system.setdefault(system, []).append(ranks(scores_N, query.relevant))
-    measured = {system: measure(ranked) for system, ranked in by_system.items()}
+    kinds: dict[Kind, KindQuality] = {}
+    for kind in dict.fromkeys(query.kind for query in queries.reported):
+        rows = [row for row, query in enumerate(queries.reported) if query.kind == kind]
+        measured = {system: measure([ranked[row] for row in rows]) for system, ranked in by_system.items()}
+        kinds[kind] = KindQuality(
+            reported=len(rows), tuning=sum(query.kind == kind for query in queries.tuning),
+            systems={
+                system: Quality(**{metric: float(values_Q.mean()) for metric, values_Q in values.items()})
+                for system, values in measured.items()
+            },
+            differences=tuple(_compare(measured, a, b, seed) for a, b in compared if {a, b} <= {*measured}),
+        )  # fmt: skip
+    titles = sum(query.kind == "title" for query in queries.reported)
     return Evaluation(
-        systems={
-            system: Quality(**{metric: float(values_Q.mean()) for metric, values_Q in values.items()})
-            for system, values in measured.items()
-        },
-        differences=tuple(_compare(measured, a, b, metric, seed) for a, b in compared for metric in METRICS),
-        val_queries=len(queries.reported) - queries.filling, train_queries=queries.filling,
-        tuning_queries=len(queries.tuning), documents=N, with_body=sum(bool(body.strip()) for body in bodies),
-        fusion_weight=weight, seed=seed,
+        kinds=kinds, default=chosen.default, gain=chosen.gain, fusion_weight=chosen.weight, k1=chosen.k1, b=chosen.b,
+        val_documents=titles - queries.filling, train_documents=queries.filling, documents=N,
+        with_body=sum(bool(body.strip()) for body in bodies), seed=seed,
     )  # fmt: skip
 
 
-def _fusion_weight(tuning: Sequence[Query], lexical: Lexical, owners: npt.ArrayLike, side: ModelVectors) -> float:
-    """The weight with the best nDCG@10 on the tuning queries; the smallest of those that tie."""
-    gains = np.zeros(len(WEIGHTS))
-    for query, query_E in zip(tuning, side.tuning, strict=True):
-        bm25_N = lexical.scores(query.text)
-        model_N = by_document(owners, side.chunks @ query_E, len(bm25_N))
-        gains += [ndcg(ranks(fuse(bm25_N, model_N, weight), query.relevant), 10) for weight in WEIGHTS]
-    return WEIGHTS[int(gains.argmax())]
+def choose(
+    bodies: Sequence[str], owners: npt.ArrayLike, tuning: Sequence[Query], side: ModelVectors, seed: int
+) -> Choice:
+    """BM25's k1 and b, the weight of its fusion with a model's vectors, and whether searches answer with that: nothing
+    but words, unless the interval of what it finds more is above 0, and no kind of query finds less."""
+    if not tuning:
+        return Choice(Lexical.build(bodies), K1, B, 1.0, "bm25", None)
+    numbered, balance_Q = Numbered(bodies), _balance([query.kind for query in tuning])
+
+    def found(scores: Iterable[Scores]) -> Floats:
+        return np.array([ndcg(ranks(s, query.relevant), 10) for s, query in zip(scores, tuning, strict=True)])
+
+    def words(k1: float, b: float) -> list[Scores]:
+        lexical = Lexical.build(numbered, k1, b)
+        return [lexical.scores(query.text) for query in tuning]
+
+    k1 = max(K1S, key=lambda k1: float(balance_Q @ found(words(k1, B))))
+    b = max(BS, key=lambda b: float(balance_Q @ found(words(k1, b))))
+    words_QN = words(k1, b)
+    near_QN = [by_document(owners, side.chunks @ query_E, len(bodies)) for query_E in side.tuning]
+    alone_Q = found(words_QN)
+    more_WQ = np.array([found(map(fuse, words_QN, near_QN, repeat(weight))) - alone_Q for weight in WEIGHTS])
+    # Of few queries of a kind less is believed; of weights that tie the smallest is taken.
+    kinds = [query.kind for query in tuning]
+    believed_Q = balance_Q * np.array([kinds.count(kind) / (kinds.count(kind) + SHRINK) for kind in kinds])
+    best = int((more_WQ @ believed_Q).argmax())
+    balanced_Q = more_WQ[best] * balance_Q * len(tuning)
+    interval = bootstrap(balanced_Q, seed=seed)
+    loses = any(more_WQ[best][np.array(kinds) == kind].mean() < 0 for kind in set(kinds))
+    return Choice(
+        lexical=Lexical.build(numbered, k1, b), k1=k1, b=b, weight=WEIGHTS[best],
+        default="fused" if interval[0] > 0 and not loses else "bm25",
+        gain=ScoreDifference(
+            a="fused", b="bm25", metric="ndcg_at_10", mean=float(balanced_Q.mean()), interval=interval
+        ),
+    )  # fmt: skip
+
+
+def _balance(kinds: Sequence[Kind]) -> Floats:
+    """What each query weighs, so that every kind weighs the same; 1 in all."""
+    return np.array([1 / (len(set(kinds)) * kinds.count(kind)) for kind in kinds])
 
 
 def measure(rankings: Sequence[Ints]) -> dict[str, Floats]:
@@ -171,33 +191,46 @@ def measure(rankings: Sequence[Ints]) -> dict[str, Floats]:
     return {name: np.array([metric(ranked) for ranked in rankings]) for name, metric in METRICS.items()}
 
 
-def _compare(measured: Mapping[str, dict[str, Floats]], a: str, b: str, metric: str, seed: int) -> ScoreDifference:
-    differences_Q = measured[a][metric] - measured[b][metric]
+def _compare(measured: Mapping[str, dict[str, Floats]], a: str, b: str, seed: int) -> ScoreDifference:
+    differences_Q = measured[a]["ndcg_at_10"] - measured[b]["ndcg_at_10"]
     interval = bootstrap(differences_Q, seed=seed)
-    return ScoreDifference(a=a, b=b, metric=metric, mean=float(differences_Q.mean()), interval=interval)
+    return ScoreDifference(a=a, b=b, metric="ndcg_at_10", mean=float(differences_Q.mean()), interval=interval)
 
 
 def table(evaluation: Evaluation) -> str:
-    """The evaluation as text: systems, differences with intervals, and what was asked of what."""
-    rows = [
-        (system, *(f"{figure:.3f}" for figure in (quality.hit_at_1, quality.hit_at_10, quality.ndcg_at_10)))
-        for system, quality in evaluation.systems.items()
-    ]
-    lines = table_lines(("", "hit@1", "hit@10", "nDCG@10"), rows, right=(1, 2, 3))
-    for difference in evaluation.differences:
-        low, high = difference.interval
-        name = f"{difference.a} - {difference.b}"
-        lines.append(f"{name:18} {difference.metric:11}{difference.mean:+.3f}  95 % interval {low:+.3f} to {high:+.3f}")
-    count = evaluation.val_queries + evaluation.train_queries
-    every = "all " if evaluation.val_queries < MOST else ""
-    origin = f"{every}{counted(evaluation.val_queries, 'validation document')} that can be asked for"
-    if evaluation.train_queries:
-        origin += f" and {counted(evaluation.train_queries, 'training document')}"
+    """The evaluation as text: systems by kind of query, differences with intervals, and what was asked of what."""
+    lines: list[str] = []
+    for kind, found in evaluation.kinds.items():
+        rows = [
+            (system, *(f"{value:.3f}" for value in (quality.ndcg_at_10, quality.mrr_at_10, quality.recall_at_100)))
+            for system, quality in found.systems.items()
+        ]
+        lines += table_lines((counted(found.reported, kind), "nDCG@10", "MRR@10", "recall@100"), rows, right=(1, 2, 3))
+        lines += [f"{one.a} - {one.b}: nDCG@10 {_shown(one)}" for one in found.differences]
+        lines.append("")
+    titles = evaluation.val_documents + evaluation.train_documents
+    every = "all " if evaluation.val_documents < MOST else ""
+    origin = f"of {every}{counted(evaluation.val_documents, 'validation document')} that can be asked for"
+    if evaluation.train_documents:
+        origin += f" and {counted(evaluation.train_documents, 'training document')}"
+    tuning = joined([counted(found.tuning, kind) for kind, found in evaluation.kinds.items() if found.tuning])
     lines += [
-        f"{counted(count, 'title')} as queries ({origin}), split at separators; fusion weight"
-        f" {evaluation.fusion_weight:g} chosen on {counted(evaluation.tuning_queries, 'other')}",
-        f"candidates: {counted(evaluation.documents, 'document')} without title and first line, of which "
-        f"{evaluation.with_body} have text left",
-        f"searches answer with {evaluation.better}",
+        f"{counted(titles, 'title')} {origin}, split at separators; candidates: "
+        f"{counted(evaluation.documents, 'document')} without what is asked, of which {evaluation.with_body} have text",
+        f"chosen on {tuning or 'nothing'} that are not reported: BM25 with k1 {evaluation.k1:g} and b "
+        f"{evaluation.b:g}, vectors with weight {evaluation.fusion_weight:g}",
+        f"searches answer with {evaluation.default}: {why(evaluation)}",
     ]
     return "\n".join(lines)
+
+
+def why(evaluation: Evaluation) -> str:
+    """Why searches answer as they do."""
+    if evaluation.gain is None:
+        return "there is no query to choose on"
+    return f"on those queries fused - bm25 is {_shown(evaluation.gain)} of nDCG@10"
+
+
+def _shown(difference: ScoreDifference) -> str:
+    low, high = difference.interval
+    return f"{difference.mean:+.3f} (95 % interval {low:+.3f} to {high:+.3f})"

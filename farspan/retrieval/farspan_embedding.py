@@ -3,7 +3,8 @@
 farspan copies this file into the folders that it exports, where it must do without farspan. Vectors are farspan's own:
 every stream of the model (token embeddings, the states after each block, the output) is averaged over the tokens of a
 text, rare tokens weighing more. A mean is taken off and a linear map applied, of which queries and passages have one
-each. `encode_query` gives vectors of queries, `encode` and `encode_document` those of passages.
+each. To that the vectors of the text's own tokens are added, from a table. `encode_query` gives vectors of queries,
+`encode` and `encode_document` those of passages.
 
 Shapes: B texts, S positions, D size of a state, L streams, F = L D features, E size of a vector, V vocabulary.
 """
@@ -26,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 QUERY_PROMPT = "query: "
 
 _FITTED = "fitted.safetensors"
+_NAME = re.compile(r"\w+(?:\.\w+)*")
 _SEPARATOR = re.compile(r"[._]+")
 #: Between a small letter or digit and a capital, and before the last capital of a run: CrossEntropy, HTTPServer.
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
@@ -53,6 +55,7 @@ class FarspanEmbedding(InputModule):
             [_query_form(text) for text in texts] if query else texts, add_special_tokens=False, truncation=True,
             max_length=min(self.max_seq_length, self.model.config.max_position_embeddings) - 1,
         )["input_ids"]  # fmt: skip
+        words = self.tokenizer([_spread(text) for text in texts], add_special_tokens=False)["input_ids"]
         end = self.model.config.eos_token_id
         ids = [torch.tensor([end, *text]) for text in ids]
         masks = [torch.ones_like(text) for text in ids]
@@ -60,6 +63,9 @@ class FarspanEmbedding(InputModule):
             # Padding lies behind the texts, where causal attention cannot see.
             "input_ids": nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=end),
             "attention_mask": nn.utils.rnn.pad_sequence(masks, batch_first=True),
+            "word_ids": nn.utils.rnn.pad_sequence(
+                [torch.tensor(sorted({*text}), dtype=torch.long) for text in words], batch_first=True, padding_value=-1
+            ),
             "task": "query" if query else "document",
         }
 
@@ -72,8 +78,12 @@ class FarspanEmbedding(InputModule):
         # A text without tokens has zeros for features.
         means_BF = sums_BLD.flatten(1) / weights_BS.sum(1, keepdim=True).clamp(min=1e-9)
         kind = "query" if features.get("task") == "query" else "passage"
-        mean_F, map_FE = self.get_buffer(f"{kind}_mean").float(), self.get_buffer(f"{kind}_map").float()
-        return features | {"sentence_embedding": F.normalize((means_BF - mean_F) @ map_FE, dim=1)}
+        mean_F, map_FE, gate = (self.get_buffer(f"{kind}_{name}").float() for name in ("mean", "map", "gate"))
+        states_BE = gate.exp() * F.normalize((means_BF - mean_F) @ map_FE, dim=1)
+        words_BW = features["word_ids"]
+        known_BW = (words_BW >= 0) * self.token_weights[words_BW.clamp(min=0)].float().exp()
+        table_BE = torch.einsum("bw,bwe->be", known_BW, self.table[words_BW.clamp(min=0)].float())
+        return features | {"sentence_embedding": F.normalize(F.normalize(table_BE, dim=1) + states_BE, dim=1)}
 
     def _streams(self, ids_BS: Tensor) -> list[Tensor]:
         """The states (B, S, D) that each block reads, those that the final norm reads, and what it makes of them."""
@@ -138,6 +148,11 @@ def _query_form(text: str) -> str:
     """Names split, one space before each word as inside a text: `torch.nn.CrossEntropyLoss` as ` torch nn cross...`."""
     pieces = (piece for word in text.split() for piece in _SEPARATOR.split(word))
     return "".join(f" {part.lower()}" for piece in pieces for part in _CAMEL.split(piece) if part)
+
+
+def _spread(text: str) -> str:
+    """Every word in small letters, names split, one space before each."""
+    return "".join(_query_form(match[0]) for match in _NAME.finditer(text))
 
 
 def _encodable(text: str) -> str:

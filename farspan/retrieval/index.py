@@ -33,12 +33,12 @@ DRIFT = 0.2
 
 
 class FitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the maps are fitted: size of a vector (at most as many as features), passes over the pairs, seed.
-
-    Chosen by `benchmarks/retrieval.py --choose` on tuning titles alone (benchmarks/results/retrieval_maps.json).
-    """
+    """How vectors are fitted (`tuning.py`): size of a vector, pairs of a step, steps and passes over the pairs at most,
+    seed. Chosen on tuning queries alone (docs/decisions/0008-embeddings.md)."""
 
     size: int = 512
+    batch: int = 512
+    steps: int = 300
     epochs: int = 14
     seed: int = 0
 
@@ -62,15 +62,18 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     #: Whether it is measured how well the index searches.
     evaluate: bool = True
     #: Raised whenever the same fields come to give another index.
-    version: int = 4
+    version: int = 5
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What weights, means and maps were fitted to, and the evaluation was made over: documents, and their chunks."""
+    """What vectors were fitted to, and the evaluation was made over: documents, and their chunks. `k1` and `b` are what
+    BM25 was found best with."""
 
     id: str
     documents: int
     chunks: int
+    k1: float
+    b: float
 
 
 class IndexManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

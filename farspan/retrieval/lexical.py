@@ -26,6 +26,11 @@ def parts(name: str) -> list[str]:
     return [part.lower() for piece in _SEPARATOR.split(name) for part in _CAMEL.split(piece) if part]
 
 
+def spread(text: str) -> str:
+    """The words of a text in small letters, names split, one space before each as inside a text."""
+    return "".join(f" {part}" for match in NAME.finditer(text) for part in parts(match[0]))
+
+
 def words(text: str) -> list[str]:
     """Lower-cased words of a text in order; a name of several parts gives its parts, then itself."""
     collected: list[str] = []
@@ -38,6 +43,22 @@ def words(text: str) -> list[str]:
     return collected
 
 
+#: What BM25 is where nothing was chosen: bm25s' own.
+K1, B = 1.5, 0.75
+
+
+class Numbered:
+    """Texts as numbers of their words, from which BM25 of any k1 and b is made."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        # Words are numbered as they come: bm25s itself would number them by their hashes, another way in each process.
+        self.vocabulary: dict[str, int] = {}
+        # A text without words counts as one empty word: bm25s cannot index a corpus that has no word at all.
+        self.ids = [
+            [self.vocabulary.setdefault(word, len(self.vocabulary)) for word in words(text) or [""]] for text in texts
+        ]
+
+
 class Lexical:
     """BM25 over texts numbered from 0 (bm25s, Lucene's variant)."""
 
@@ -45,13 +66,10 @@ class Lexical:
         self._index = index
 
     @classmethod
-    def build(cls, texts: Iterable[str]) -> Lexical:
-        index = bm25s.BM25()
-        # Words are numbered as they come: bm25s itself would number them by their hashes, another way in each process.
-        vocabulary: dict[str, int] = {}
-        # A text without words counts as one empty word: bm25s cannot index a corpus that has no word at all.
-        ids = [[vocabulary.setdefault(word, len(vocabulary)) for word in words(text) or [""]] for text in texts]
-        index.index((ids, vocabulary), show_progress=False)
+    def build(cls, texts: Iterable[str] | Numbered, k1: float = K1, b: float = B) -> Lexical:
+        numbered = texts if isinstance(texts, Numbered) else Numbered(texts)
+        index = bm25s.BM25(k1=k1, b=b)
+        index.index((numbered.ids, numbered.vocabulary), show_progress=False)
         return cls(index)
 
     @classmethod

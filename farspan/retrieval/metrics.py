@@ -1,4 +1,5 @@
-"""Ranks of relevant documents, hit rate, nDCG, and paired bootstrap intervals (Efron, Tibshirani 1993, ch. 13)."""
+"""Ranks of relevant documents, hit rate, MRR, recall, nDCG, and paired bootstrap intervals (Efron, Tibshirani 1993, ch.
+13)."""
 
 from __future__ import annotations
 
@@ -23,6 +24,16 @@ def ranks(scores_N: npt.NDArray[np.floating], relevant: Sequence[int]) -> Ints:
 def hit(ranks_R: Ints, k: int) -> float:
     """1 where any relevant document is among the first k."""
     return float(ranks_R[0] <= k)
+
+
+def mrr(ranks_R: Ints, k: int) -> float:
+    """One over the rank of the first relevant document; 0 where that is beyond k."""
+    return 1 / float(ranks_R[0]) if ranks_R[0] <= k else 0.0
+
+
+def recall(ranks_R: Ints, k: int) -> float:
+    """The share of the relevant documents that are among the first k."""
+    return float(np.mean(ranks_R <= k))
 
 
 def ndcg(ranks_R: Ints, k: int) -> float:

@@ -11,6 +11,7 @@ import numpy as np
 
 from farspan.domain.problems import Refusal
 from farspan.retrieval.chunk import Chunk
+from farspan.retrieval.evaluate import why
 from farspan.retrieval.index import Index, IndexManifest, Recipe
 from farspan.retrieval.lexical import NAME, words
 from farspan.retrieval.rank import DEPTH, Scores, System, by_document, fuse, query_form
@@ -123,8 +124,7 @@ def _better(manifest: IndexManifest, known: bool) -> tuple[System, str]:
     evaluation = manifest.evaluation
     if evaluation is None:
         return "bm25", not_evaluated(manifest.recipe)
-    bm25, fused = (evaluation.systems[name].ndcg_at_10 for name in ("bm25", "fused"))
-    return evaluation.better, f"nDCG@10 when the index was fitted: bm25 {bm25:.3f}, fused {fused:.3f}"
+    return evaluation.default, f"when the index was fitted, {why(evaluation)}"
 
 
 def not_evaluated(recipe: Recipe) -> str:

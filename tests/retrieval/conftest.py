@@ -1,11 +1,13 @@
 """A small real model, tokenizer and corpus; nothing is mocked."""
 
+import numpy as np
 import pytest
 import torch
 
 from farspan.corpus.tokenizer import train
 from farspan.domain.corpus import Document
 from farspan.domain.model import ModelSpec
+from farspan.retrieval.pairs import Pairs
 from farspan.runtime.model.decoder import Decoder, initialise
 
 TOPICS = {
@@ -32,6 +34,12 @@ def make_documents(count: int) -> list[Document]:
             )
         )
     return documents
+
+
+def paired(asked: list[str], owners: list[int], passages: int) -> Pairs:
+    """Text i belongs to passage `owners[i]`, and every passage is of a document of its own."""
+    numbers = list(range(len(asked)))
+    return Pairs(list(asked), numbers, list(owners), [[] for _ in asked], np.arange(passages))
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -1,12 +1,17 @@
-"""Vectors are weighted means of the model's streams under maps that bring titles near their passages."""
+"""Vectors are of a text's tokens and of the model's states, fitted so that what belongs together lies near."""
+
+import random
+import re
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
-from farspan.retrieval.embed import Embedder, _contrast
+from farspan.retrieval.embed import Embedder
 from farspan.retrieval.index import FitSettings
+from farspan.retrieval.pairs import Pairs
 from farspan.retrieval.pooling import Processes
+from farspan.retrieval.tuning import tune, vectors_of
+from tests.retrieval.conftest import paired
 
 TEXTS = ["short", "a text of several words, and some more", "listen " * 90, "", "the server's port is open\n\nnow"]
 TITLES, OWNERS = [" open port", " server words", " some text"], [4, 4, 1]
@@ -32,47 +37,80 @@ def by_hand(model, tokenizer, texts, corpus) -> np.ndarray:
 
 def test_features_are_weighted_means_of_every_stream(model, tokenizer, monkeypatch):
     monkeypatch.setattr("farspan.retrieval.pooling.bf16_is_fast", lambda device: False)
-    embedder, _ = Embedder.fit(model, tokenizer, TEXTS, TITLES, OWNERS, FitSettings())
+    embedder, _ = Embedder.fit(model, tokenizer, TEXTS, paired(TITLES, OWNERS, 5), FitSettings())
     for texts in (TEXTS, TITLES):
         np.testing.assert_allclose(embedder.pool(texts), by_hand(model, tokenizer, texts, TEXTS), atol=1e-5)
 
 
-def test_without_pairs_vectors_keep_the_angles_of_whitened_features(model, tokenizer, documents, monkeypatch):
-    monkeypatch.setattr("farspan.retrieval.pooling.bf16_is_fast", lambda device: False)
+def test_vectors_are_what_the_formula_says(model, tokenizer, documents):
     texts = [document.text for document in documents]
-    embedder, vectors = Embedder.fit(model, tokenizer, texts, [], [], FitSettings(size=10_000))
-    features = embedder.pool(texts).double().numpy()
-    parts = []
-    for part in np.split(features - features.mean(0), model.spec.layers + 2, axis=1):
-        variances, directions = np.linalg.eigh(part.T @ part / len(texts))
-        kept = variances >= variances[-1] * 1e-6
-        parts.append(part @ directions[:, kept] * variances[kept] ** -0.5)
-    whitened = np.concatenate(parts, axis=1)
-    whitened /= np.linalg.norm(whitened, axis=1, keepdims=True)
-    np.testing.assert_allclose(vectors @ vectors.T, whitened @ whitened.T, atol=2e-2)
+    embedder, vectors = Embedder.fit(model, tokenizer, texts, paired(TITLES, [0, 7, 3], len(texts)), FitSettings())
+    fitted = {name: tensor.double().numpy() for name, tensor in embedder._fitted.items()}
+    for kind, found, asked in (("passage", vectors, texts), ("query", embedder.queries(TEXTS), TEXTS)):
+        features = embedder.pool(asked).double().numpy()
+        for row, text in enumerate(asked):
+            tokens = set(tokenizer.encode("".join(f" {part}" for part in re.findall(r"[a-z0-9]+", text.lower()))))
+            own = sum(
+                (np.exp(fitted["token_weights"][token]) * fitted["table"][token] for token in tokens), np.zeros(512)
+            )
+            states = (features[row] - fitted[f"{kind}_mean"]) @ fitted[f"{kind}_map"]
+            gated = np.exp(fitted[f"{kind}_gate"]) * states / np.linalg.norm(states)
+            wanted = own / max(np.linalg.norm(own), 1e-12) + gated
+            np.testing.assert_allclose(found[row], wanted / np.linalg.norm(wanted), atol=1e-4)
 
 
-def test_the_maps_turn_unseen_titles_towards_their_passages():
-    """Titles share eight factors with their passages, among forty that they do not share."""
+def test_without_pairs_nothing_is_fitted_and_texts_of_the_same_words_are_near(model, tokenizer):
+    texts = ["the port of a socket", "a socket, its port", "rows and columns of a matrix"]
+    _, vectors = Embedder.fit(model, tokenizer, texts, paired([], [], 3), FitSettings())
+    assert vectors[0] @ vectors[1] > vectors[0] @ vectors[2] + 0.1
+
+
+def test_states_of_unseen_texts_come_near_those_of_their_passages():
+    """Texts share eight factors with their passages, among forty that they do not share."""
     generator = torch.Generator().manual_seed(0)
     shared, *noise = (torch.randn(20_500, size, generator=generator) for size in (8, 40, 40))
-    passages, titles = (torch.cat([shared, part], 1) for part in noise)
-    fitted = _contrast(passages[:20_000], titles[:20_000], FitSettings(size=48))
-    before = _hit(passages[20_000:], titles[20_000:], (torch.eye(48), torch.eye(48)))
-    after = _hit(passages[20_000:], titles[20_000:], fitted)
-    assert before < 0.1
-    assert after > 0.5
+    passages, texts = (torch.cat([shared, part], 1) for part in noise)
+    assert _hit(passages, texts, [[]] * 20_500, [[]] * 20_500, FitSettings(size=48, steps=0)) < 0.1
+    assert _hit(passages, texts, [[]] * 20_500, [[]] * 20_500, FitSettings(size=48)) > 0.5
 
 
-def _hit(passages, titles, maps) -> float:
-    """How often a title finds its own passage first."""
-    a, b = (F.normalize(x @ m, dim=1) for x, m in zip((passages, titles), maps, strict=True))
-    return float(((b @ a.T).argmax(1) == torch.arange(len(a))).float().mean())
+def test_tokens_come_near_others_that_mean_the_same():
+    """Passages say in tokens from 40 on what is asked in those below."""
+    rng, nothing = random.Random(0), torch.zeros(4_500, 4)
+    asked = [rng.sample(range(40), 4) for _ in range(4_500)]
+    said = [[token + 40 for token in bag] for bag in asked]
+    assert _hit(nothing, nothing, said, asked, FitSettings(size=64, steps=0)) < 0.1
+    assert _hit(nothing, nothing, said, asked, FitSettings(size=64)) > 0.5
+
+
+def _hit(passages, texts, said, asked, fit) -> float:
+    """How often one of the last 500 texts finds its own passage first among theirs, fitted to the others."""
+    known = len(said) - 500
+    pairs = paired([""] * known, range(known), known)
+    bags, features = (said[:known], asked[:known]), (passages[:known], texts[:known])
+    fitted = tune(bags, features, torch.ones(80), pairs, passages.shape[1], fit)
+    a = vectors_of(fitted, said[known:], passages[known:], "passage")
+    b = vectors_of(fitted, asked[known:], texts[known:], "query")
+    return float(((b @ a.T).argmax(1) == np.arange(500)).mean())
+
+
+def test_what_looks_alike_is_told_apart_where_it_was_given_as_wrong():
+    """Asked for token 0, passages that have it and token 1 are right, those that have it and token 2 are not."""
+    rng = random.Random(0)
+    said = [[0, 1 + row % 2, *rng.sample(range(3, 60), 6)] for row in range(400)]
+    features, right = torch.zeros(400, 4), [row for row in range(400) if not row % 2]
+    for given in (False, True):
+        negatives = [[row + 1] * given for row in right]
+        pairs = Pairs([""] * 200, list(range(200)), right, negatives, np.arange(400))
+        fitted = tune((said, [[0]] * 200), (features, features[:200]), torch.ones(60), pairs, 4, FitSettings(batch=32))
+        asked = vectors_of(fitted, [[0]], features[:1], "query")[0]
+        apart = vectors_of(fitted, said, features, "passage") @ asked
+        assert (apart[::2].mean() - apart[1::2].mean() > 0.2) == given
 
 
 def test_a_vector_does_not_depend_on_the_rest_of_its_batch(model, tokenizer, documents):
     texts = [document.text for document in documents]
-    embedder, _ = Embedder.fit(model, tokenizer, texts, TITLES, OWNERS, FitSettings())
+    embedder, _ = Embedder.fit(model, tokenizer, texts, paired(TITLES, OWNERS, len(texts)), FitSettings())
     together = embedder.passages(TEXTS + texts)[: len(TEXTS)]
     alone = np.concatenate([embedder.passages([text]) for text in TEXTS])
     assert np.einsum("nd,nd->n", together, alone).min() > 0.999
@@ -80,7 +118,7 @@ def test_a_vector_does_not_depend_on_the_rest_of_its_batch(model, tokenizer, doc
 
 def test_saved_and_loaded_gives_the_same_vectors(model, tokenizer, documents, tmp_path):
     texts = [document.text for document in documents]
-    embedder, vectors = Embedder.fit(model, tokenizer, texts, TITLES, OWNERS, FitSettings())
+    embedder, vectors = Embedder.fit(model, tokenizer, texts, paired(TITLES, OWNERS, len(texts)), FitSettings())
     embedder.save(tmp_path / "fitted.safetensors")
     loaded = Embedder.load(model, tokenizer, tmp_path / "fitted.safetensors")
     np.testing.assert_allclose(loaded.passages(texts), vectors, atol=1e-6)
@@ -88,7 +126,7 @@ def test_saved_and_loaded_gives_the_same_vectors(model, tokenizer, documents, tm
 
 
 def test_equal_and_empty_texts_still_get_finite_vectors(model, tokenizer):
-    embedder, vectors = Embedder.fit(model, tokenizer, ["same", "same"], ["same"], [0], FitSettings())
+    embedder, vectors = Embedder.fit(model, tokenizer, ["same", "same"], paired(["same"], [0], 2), FitSettings())
     assert np.isfinite(vectors).all()
     assert np.isfinite(embedder.passages(["", "same", "other"])).all()
     assert np.isfinite(embedder.queries(["", "same", "other"])).all()
@@ -96,7 +134,7 @@ def test_equal_and_empty_texts_still_get_finite_vectors(model, tokenizer):
 
 def test_processes_give_what_one_gives(model, tokenizer, documents):
     texts = [f"{document.text} {n}" for n in range(6) for document in documents]
-    embedder, _ = Embedder.fit(model, tokenizer, texts, TITLES, OWNERS, FitSettings())
+    embedder, _ = Embedder.fit(model, tokenizer, texts, paired(TITLES, OWNERS, len(texts)), FitSettings())
     with Processes(2) as processes:
         shared = Embedder(model, tokenizer, embedder._fitted, processes=processes).passages(texts)
     np.testing.assert_allclose(shared, embedder.passages(texts), atol=1e-5)

@@ -5,17 +5,9 @@ import math
 import numpy as np
 
 from farspan.domain.corpus import Document
-from farspan.retrieval.evaluate import (
-    BODY_WORDS,
-    ModelVectors,
-    Queries,
-    Query,
-    body_of,
-    choose_queries,
-    evaluate,
-    table,
-)
+from farspan.retrieval.evaluate import WEIGHTS, ModelVectors, choose, evaluate, table
 from farspan.retrieval.lexical import Lexical
+from farspan.retrieval.queries import BODY_WORDS, Queries, Query, body_of, choose_queries
 from farspan.retrieval.rank import DEPTH, by_document, fuse, query_form
 
 
@@ -35,14 +27,14 @@ def test_a_query_is_the_title_with_its_separators_split():
 
 def test_validation_documents_come_first_and_tuning_is_apart():
     queries = chosen([make(n) for n in range(2000)], train=1900)
-    reported = [query.relevant[0] for query in queries.reported]
-    tuning = [query.relevant[0] for query in queries.tuning]
+    reported = [query.relevant[0] for query in queries.reported if query.kind == "title"]
+    tuning = [query.relevant[0] for query in queries.tuning if query.kind == "title"]
     assert len(reported) == 500 and queries.filling == 400
     assert set(range(1900, 2000)) <= set(reported)
     assert len(tuning) == 300 and max(tuning) < 1900 and not set(reported) & set(tuning)
     assert queries == chosen([make(n) for n in range(2000)], train=1900)
     enough = chosen([make(n) for n in range(2000)], train=1000)
-    assert enough.filling == 0 and len(enough.reported) == 1000
+    assert enough.filling == 0 and sum(query.kind == "title" for query in enough.reported) == 1000
 
 
 def test_documents_without_a_body_are_not_asked_for():
@@ -97,7 +89,7 @@ def test_systems_are_measured_as_a_plain_loop_does():
     asked = [Query(" ".join(generator.choice(words, 2)), (n, n + 1)) for n in range(0, 20, 2)]
     queries = Queries(asked, [Query("alpha beta", (30,)), Query("zeta", (31,))], 4)
     trained, untrained = (ModelVectors(draw(len(owners)), draw(10), draw(2)) for _ in range(2))
-    result = evaluate(bodies, owners, queries, {"model": trained, "untrained": untrained}, seed=1)
+    result = evaluate(bodies, owners, queries, {"model": trained, "untuned": untrained}, seed=1)
 
     def metrics(scores_of):
         hits1, hits10, gains = [], [], []
@@ -119,29 +111,83 @@ def test_systems_are_measured_as_a_plain_loop_does():
 
         return lambda row, query: [max(0, best(row, n)) for n in range(40)]
 
-    lexical = Lexical.build(bodies)
+    lexical = Lexical.build(bodies, result.k1, result.b)
+    found = result.kinds["title"]
     expected = {
         "bm25": metrics(lambda row, query: lexical.scores(query.text)),
         "model": metrics(by_vectors(trained)),
-        "untrained": metrics(by_vectors(untrained)),
+        "untuned": metrics(by_vectors(untrained)),
     }
     for system, (hit1, hit10, gain) in expected.items():
-        quality = result.systems[system]
+        quality = found.systems[system]
         np.testing.assert_allclose([quality.hit_at_1, quality.hit_at_10, quality.ndcg_at_10], [hit1, hit10, gain])
-    for difference in result.differences:
-        a, b = (getattr(result.systems[name], difference.metric) for name in (difference.a, difference.b))
+    for difference in found.differences:
+        a, b = (getattr(found.systems[name], difference.metric) for name in (difference.a, difference.b))
         assert abs(difference.mean - (a - b)) < 1e-12
         assert difference.interval[0] <= difference.mean <= difference.interval[1]
-    assert (result.val_queries, result.train_queries, result.tuning_queries) == (6, 4, 2)
+    assert (result.val_documents, result.train_documents, found.reported, found.tuning) == (6, 4, 10, 2)
     assert "6 validation documents" in table(result) and "4 training documents" in table(result)
-    fused, bm25 = result.systems["fused"].ndcg_at_10, result.systems["bm25"].ndcg_at_10
-    assert result.better == ("fused" if fused > bm25 else "bm25")
 
 
 def test_the_fusion_weight_is_the_best_on_tuning_queries_alone():
     bodies = ["same words", "same words", "same words"]
     side = ModelVectors(np.eye(3, dtype=np.float32), np.eye(3, dtype=np.float32)[[0]], np.eye(3, dtype=np.float32)[[1]])
     queries = Queries([Query("same", (2,))], [Query("same", (1,))], 0)
-    result = evaluate(bodies, range(3), queries, {"model": side, "untrained": side}, seed=0)
+    result = evaluate(bodies, range(3), queries, {"model": side}, seed=0)
     assert result.fusion_weight == 0.05, "every weight finds it: the smallest is taken"
-    assert result.systems["fused"].hit_at_1 == 0
+    assert result.kinds["title"].systems["fused"].hit_at_1 == 0
+
+
+def chosen_on(kinds: dict[str, tuple[int, float]], seed: int):
+    """Of queries of each kind: how many, and the share of them whose document is the nearest vector. Words tie."""
+    generator = np.random.default_rng(seed)
+    documents = sum(count for count, _ in kinds.values())
+    near = np.concatenate([generator.random(count) < share for count, share in kinds.values()])
+    asked = [
+        Query("same", (n,), kind) for n, kind in enumerate(k for k, (count, _) in kinds.items() for _ in range(count))
+    ]
+    eye = np.eye(documents, dtype=np.float32)
+    places = [n if near[n] else (n + 1) % documents for n in range(documents)]
+    side = ModelVectors(eye, eye[:0], eye[places])
+    # The right document is second by words, behind one that every query finds.
+    bodies = ["same same", *["same other words"] * (documents - 1)]
+    return choose(bodies, range(documents), asked, side, 0)
+
+
+def test_searches_answer_with_words_unless_vectors_find_more_of_every_kind():
+    assert chosen_on({"title": (60, 1.0), "question": (60, 1.0)}, 0).default == "fused"
+    assert chosen_on({"title": (60, 0.0), "question": (60, 0.0)}, 0).default == "bm25"
+    assert chosen_on({"title": (2, 1.0)}, 0).gain.interval[0] <= chosen_on({"title": (60, 1.0)}, 0).gain.interval[0]
+    assert choose(["a b", "c d"], range(2), [], ModelVectors(*[np.eye(2, dtype=np.float32)] * 3), 0).default == "bm25"
+
+
+def test_vectors_that_find_less_than_words_are_not_asked():
+    """Words find every question and no title; vectors every title, and put others before the questions' documents."""
+    bodies = [f"word{n} of its own" for n in range(40)]
+    titles = [Query("nothing known", (n,)) for n in range(20)]
+    questions = [Query(f"word{n}", (n,), "question") for n in range(20, 40)]
+    eye = np.eye(40, dtype=np.float32)
+    side = ModelVectors(eye, eye[:0], np.concatenate([eye[:20], 5 * eye[[0] * 20]]))
+    found = choose(bodies, range(40), [*titles, *questions], side, 0)
+    assert found.gain.interval[0] > 0 or found.default == "bm25"
+    assert found.weight == min(WEIGHTS), "a small weight finds the titles and leaves the questions"
+
+
+def test_questions_and_openings_are_asked_and_left_out_of_what_is_found():
+    documents = [
+        Document(
+            title=f"faq {n}", origin=str(n),
+            text=f"faq {n}\nHow this part {n} is used every day.\n\nSome words stand before it.\n\n"
+            f"# Why does thing {n} fail?\n\nBecause part {n} was left out of the box.\n",
+        )
+        for n in range(40)
+    ]  # fmt: skip
+    queries = chosen(documents, train=40)
+    kinds = {kind: [q for q in queries.reported if q.kind == kind] for kind in ("title", "question", "opening")}
+    assert len(kinds["title"]) == len(kinds["opening"]) and kinds["question"]
+    for query in (*queries.reported, *queries.tuning):
+        (number,) = query.relevant
+        assert query.text.strip() not in body_of(documents[number])
+    assert {q.text for q in kinds["question"]} <= {f"Why does thing {n} fail?" for n in range(40)}
+    text = documents[0].text
+    assert len(body_of(documents[0])) == len(text) - text.index("\n\n"), "places of what stays are the same"

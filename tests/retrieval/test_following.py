@@ -36,7 +36,8 @@ def check(index: Index, documents: list[Document]) -> None:
     for row in range(0, len(vectors), 17):
         hit = index.store.search(np.array(passages.vectors_NE[row]), 1)[0]
         assert hit.score == pytest.approx(1, abs=1e-3)
-    words = Lexical.build(f"{document.title}\n{document.text}" for document in documents)
+    texts = [f"{document.title}\n{document.text}" for document in documents]
+    words = Lexical.build(texts, manifest.fit.k1, manifest.fit.b)
     for query in ("socket port", "quokka island", "words that are new"):
         np.testing.assert_allclose(index.lexical.scores(query), words.scores(query))
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farspan.retrieval.metrics import bootstrap, hit, ndcg, ranks
+from farspan.retrieval.metrics import bootstrap, hit, mrr, ndcg, ranks, recall
 
 
 def test_by_hand():
@@ -31,6 +31,22 @@ def test_ranks_are_those_of_a_sort(case):
     order = sorted(range(len(scores)), key=lambda i: (-scores[i], i in relevant))
     expected = [1 + place for place, i in enumerate(order) if i in relevant]
     assert ranks(np.array(scores, float), sorted(relevant)).tolist() == expected
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_values_are_those_of_trec_eval(seed: int):
+    pytrec_eval = pytest.importorskip("pytrec_eval", reason="needs pytrec-eval-terrier: pip install 'farspan[test]'")
+    rng = np.random.default_rng(seed)
+    scores = rng.permutation(int(rng.integers(3, 300))).astype(float)
+    relevant = rng.choice(len(scores), int(rng.integers(1, 1 + len(scores) // 2)), replace=False).tolist()
+    judged = {"q": {f"d{n}": 1 for n in relevant}}
+    ranked = {"q": {f"d{n}": float(score) for n, score in enumerate(scores)}}
+    evaluator = pytrec_eval.RelevanceEvaluator(judged, {"ndcg_cut.10", "recall.100", "recip_rank"})
+    found = evaluator.evaluate(ranked)["q"]
+    own = ranks(scores, relevant)
+    assert ndcg(own, 10) == pytest.approx(found["ndcg_cut_10"])
+    assert recall(own, 100) == pytest.approx(found["recall_100"])
+    assert mrr(own, len(scores)) == pytest.approx(found["recip_rank"])
 
 
 def test_the_interval_is_that_of_every_possible_resample():

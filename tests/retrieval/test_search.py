@@ -54,18 +54,18 @@ def with_evaluation(index: Index, **changes) -> None:
 
 
 def better(index: Index, system: str) -> None:
-    quality = index.manifest.evaluation.systems["bm25"]
-    worse = msgspec.structs.replace(quality, ndcg_at_10=-1.0)
-    systems = {name: quality if name == system else worse for name in ("bm25", "fused", "model", "untrained")}
-    with_evaluation(index, systems=systems, fusion_weight=0.3)
+    with_evaluation(index, default=system, fusion_weight=0.3)
 
 
 def test_the_manifest_says_what_the_index_is(built, model, tokenizer, documents):
     manifest, _ = make(built, model, tokenizer, documents)
     assert (manifest.origin, manifest.documents, manifest.recipe.store) == (ORIGIN, 60, "qdrant")
     evaluation = manifest.evaluation
-    assert evaluation.val_queries == 10 and evaluation.train_queries + evaluation.tuning_queries <= TRAIN
-    assert set(evaluation.systems) == {"bm25", "model", "untrained", "fused"}
+    titles = evaluation.kinds["title"]
+    assert evaluation.val_documents == 10 and evaluation.train_documents + titles.tuning <= TRAIN
+    assert titles.reported == 10 + evaluation.train_documents
+    assert all(set(kind.systems) == {"bm25", "untuned", "model", "fused"} for kind in evaluation.kinds.values())
+    assert (manifest.fit.k1, manifest.fit.b) == (evaluation.k1, evaluation.b)
     assert msgspec.json.decode((built / "index.json").read_bytes(), type=IndexManifest) == manifest
 
 
@@ -136,7 +136,7 @@ def test_the_better_system_answers_and_is_named(index, documents, system):
 
 @pytest.mark.parametrize("system", ["bm25", "model", "fused"])
 def test_scores_are_those_of_a_plain_loop(index, documents, system):
-    better(index, system)
+    better(index, "fused")
     query = "socket.listen accept"
     lexical = index.lexical.scores(query)
     asked = index.embedder.queries([query_form(query)])[0]

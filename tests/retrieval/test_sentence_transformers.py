@@ -13,11 +13,13 @@ import torch
 
 from farspan import models
 from farspan.domain.problems import Refusal
-from farspan.retrieval.embed import Embedder, FitSettings
+from farspan.retrieval.embed import Embedder
+from farspan.retrieval.index import FitSettings
 from farspan.retrieval.rank import query_form
 from farspan.retrieval.sentence_transformers import write_sentence_transformers
 from farspan.runtime.inference import Trained
 from farspan.runtime.model.decoder import Decoder, initialise
+from tests.retrieval.conftest import paired
 
 st = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers: pip install 'farspan[st]'")
 
@@ -61,7 +63,9 @@ def trained(request, tokenizer) -> Trained:
 @pytest.fixture(scope="module")
 def fitted(trained, documents) -> Embedder:
     texts, titles = [document.text for document in documents], [query_form(document.title) for document in documents]
-    return Embedder.fit(trained.model, trained.tokenizer, texts, titles, range(len(texts)), FitSettings(size=48))[0]
+    return Embedder.fit(
+        trained.model, trained.tokenizer, texts, paired(titles, range(len(texts)), len(texts)), FitSettings(size=48)
+    )[0]
 
 
 def write(folder: Path, trained: Trained, embedder: Embedder) -> Path:

@@ -66,7 +66,8 @@ class ListSearcher:
         self.manifest = IndexManifest(
             origin=Origin(model="m", tokenizer="t"), recipe=Recipe(evaluate=False), corpus="c", source="",
             documents=len(self.texts), chunks=len(self.texts), dim=DIM,
-            fit=Fit(id="f", documents=len(self.texts), chunks=len(self.texts)), fitted_chunks=len(self.texts),
+            fit=Fit(id="f", documents=len(self.texts), chunks=len(self.texts), k1=1.5, b=0.75),
+            fitted_chunks=len(self.texts),
             fields=("origin", "title", *sorted(names)), evaluation=None, files="0" * 16, table="",
         )  # fmt: skip
 

@@ -1,0 +1,138 @@
+"""Queries that a corpus gives by itself, with the documents that answer them: its titles, its questions, its openings.
+
+A title is asked with its separators split. A question is a heading that ends in a question mark. An opening is a
+document's first line, as it stands: it says in a sentence what the document is about, as people ask, and every corpus
+has some. What is asked is left out of what can be found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from farspan.domain.corpus import Document
+from farspan.retrieval.chunk import bare, head_length
+from farspan.retrieval.lexical import words
+from farspan.retrieval.outline import outline
+from farspan.retrieval.rank import query_form
+
+Kind = Literal["title", "question", "opening", "own"]
+#: Documents whose titles and openings are reported, at least (as far as the corpus has them) and at most; and those
+#: that choices are made on. As many documents with questions at most serve for each.
+QUERIES, MOST, TUNING = 500, 2000, 300
+#: A document can be asked for if its body has so many words.
+BODY_WORDS = 5
+#: A line of fewer words is a name rather than an opening, and a heading of fewer no question.
+OPENING_WORDS, QUESTION_WORDS = 4, 3
+
+
+class Query(msgspec.Struct, frozen=True):
+    """What is asked, and the documents that answer it: for titles and openings all of that title or the same body."""
+
+    text: str
+    relevant: tuple[int, ...]
+    kind: Kind = "title"
+
+
+class Queries(msgspec.Struct, frozen=True):
+    """No document answers both a reported and a tuning query. Of the reported titles, `filling` are of the training
+    split."""
+
+    reported: list[Query]
+    tuning: list[Query]
+    filling: int
+
+    @property
+    def relevant(self) -> frozenset[int]:
+        """Documents that answer any: nothing may be fitted to them."""
+        return frozenset(n for query in (*self.reported, *self.tuning) for n in query.relevant)
+
+
+def body_of(document: Document) -> str:
+    """The text without its first line, without the title where the text repeats it, and without questions."""
+    return without_questions(document.text[head_length(document) :])
+
+
+def without_questions(text: str) -> str:
+    """The text with blanks in place of headings that are questions: places of the rest stay."""
+    for heading in outline(text) if "?" in text else ():
+        if _is_question(heading.title):
+            end = heading.start + len(text[heading.start :].split("\n", 1)[0])
+            text = text[: heading.start] + " " * (end - heading.start) + text[end:]
+    return text
+
+
+def questions_of(document: Document) -> list[str]:
+    """The title, if it is a question; else headings that are."""
+    if _is_question(document.title):
+        return [document.title]
+    if "?" not in document.text:
+        return []
+    return [heading.title for heading in outline(document.text) if _is_question(heading.title)]
+
+
+def opening_of(document: Document) -> str:
+    """The first line that does not repeat the title; empty where it is no more than a name."""
+    lines = [line.strip() for line in document.text[: head_length(document)].splitlines() if line.strip()]
+    line = lines[-1] if lines else ""
+    return line if len(words(line)) >= OPENING_WORDS and bare(line) != bare(document.title) else ""
+
+
+def _is_question(line: str) -> bool:
+    return line.rstrip().endswith("?") and len(words(line)) >= QUESTION_WORDS
+
+
+def choose_queries(
+    documents: Sequence[Document], bodies: Sequence[str], train: int, seed: int, most_tuning: int = TUNING
+) -> Queries:
+    """Queries for documents of which the first `train` are the training split.
+
+    Titles and openings: validation is reported whole up to MOST; training documents fill up to QUERIES, and others of
+    them serve for tuning. Questions: half of the documents that have some serve for either.
+    """
+    same = _Same(documents, bodies)
+    eligible = [n for n, body in enumerate(bodies) if same.forms[n].strip() and len(words(body)) >= BODY_WORDS]
+    eligible = [int(n) for n in np.random.default_rng(seed).permutation(eligible)]
+    asked = [n for n in eligible if questions_of(documents[n])]
+    half = min(len(asked) // 2, most_tuning)
+    named = [n for n in eligible if not _is_question(documents[n].title)]
+    val, rest = [n for n in named if n >= train][:MOST], [n for n in named if n < train]
+    # A corpus too small for both keeps a quarter for tuning.
+    tuning = rest[: min(most_tuning, len(named) // 4)]
+    filling = rest[len(tuning) :][: max(QUERIES - len(val), 0)]
+    reported = [query for n in val + filling for query in _named(documents[n], same, n)]
+    reported += [
+        Query(text, same.of(n), "question") for n in asked[half:][:MOST] for text in questions_of(documents[n])
+    ]
+    relevant = {n for query in reported for n in query.relevant}
+    chosen = [query for n in tuning for query in _named(documents[n], same, n)]
+    chosen += [query for n in asked[:half] for query in _asked(documents[n], same, n)]
+    return Queries(reported, [query for query in chosen if relevant.isdisjoint(query.relevant)], len(filling))
+
+
+class _Same:
+    """Documents of one title or one body, which answer for each other."""
+
+    def __init__(self, documents: Sequence[Document], bodies: Sequence[str]) -> None:
+        self.forms = [query_form(document.title) for document in documents]
+        self._bodies = [body.strip() for body in bodies]
+        self._groups: dict[str, list[int]] = {}
+        for number, (form, body) in enumerate(zip(self.forms, self._bodies, strict=True)):
+            for key in {f"title {form}", f"body {body}"}:
+                self._groups.setdefault(key, []).append(number)
+
+    def of(self, number: int) -> tuple[int, ...]:
+        keys = f"title {self.forms[number]}", f"body {self._bodies[number]}"
+        return tuple(sorted({n for key in keys for n in self._groups[key] if self._bodies[n]}))
+
+
+def _named(document: Document, same: _Same, number: int) -> list[Query]:
+    title, opening = Query(same.forms[number], same.of(number)), opening_of(document)
+    return [title, Query(opening, title.relevant, "opening")] if opening else [title]
+
+
+def _asked(document: Document, same: _Same, number: int) -> list[Query]:
+    return [Query(text, same.of(number), "question") for text in questions_of(document)]
