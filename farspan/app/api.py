@@ -72,13 +72,23 @@ class Run:
 
     def embed(
         self, progress: Progress = silent, *, evaluate: bool = True, store: str | None = None,
-        device: indexing.Device = "auto", processes: int = 1, refit: bool = False,
+        device: indexing.Device = "auto", processes: int = 1,
     ) -> Indexed:  # fmt: skip
-        """Bring the run's index to the documents that its text holds today; the first time, and with `refit`, measure
-        how well that finds them. `store` is a vector store as run.yaml's `index.store` names it."""
+        """Bring the run's index to the documents that its text holds today; the first time, fit vectors and
+        measure how well they find documents. `store` is a vector store as run.yaml's `index.store` names it."""
+        return indexing.embed(self.folder, progress, evaluate=evaluate, store=store, device=device, processes=processes)
+
+    def tune(
+        self, progress: Progress = silent, *, queries: str | os.PathLike[str] | None = None,
+        qrels: str | os.PathLike[str] | None = None, store: str | None = None, device: indexing.Device = "auto",
+        processes: int = 1,
+    ) -> Indexed:  # fmt: skip
+        """Fit the vectors of the run's index anew to the text of today, and measure how well they find documents: for
+        titles, openings and questions of the text, and for `queries` with their `qrels` (`retrieval/judged.py`)."""
         return indexing.embed(
-            self.folder, progress, evaluate=evaluate, store=store, device=device, processes=processes, refit=refit
-        )
+            self.folder, progress, store=store, device=device, processes=processes, tune=True,
+            queries=None if queries is None else Path(queries), qrels=None if qrels is None else Path(qrels),
+        )  # fmt: skip
 
     def search(
         self, query: str, k: int = 5, system: System | None = None, progress: Progress = silent,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Literal
 
 from farspan.app.updates import Ended, Note, Progress, notes, silent
 from farspan.domain.codec import load, load_yaml
-from farspan.domain.config import RunConfig
-from farspan.domain.corpus import CorpusManifest
+from farspan.domain.config import IndexConfig, RunConfig
+from farspan.domain.corpus import CorpusManifest, Document
 from farspan.domain.problems import Refusal, command
 from farspan.domain.run import RunFolder, RunRecord, cache_folder
 from farspan.domain.units import counted
@@ -20,6 +20,7 @@ from farspan.domain.units import counted
 if TYPE_CHECKING:
     from farspan.corpus.prepare import Text
     from farspan.retrieval.index import Index, IndexManifest, Origin, QueryEmbedder
+    from farspan.retrieval.queries import Query
     from farspan.retrieval.rank import System
     from farspan.retrieval.search import Answer
     from farspan.runtime.inference import Trained
@@ -42,15 +43,18 @@ class Indexed:
 
 def embed(
     run: RunFolder, progress: Progress = silent, *, evaluate: bool = True, store: str | None = None,
-    device: Device = "auto", processes: int = 1, refit: bool = False,
+    device: Device = "auto", processes: int = 1, tune: bool = False, queries: Path | None = None,
+    qrels: Path | None = None,
 ) -> Indexed:  # fmt: skip
     """Bring the run's index to the documents that its text holds today: what is new or changed is embedded, what is
-    gone removed. With `refit` everything is embedded again, and fitted and evaluated over the text of today.
+    gone removed. With `tune` vectors are fitted and judged anew over the text of today, by `queries` with their `qrels`
+    too (run.yaml's unless given).
 
     `store` takes the place of run.yaml's `index.store`. On a CPU so many `processes` embed. Raises Refusal, also
     (device-missing) for a device that is not there.
     """
     from farspan.launch.trust import seal_server
+    from farspan.planning.quantities import fit_s
     from farspan.retrieval.build import Task, build
     from farspan.retrieval.index import Recipe
     from farspan.retrieval.pooling import Processes
@@ -65,6 +69,7 @@ def embed(
     load_store(resolve(recipe.store)[0])
     trained, work = on_device(load_model(run), device), IndexWork(time.monotonic, progress)
     text = _text(run, config, notes(progress))
+    own = _judged(config.index, queries, qrels, text.documents) if tune else []
     before = _there(run)
     with ExitStack() as stack:
         stack.callback(progress, Ended())
@@ -72,7 +77,7 @@ def embed(
         manifest = build(Task(
             path=run.index, model=trained.model, tokenizer=trained.tokenizer, documents=text.documents,
             train=text.train, origin=origin(run, trained), recipe=recipe, say=notes(progress), work=work,
-            source=text.fingerprint, refit=refit,
+            source=text.fingerprint, refit=tune, own=own, fit_s=fit_s(config),
             processes=stack.enter_context(Processes(processes)) if shared_out else None,
         ))  # fmt: skip
     if manifest.table:
@@ -80,10 +85,32 @@ def embed(
     if work.kept:
         progress(Note(f"embedded {counted(work.embedded, 'text')}; {work.kept:,} had been embedded before"))
     if manifest.fit_is_due:
-        again = command("embed", run.path, "--refit")
-        progress(Note(f"much of the text is not what the index was fitted to; a new fit is due: {again}"))
+        progress(
+            Note(f"much of the text is not what the index was fitted to; a new fit is due: {command('tune', run.path)}")
+        )
     fitted = before is None or (before.fit, before.evaluation) != (manifest.fit, manifest.evaluation)
     return Indexed(manifest=manifest, fitted=fitted, embedded=work.embedded, kept=work.kept)
+
+
+def _judged(
+    config: IndexConfig, queries: Path | None, qrels: Path | None, documents: Sequence[Document]
+) -> list[Query]:
+    """A person's queries: none where no file is named. Raises Refusal (usage) for one file without the other."""
+    from farspan.retrieval.judged import read_judged
+
+    paths = [given or (named and Path(named).expanduser()) for given, named in (
+        (queries, config.queries), (qrels, config.qrels),
+    )]  # fmt: skip
+    asked, answers = paths
+    if not asked and not answers:
+        return []
+    if not asked or not answers:
+        raise Refusal(
+            "usage", what="queries and what answers them come together", where=asked or answers,
+            fact=f"there are no {'qrels' if asked else 'queries'}",
+            remedy="farspan tune --queries queries.jsonl --qrels qrels.tsv",
+        )  # fmt: skip
+    return read_judged(asked, answers, documents)
 
 
 def _there(run: RunFolder) -> IndexManifest | None:

@@ -28,7 +28,7 @@ from farspan.domain.problems import Refusal, command, nearest
 #: The order in which `farspan --help` lists commands; those not named here follow by name.
 ORDER = (
     "demo", "init", "prepare", "plan", "train", "resume", "status", "logs", "stop", "report", "generate", "embed",
-    "search", "serve", "export",
+    "tune", "search", "serve", "export",
 )  # fmt: skip
 
 

@@ -141,6 +141,11 @@ class BudgetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 class IndexConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     store: str = "auto"
+    #: What fitting vectors to the text may take at most.
+    time: Quantity = "5m"
+    #: Files of a person's own queries, and of the documents that answer them, which `farspan tune` judges by too.
+    queries: str | None = None
+    qrels: str | None = None
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -102,8 +102,10 @@ def parse_fraction(text: str | int | float) -> float:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 step`, `1,400 steps`, `2 passes`."""
-    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith(('s', 'x', 'ch')) else 's'}"
+    """`1 step`, `1,400 steps`, `2 passes`, `2 queries`."""
+    if number != 1:
+        noun = f"{noun[:-1]}ies" if noun.endswith("ry") else f"{noun}{'es' if noun.endswith(('s', 'x', 'ch')) else 's'}"
+    return f"{number:,} {noun}"
 
 
 def format_seconds(seconds: float) -> str:

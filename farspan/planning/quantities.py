@@ -103,6 +103,10 @@ def save_every_s(config: RunConfig) -> float:
     return positive(parse_seconds, config.checkpoint.every, "checkpoint.every", "5m")
 
 
+def fit_s(config: RunConfig) -> float:
+    return positive(parse_seconds, config.index.time, "index.time", "5m")
+
+
 def time_budget_s(config: RunConfig) -> float | None:
     return None if config.budget.time is None else positive(parse_seconds, config.budget.time, "budget.time", "1h")
 
@@ -130,6 +134,7 @@ def check(config: RunConfig) -> None:
     asked_parameters(config)
     save_every_s(config)
     time_budget_s(config)
+    fit_s(config)
     share = positive(parse_fraction, config.data_config.val, "data.val", "5%", within=("0%", "100%"))
     if share > 0.5:
         raise out_of_range(

@@ -8,6 +8,7 @@ What is embedded is kept beside the index until that is whole, so that a build t
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections import Counter
@@ -46,6 +47,7 @@ from farspan.retrieval.index import (
 from farspan.retrieval.lexical import K1, B, Lexical
 from farspan.retrieval.passages import Damaged, IndexedDocument, Passages, indexed_document, text_hash
 from farspan.retrieval.pooling import Processes
+from farspan.retrieval.queries import Query
 from farspan.retrieval.stores import FIELD, Vectors
 from farspan.retrieval.work import IndexWork
 from farspan.runtime.model.decoder import Decoder
@@ -72,6 +74,9 @@ class Task:
     source: str = ""
     #: Fit to the documents of today, whatever the old index was fitted to.
     refit: bool = False
+    #: A person's queries, which a fit is judged by too, and the seconds that it takes at most.
+    own: Sequence[Query] = ()
+    fit_s: float = math.inf
     processes: Processes | None = None
 
 
@@ -153,7 +158,7 @@ def _resolved(task: Task) -> Task:
 
 def _fit_id(task: Task, corpus: str) -> str:
     recipe = msgspec.structs.replace(task.recipe, store="", evaluate=True)
-    return content_hash(task.origin, recipe, corpus)
+    return content_hash(task.origin, recipe, corpus, list(task.own), task.fit_s)
 
 
 def _manifest(path: Path) -> IndexManifest | None:
@@ -278,7 +283,7 @@ def _fitted(task: Task, chunked: Chunked, corpus: str) -> Embedded:
     task.say(f"embedding {counted(len(chunked.chunks), 'chunk')} of {counted(len(chunked.documents), 'document')}")
     embedder, vectors_NE, evaluation = fit_corpus(
         task.model, task.tokenizer, task.documents, chunked.chunks, task.train, task.recipe, task.say, task.work,
-        task.processes,
+        task.processes, task.own, task.fit_s,
     )  # fmt: skip
     fit = Fit(
         id=_fit_id(task, corpus), documents=len(chunked.documents), chunks=len(chunked.chunks),

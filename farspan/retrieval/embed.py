@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -30,6 +32,7 @@ from farspan.retrieval.lexical import spread
 from farspan.retrieval.pairs import Pairs
 from farspan.retrieval.passages import Damaged
 from farspan.retrieval.pooling import Processes, bf16_is_fast, pool_batch
+from farspan.retrieval.rerank import log_likelihoods
 from farspan.retrieval.stores import Vectors
 from farspan.retrieval.tuning import KINDS, tune, vectors_of
 from farspan.retrieval.work import IndexWork
@@ -86,12 +89,14 @@ class Embedder:
         weights_V = inverse_frequency(tokenizer.encode_batch(passages), model.spec.vocab_size)
         return cls(model, tokenizer, {"weights": weights_V}, work, processes)
 
-    def fitted(self, passages: Read, asked: Read, pairs: Pairs, fit: FitSettings) -> Embedder:
-        """Another one, fitted to passages and to what is asked for them."""
+    def fitted(
+        self, passages: Read, asked: Read, pairs: Pairs, fit: FitSettings, seconds: float = math.inf
+    ) -> Embedder:
+        """Another one, fitted to passages and to what is asked for them, in so many `seconds` at most."""
         spec = self._model.spec
         tuned = tune(
             (passages.bags, asked.bags), (passages.pooled, asked.pooled),
-            inverse_frequency(passages.bags, spec.vocab_size), pairs, spec.d_model, fit, self._work,
+            inverse_frequency(passages.bags, spec.vocab_size), pairs, spec.d_model, fit, self._work, seconds,
         )  # fmt: skip
         fitted = {"weights": self._fitted["weights"], **tuned}
         return Embedder(self._model, self._tokenizer, fitted, self._work, self._processes)
@@ -110,6 +115,10 @@ class Embedder:
     def queries(self, texts: Sequence[str]) -> Vectors:
         """Unit vectors (N, E) of queries: they are short and unlike passages, so they have a mean and a map apart."""
         return self.vectors(self.read(texts), "query")
+
+    def likelihoods(self, query: str, passages: Sequence[str]) -> npt.NDArray[np.float32]:
+        """Of a query behind each passage (N), in nats a token."""
+        return log_likelihoods(self._model, self._tokenizer, query, passages)
 
     def bags(self, texts: Sequence[str]) -> list[list[int]]:
         """The distinct tokens of each text's words in small letters, names split."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
@@ -9,14 +10,14 @@ import numpy as np
 
 from farspan.corpus.tokenizer import Tokenizer
 from farspan.domain.corpus import Document
-from farspan.domain.units import counted
+from farspan.domain.units import counted, format_seconds
 from farspan.retrieval.chunk import Chunk
 from farspan.retrieval.embed import Embedder, Read
 from farspan.retrieval.evaluate import Evaluation, ModelVectors, evaluate
 from farspan.retrieval.index import Recipe
 from farspan.retrieval.pairs import pairs_of
 from farspan.retrieval.pooling import Processes
-from farspan.retrieval.queries import Queries, body_of, choose_queries, without_questions
+from farspan.retrieval.queries import Queries, Query, body_of, choose_queries, without_questions
 from farspan.retrieval.rank import query_form
 from farspan.retrieval.stores import Vectors
 from farspan.retrieval.tuning import steps_to_fit
@@ -27,14 +28,16 @@ from farspan.runtime.model.decoder import Decoder, initialise
 def fit_corpus(
     model: Decoder, tokenizer: Tokenizer, documents: Sequence[Document], chunks: Sequence[Chunk], train: int,
     recipe: Recipe, say: Callable[[str], None], work: IndexWork, processes: Processes | None = None,
+    own: Sequence[Query] = (), seconds: float = math.inf,
 ) -> tuple[Embedder, Vectors, Evaluation | None]:  # fmt: skip
     """What embeds, the vectors (N, E) of the chunks, and the evaluation, if the recipe asks for one and a document has
-    a body to be found by. The first `train` documents are the training split."""
+    a body to be found by. The first `train` documents are the training split; `own` queries are judged too, and the
+    fit takes so many `seconds` at most."""
     # Heads hold titles, and some bodies questions: what is fitted must not know them, or the evaluation would.
     order = sorted(range(len(chunks)), key=lambda row: chunks[row].head)
     bodies = [chunks[row] for row in order if not chunks[row].head] or [chunks[row] for row in order]
     found_by = [body_of(document) for document in documents]
-    queries = choose_queries(documents, found_by, train, recipe.seed)
+    queries = choose_queries(documents, found_by, train, recipe.seed, own=own)
     passages = [without_questions(chunk.indexed) for chunk in bodies]
     pairs = pairs_of(documents[:train], bodies, passages, queries.relevant)
     # What the index holds beside: passages with their questions, and heads.
@@ -44,10 +47,11 @@ def fit_corpus(
     asked = [query_form(query.text) for query in (*queries.reported, *queries.tuning)] if recipe.evaluate else []
     work.expect("embedding", _chars(passages, pairs.asked, asked, more))
     work.expect("fitting", steps_to_fit(len(pairs.texts), recipe.fit))
-    say(f"fitting to {counted(len(pairs.texts), 'pair')} of a title, opening or heading and a passage")
+    limit = f", for {format_seconds(seconds)} at most" if seconds < math.inf else ""
+    say(f"fitting to {counted(len(pairs.texts), 'pair')} of a title, opening or heading and a passage{limit}")
     start = Embedder.unfitted(model, tokenizer, passages, work, processes)
     texts, belonging = start.read(passages), start.read(pairs.asked)
-    embedder = start.fitted(texts, belonging, pairs, recipe.fit)
+    embedder = start.fitted(texts, belonging, pairs, recipe.fit, seconds)
     evaluation = None
     if recipe.evaluate and queries.reported:
         sides = {

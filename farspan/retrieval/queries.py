@@ -86,30 +86,40 @@ def _is_question(line: str) -> bool:
 
 
 def choose_queries(
-    documents: Sequence[Document], bodies: Sequence[str], train: int, seed: int, most_tuning: int = TUNING
+    documents: Sequence[Document],
+    bodies: Sequence[str],
+    train: int,
+    seed: int,
+    most_tuning: int = TUNING,
+    own: Sequence[Query] = (),
 ) -> Queries:
     """Queries for documents of which the first `train` are the training split.
 
     Titles and openings: validation is reported whole up to MOST; training documents fill up to QUERIES, and others of
-    them serve for tuning. Questions: half of the documents that have some serve for either.
+    them serve for tuning. Questions: half of the documents that have some serve for either. At least half of the
+    training split answers nothing of that, and can be fitted to. Of a person's `own` queries half serve for either.
     """
-    same = _Same(documents, bodies)
+    same, rng = _Same(documents, bodies), np.random.default_rng(seed)
+    judged = {n for query in own for n in query.relevant}
     eligible = [n for n, body in enumerate(bodies) if same.forms[n].strip() and len(words(body)) >= BODY_WORDS]
-    eligible = [int(n) for n in np.random.default_rng(seed).permutation(eligible)]
+    eligible = [int(n) for n in rng.permutation(eligible) if n not in judged]
     asked = [n for n in eligible if questions_of(documents[n])]
-    half = min(len(asked) // 2, most_tuning)
+    most = train // (8 if asked else 4)
+    trained = [n for n in asked if n < train]
+    half = min(len(asked) // 2, most_tuning, most)
+    questions = [n for n in asked if n >= train][:MOST] + trained[half:][:most]
     named = [n for n in eligible if not _is_question(documents[n].title)]
     val, rest = [n for n in named if n >= train][:MOST], [n for n in named if n < train]
-    # A corpus too small for both keeps a quarter for tuning.
-    tuning = rest[: min(most_tuning, len(named) // 4)]
-    filling = rest[len(tuning) :][: max(QUERIES - len(val), 0)]
+    tuning = rest[: min(most_tuning, most)]
+    filling = rest[len(tuning) :][: min(max(QUERIES - len(val), 0), most)]
     reported = [query for n in val + filling for query in _named(documents[n], same, n)]
-    reported += [
-        Query(text, same.of(n), "question") for n in asked[half:][:MOST] for text in questions_of(documents[n])
-    ]
+    reported += [Query(text, same.of(n), "question") for n in questions for text in questions_of(documents[n])]
+    shuffled = [own[int(n)] for n in rng.permutation(len(own))]
+    reported += shuffled[len(own) // 2 :]
     relevant = {n for query in reported for n in query.relevant}
     chosen = [query for n in tuning for query in _named(documents[n], same, n)]
-    chosen += [query for n in asked[:half] for query in _asked(documents[n], same, n)]
+    chosen += [Query(text, same.of(n), "question") for n in trained[:half] for text in questions_of(documents[n])]
+    chosen += shuffled[: len(own) // 2]
     return Queries(reported, [query for query in chosen if relevant.isdisjoint(query.relevant)], len(filling))
 
 
@@ -132,7 +142,3 @@ class _Same:
 def _named(document: Document, same: _Same, number: int) -> list[Query]:
     title, opening = Query(same.forms[number], same.of(number)), opening_of(document)
     return [title, Query(opening, title.relevant, "opening")] if opening else [title]
-
-
-def _asked(document: Document, same: _Same, number: int) -> list[Query]:
-    return [Query(text, same.of(number), "question") for text in questions_of(document)]

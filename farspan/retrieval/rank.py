@@ -9,9 +9,12 @@ import numpy.typing as npt
 
 from farspan.retrieval.lexical import parts
 
-System = Literal["bm25", "model", "fused"]
+System = Literal["bm25", "model", "fused", "reranked"]
 #: Documents that vectors propose for a query; others get nothing from them.
 DEPTH = 100
+#: Documents that are reranked by how likely the query is (`rerank.py`), and what a nat a token counts there:
+#: of 0.02 to 0.4 what did least harm with a model of 3 M parameters (docs/log.md).
+RERANKED, NAT = 50, 0.1
 
 Scores = npt.NDArray[np.float32]
 

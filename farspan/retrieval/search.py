@@ -14,7 +14,8 @@ from farspan.retrieval.chunk import Chunk
 from farspan.retrieval.evaluate import why
 from farspan.retrieval.index import Index, IndexManifest, Recipe
 from farspan.retrieval.lexical import NAME, words
-from farspan.retrieval.rank import DEPTH, Scores, System, by_document, fuse, query_form
+from farspan.retrieval.metrics import Ints
+from farspan.retrieval.rank import DEPTH, NAT, RERANKED, Scores, System, by_document, fuse, query_form
 from farspan.retrieval.stores import Vectors
 
 SNIPPET_CHARS = 300
@@ -74,11 +75,13 @@ def search(
     if chosen != "bm25":
         vector_E = index.embedder.queries([query_form(query)])[0]
         scores_N = _vector_scores(index, vector_E, within)
-    if chosen == "fused":
+    if chosen in ("fused", "reranked"):
         scores_N = fuse(words_N, scores_N, evaluation.fusion_weight if evaluation else 1.0)
     # A document that is blank but for its title has no passage to show.
     found = np.flatnonzero((scores_N > 0) & index.passages.shown_N)
     found = found[np.argsort(-scores_N[found], kind="stable")]
+    if chosen == "reranked":
+        found = _reranked(index, query, found, scores_N, vector_E)
     best = found[offset : offset + k].tolist()
     results = (_result(index, query, number, scores_N, words_N, vector_E) for number in best)
     return Answer(query=query, system=chosen, why=why, results=tuple(results), total=len(found))
@@ -142,10 +145,28 @@ def _vector_scores(index: Index, vector_E: Vectors, where: Mapping[str, str]) ->
     return by_document(index.passages.rows_N["document"][rows[rows >= 0]], scores_H, index.manifest.documents)
 
 
+def _reranked(index: Index, query: str, found: Ints, scores_N: Scores, vector_E: Vectors | None) -> Ints:
+    """The documents `found`, best first, whose first are put into the order of new scores: those whose passages make
+    the query likelier come first, and none falls behind the rest."""
+    first = found[:RERANKED]
+    passages = [index.passages.chunk(_best(index, query, number, vector_E)[0]).indexed for number in first.tolist()]
+    likely = index.embedder.likelihoods(query, passages)
+    scores_N[first] += NAT * (likely - likely.min(initial=0))
+    return np.concatenate([first[np.argsort(-scores_N[first], kind="stable")], found[RERANKED:]])
+
+
 def _result(
     index: Index, query: str, document: int, scores_N: Scores, words_N: Scores, vector_E: Vectors | None
 ) -> Result:
-    """The document's passage with the most words of the query, of equals the nearest one."""
+    row, cosine = _best(index, query, document, vector_E)
+    return _of_chunk(
+        index, row, query, score=float(scores_N[document]), word_score=float(words_N[document]), vector_score=cosine
+    )
+
+
+def _best(index: Index, query: str, document: int, vector_E: Vectors | None) -> tuple[int, float | None]:
+    """The document's passage with the most words of the query, of equals the nearest one; and the cosine of the nearest
+    of all, where there is a vector."""
     rows, terms = index.passages.of_document(document), {*words(query)}
     near_R = None if vector_E is None else index.passages.vectors_NE[rows.start : rows.stop] @ vector_E
 
@@ -153,10 +174,7 @@ def _result(
         shared = len(terms & {*words(index.passages.chunk(row).indexed)})
         return shared, 0.0 if near_R is None else float(near_R[row - rows.start])
 
-    return _of_chunk(
-        index, max(rows, key=fit), query, score=float(scores_N[document]), word_score=float(words_N[document]),
-        vector_score=None if near_R is None else float(near_R.max()),
-    )  # fmt: skip
+    return max(rows, key=fit), None if near_R is None else float(near_R.max())
 
 
 def _of_chunk(

@@ -14,6 +14,7 @@ Shapes: N passages, Q queries, P pairs, B pairs of a batch, F features, E size o
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -38,6 +39,8 @@ _GATE = 0.37
 _RATE, _LOG_RATE = 1e-3, 1e-2
 #: Whitened features have one variance each; maps learn at the table's pace when they are so much smaller.
 _SCALE = 1 / 30
+#: Steps that tell how many the time is enough for.
+_TIMED = 8
 
 Fitted = dict[str, Tensor]
 #: Distinct tokens of each text.
@@ -69,16 +72,17 @@ def _vectors(fitted: Fitted, bags: Bags, states_BF: Tensor, kind: str) -> Tensor
 
 def tune(
     bags: tuple[Bags, Bags], pooled: tuple[Tensor, Tensor], frequencies_V: Tensor, pairs: Pairs, width: int,
-    fit: FitSettings, work: IndexWork | None = None,
+    fit: FitSettings, work: IndexWork | None = None, seconds: float = math.inf,
 ) -> Fitted:  # fmt: skip
     """Table, weights, means, maps and gates, from distinct tokens and features (N, F) and (Q, F) of passages and of the
-    texts that are asked; features come in streams of `width`, `frequencies_V` are inverse document frequencies."""
+    texts that are asked; features come in streams of `width`, `frequencies_V` are inverse document frequencies. Steps
+    are fewer where they would take more than so many `seconds`."""
     passages_NF, queries_QF = pooled
     means = passages_NF.mean(0), queries_QF.mean(0) if len(queries_QF) else passages_NF.mean(0)
     whitening_FF = _whitening(passages_NF - means[0], width) * _SCALE
     states = [(features - mean) @ whitening_FF for features, mean in zip(pooled, means, strict=True)]
     fitted = _start(frequencies_V, passages_NF.shape[1], fit)
-    _contrast(fitted, bags, states, pairs, fit, work or IndexWork())
+    _contrast(fitted, bags, states, pairs, fit, work or IndexWork(), seconds)
     for kind, mean_F in zip(KINDS, means, strict=True):
         fitted[f"{kind}_map"], fitted[f"{kind}_mean"] = whitening_FF @ fitted[f"{kind}_map"], mean_F.clone()
     return fitted
@@ -98,8 +102,9 @@ def _start(frequencies_V: Tensor, features: int, fit: FitSettings) -> Fitted:
 
 
 def _contrast(
-    fitted: Fitted, bags: tuple[Bags, Bags], states: list[Tensor], pairs: Pairs, fit: FitSettings, work: IndexWork
-) -> None:
+    fitted: Fitted, bags: tuple[Bags, Bags], states: list[Tensor], pairs: Pairs, fit: FitSettings, work: IndexWork,
+    seconds: float,
+) -> None:  # fmt: skip
     steps, rng = steps_to_fit(len(pairs.texts), fit), random.Random(fit.seed)
     for tensor in fitted.values():
         tensor.requires_grad_(steps > 0)
@@ -108,7 +113,12 @@ def _contrast(
     adam = torch.optim.Adam([{"params": rest, "rate": _RATE}, {"params": logs, "rate": _LOG_RATE}])
     groups = torch.from_numpy(pairs.groups)
     work.start("fitting")
-    for step in range(steps):
+    began, step = work.clock(), 0
+    while step < steps:
+        if step == _TIMED and seconds < math.inf:
+            enough = max(step, int(_TIMED * seconds / max(work.clock() - began, 1e-9)))
+            work.expect("fitting", min(0, enough - steps))
+            steps = min(steps, enough)
         for group in adam.param_groups:
             group["lr"] = group["rate"] * (1 - step / steps)
         chosen = rng.sample(range(len(pairs.texts)), min(fit.batch, len(pairs.texts)))
@@ -126,6 +136,7 @@ def _contrast(
         (F.cross_entropy(alike_BB, own_B) + F.cross_entropy(alike_BB[:, : len(chosen)].T, own_B)).backward()
         adam.step()
         work.did(1)
+        step += 1
     for name, tensor in fitted.items():
         fitted[name] = tensor.detach()
 

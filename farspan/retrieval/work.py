@@ -52,7 +52,7 @@ class IndexWork:
     def __init__(
         self, clock: Callable[[], float] = lambda: 0.0, changed: Callable[[IndexWork], None] = lambda work: None
     ) -> None:
-        self._clock, self._changed = clock, changed
+        self.clock, self._changed = clock, changed
         self.folder: Path | None = None
         self.kind: Kind = "embedding"
         self._total: Counter[str] = Counter()
@@ -69,11 +69,11 @@ class IndexWork:
 
     def start(self, kind: Kind) -> None:
         """What comes next is of this kind."""
-        self.kind, self._since = kind, self._clock()
+        self.kind, self._since = kind, self.clock()
 
     def did(self, amount: int, *, kept: bool = False) -> None:
         """A part of the present kind is done, or was found on disk."""
-        now = self._clock()
+        now = self.clock()
         self._done[self.kind] += amount
         if not kept:
             self._fresh[self.kind] += amount

@@ -17,6 +17,7 @@ from farspan.domain.model import ModelSpec
 from farspan.retrieval.build import Task, build
 from farspan.retrieval.embed import Embedder
 from farspan.retrieval.index import Index, IndexManifest, Origin, Recipe
+from farspan.retrieval.queries import Query
 from farspan.retrieval.work import IndexWork
 from farspan.runtime.model.decoder import Decoder, initialise
 from tests.retrieval.conftest import make_documents
@@ -49,7 +50,7 @@ def changed(count: int) -> list[Document]:
 
 def make(
     folder: Path, seed: int = 5, stop_after: int | None = None, documents: Sequence[Document] = DOCUMENTS,
-    refit: bool = False, source: str = "", say=lambda line: None, **recipe,
+    refit: bool = False, source: str = "", own: Sequence[Query] = (), say=lambda line: None, **recipe,
 ) -> tuple[IndexWork, IndexManifest]:  # fmt: skip
     """Make the index of a model; Ctrl-C comes when so many texts are embedded."""
 
@@ -60,7 +61,7 @@ def make(
     work = IndexWork(changed=progress)
     manifest = build(Task(
         path=folder, model=model(seed), tokenizer=TOKENIZER, documents=documents, train=170, origin=ORIGIN,
-        recipe=Recipe(**recipe), say=say, work=work, refit=refit, source=source,
+        recipe=Recipe(**recipe), say=say, work=work, refit=refit, source=source, own=own,
     ))  # fmt: skip
     return work, manifest
 

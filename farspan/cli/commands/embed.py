@@ -19,10 +19,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="do not measure how well it finds documents: that takes as long again,\nand searches answer with bm25",
     )  # fmt: skip
     parser.add_argument(
-        "--refit", action="store_true",
-        help="embed everything again, and fit and measure over the text of today",
-    )  # fmt: skip
-    parser.add_argument(
         "--store", metavar="NAME[:LOCATION]", help="where vectors go (default: index.store of the run's run.yaml)"
     )
     parser.add_argument(
@@ -47,7 +43,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     with Show(console) as show:
         indexed = embed(
             folder, show, evaluate=not given.no_eval, store=given.store, device=given.device,
-            processes=given.processes, refit=given.refit,
+            processes=given.processes,
         )  # fmt: skip
     if indexed.fitted and indexed.manifest.evaluation is not None:
         console.say(table(indexed.manifest.evaluation))

@@ -15,7 +15,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("query", metavar="QUERY", nargs="?", help="what to search for")
     takes_run(parser, "--run", nargs=None)
     parser.add_argument("-k", type=positive, default=5, help="results to show (default: 5)")
-    parser.add_argument("--system", choices=("bm25", "model", "fused"), help="search this way, whatever was measured")
+    parser.add_argument(
+        "--system", choices=("bm25", "model", "fused", "reranked"), help="search this way, whatever was measured"
+    )
     parser.add_argument(
         "--where", metavar="FIELD=VALUE", type=_equation, action="append", default=[],
         help="only documents with this value in this field, such as title or a column of the text",

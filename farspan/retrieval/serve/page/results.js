@@ -2,7 +2,7 @@
 
 import { counted, excerptStart, make, marked, number, place } from "./text.js";
 
-const SYSTEMS = { bm25: "words", model: "vectors", fused: "words and vectors" };
+const SYSTEMS = { bm25: "words", model: "vectors", fused: "words and vectors", reranked: "words, vectors and the model" };
 
 export function hits(answer, offset, { open, filter, fields }) {
   const most = (name) => Math.max(...answer.results.map((result) => result[name] ?? 0), 1e-9);
@@ -71,8 +71,11 @@ export function start(about, begin, open) {
     ["Passages", number(index.chunks), `vectors of ${number(index.dim)} numbers`],
   ];
   if (evaluation) {
-    const [bm25, fused] = ["bm25", "fused"].map((name) => evaluation.systems[name].ndcg_at_10);
-    tiles.push(["nDCG@10", Math.max(bm25, fused).toFixed(3), `words ${bm25.toFixed(3)}, with vectors ${fused.toFixed(3)}`]);
+    for (const [kind, { systems }] of Object.entries(evaluation.kinds)) {
+      const [bm25, fused] = ["bm25", "fused"].map((name) => systems[name].ndcg_at_10);
+      tiles.push([`nDCG@10, ${kind}s`, systems[evaluation.default].ndcg_at_10.toFixed(3),
+        `words ${bm25.toFixed(3)}, with vectors ${fused.toFixed(3)}`]);
+    }
   }
   return make("div", { className: "start" },
     make("dl", { className: "tiles" }, ...tiles.map(([name, value, more]) => make("div", {},

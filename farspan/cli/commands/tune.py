@@ -1,0 +1,46 @@
+"""Fit the vectors of a run's index to its text, and show how well they find documents before and after."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from farspan.cli.arguments import find_run, positive, takes_run
+from farspan.cli.console import Console
+from farspan.domain.problems import command
+
+HELP = "fit the search to your text, and judge it by your queries"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    takes_run(parser)
+    parser.add_argument(
+        "--queries", metavar="FILE", type=Path,
+        help='queries of your own, to judge by too: lines as {"_id": "q1", "text": "..."}',
+    )  # fmt: skip
+    parser.add_argument(
+        "--qrels", metavar="FILE", type=Path, help="the documents that answer them: lines as q1 <tab> TITLE <tab> 1"
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="what embeds (default: the fastest)"
+    )
+    parser.add_argument("--processes", type=positive, default=1, help="processes that embed on a CPU (default: 1)")
+
+
+def run(given: argparse.Namespace, console: Console) -> None:
+    folder = find_run(given, console)
+    from farspan.app.indexing import embed
+    from farspan.cli.show import Show
+    from farspan.retrieval.evaluate import table
+    from farspan.retrieval.search import not_evaluated
+
+    with Show(console) as show:
+        indexed = embed(
+            folder, show, device=given.device, processes=given.processes, tune=True, queries=given.queries,
+            qrels=given.qrels,
+        )  # fmt: skip
+    manifest = indexed.manifest
+    evaluation = manifest.evaluation
+    console.say(table(evaluation) if evaluation else f"not evaluated: {not_evaluated(manifest.recipe)}")
+    console.say(f"index: {folder.index}; next: {command('search', '...', '--run', folder.path)}")
+    console.answer({"run": str(folder.path), "index": str(folder.index), "manifest": manifest})
