@@ -94,10 +94,10 @@ def later(row: Row, factors: Floats) -> list[tuple[float, float, float]]:
 
 
 def from_learning() -> list[Row]:
-    """Runs of learning.jsonl, with what counts say of their text."""
+    """Runs of learning.jsonl whose text was counted, with what that says."""
     counts = json.loads(COUNTS.read_text())
     rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-    rows = [row for row in rows if row["name"].startswith("recipe") and row["forecast"]]
+    rows = [row for row in rows if row["name"].startswith("recipe") and row["forecast"] and place_of(row) in counts]
     return [{**row, "bigram_nats": row["forecast"]["bigram_nats"], "counted": counts[place_of(row)]} for row in rows]
 
 

@@ -25,7 +25,7 @@ from farspan.retrieval.queries import MOST, Kind, Queries, Query
 from farspan.retrieval.rank import Scores, by_document, fuse
 from farspan.retrieval.stores import Vectors
 
-WEIGHTS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0)
+WEIGHTS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 8.0)
 #: Values of BM25 that are tried, k1 first.
 K1S, BS = (0.6, 0.9, 1.2, 1.5, 2.0), (0.3, 0.5, 0.75, 0.9)
 #: A kind with as many tuning queries as this says half as much as one with very many.
@@ -205,7 +205,7 @@ def table(evaluation: Evaluation) -> str:
             (system, *(f"{value:.3f}" for value in (quality.ndcg_at_10, quality.mrr_at_10, quality.recall_at_100)))
             for system, quality in found.systems.items()
         ]
-        lines += table_lines((counted(found.reported, kind), "nDCG@10", "MRR@10", "recall@100"), rows, right=(1, 2, 3))
+        lines += table_lines((_many(found.reported, kind), "nDCG@10", "MRR@10", "recall@100"), rows, right=(1, 2, 3))
         lines += [f"{one.a} - {one.b}: nDCG@10 {_shown(one)}" for one in found.differences]
         lines.append("")
     titles = evaluation.val_documents + evaluation.train_documents
@@ -213,7 +213,7 @@ def table(evaluation: Evaluation) -> str:
     origin = f"of {every}{counted(evaluation.val_documents, 'validation document')} that can be asked for"
     if evaluation.train_documents:
         origin += f" and {counted(evaluation.train_documents, 'training document')}"
-    tuning = joined([counted(found.tuning, kind) for kind, found in evaluation.kinds.items() if found.tuning])
+    tuning = joined([_many(found.tuning, kind) for kind, found in evaluation.kinds.items() if found.tuning])
     lines += [
         f"{counted(titles, 'title')} {origin}, split at separators; candidates: "
         f"{counted(evaluation.documents, 'document')} without what is asked, of which {evaluation.with_body} have text",
@@ -222,6 +222,10 @@ def table(evaluation: Evaluation) -> str:
         f"searches answer with {evaluation.default}: {why(evaluation)}",
     ]
     return "\n".join(lines)
+
+
+def _many(number: int, kind: Kind) -> str:
+    return counted(number, "own query" if kind == "own" else kind)
 
 
 def why(evaluation: Evaluation) -> str:
