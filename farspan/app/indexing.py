@@ -60,12 +60,16 @@ def embed(
     from farspan.retrieval.pooling import Processes
     from farspan.retrieval.stores import load as load_store
     from farspan.retrieval.stores import resolve
+    from farspan.retrieval.teacher import digest
     from farspan.retrieval.work import IndexWork
     from farspan.runtime.inference import load as load_model
     from farspan.runtime.inference import on_device
 
     config = load_yaml(run.config, RunConfig)
-    recipe = Recipe(store=store or config.index.store, evaluate=evaluate)
+    teacher = Path(config.index.teacher).expanduser() if config.index.teacher else None
+    recipe = Recipe(
+        store=store or config.index.store, evaluate=evaluate, teacher=digest(teacher) if teacher else ""
+    )  # fmt: skip
     load_store(resolve(recipe.store)[0])
     trained, work = on_device(load_model(run), device), IndexWork(time.monotonic, progress)
     text = _text(run, config, notes(progress))
@@ -77,7 +81,7 @@ def embed(
         manifest = build(Task(
             path=run.index, model=trained.model, tokenizer=trained.tokenizer, documents=text.documents,
             train=text.train, origin=origin(run, trained), recipe=recipe, say=notes(progress), work=work,
-            source=text.fingerprint, refit=tune, own=own, fit_s=fit_s(config),
+            source=text.fingerprint, refit=tune, own=own, fit_s=fit_s(config), teacher=teacher,
             processes=stack.enter_context(Processes(processes)) if shared_out else None,
         ))  # fmt: skip
     if manifest.table:

@@ -77,6 +77,8 @@ class Task:
     #: A person's queries, which a fit is judged by too, and the seconds that it takes at most.
     own: Sequence[Query] = ()
     fit_s: float = math.inf
+    #: The model whose words a fit begins at: that of `recipe.teacher`.
+    teacher: Path | None = None
     processes: Processes | None = None
 
 
@@ -283,7 +285,7 @@ def _fitted(task: Task, chunked: Chunked, corpus: str) -> Embedded:
     task.say(f"embedding {counted(len(chunked.chunks), 'chunk')} of {counted(len(chunked.documents), 'document')}")
     embedder, vectors_NE, evaluation = fit_corpus(
         task.model, task.tokenizer, task.documents, chunked.chunks, task.train, task.recipe, task.say, task.work,
-        task.processes, task.own, task.fit_s,
+        task.processes, task.own, task.fit_s, task.teacher,
     )  # fmt: skip
     fit = Fit(
         id=_fit_id(task, corpus), documents=len(chunked.documents), chunks=len(chunked.chunks),

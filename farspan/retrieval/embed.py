@@ -34,6 +34,7 @@ from farspan.retrieval.passages import Damaged
 from farspan.retrieval.pooling import Processes, bf16_is_fast, pool_batch
 from farspan.retrieval.rerank import log_likelihoods
 from farspan.retrieval.stores import Vectors
+from farspan.retrieval.teacher import word_vectors
 from farspan.retrieval.tuning import KINDS, tune, vectors_of
 from farspan.retrieval.work import IndexWork
 from farspan.runtime.model.decoder import Decoder
@@ -90,16 +91,26 @@ class Embedder:
         return cls(model, tokenizer, {"weights": weights_V}, work, processes)
 
     def fitted(
-        self, passages: Read, asked: Read, pairs: Pairs, fit: FitSettings, seconds: float = math.inf
-    ) -> Embedder:
-        """Another one, fitted to passages and to what is asked for them, in so many `seconds` at most."""
+        self, passages: Read, asked: Read, pairs: Pairs, fit: FitSettings, seconds: float = math.inf,
+        teacher: Path | None = None,
+    ) -> Embedder:  # fmt: skip
+        """Another one, fitted to passages and to what is asked for them, in so many `seconds` at most, and beginning at
+        what a `teacher` says of words (`teacher.py`)."""
         spec = self._model.spec
         tuned = tune(
             (passages.bags, asked.bags), (passages.pooled, asked.pooled),
             inverse_frequency(passages.bags, spec.vocab_size), pairs, spec.d_model, fit, self._work, seconds,
+            None if teacher is None else word_vectors(teacher, self.token_texts()),
         )  # fmt: skip
         fitted = {"weights": self._fitted["weights"], **tuned}
         return Embedder(self._model, self._tokenizer, fitted, self._work, self._processes)
+
+    def token_texts(self) -> list[str]:
+        """Each token of the vocabulary (V) as text; blank for one that is part of a letter."""
+        texts = [self._tokenizer.decode([token]) for token in range(self._model.spec.vocab_size)]
+        return [
+            "" if "\ufffd" in text or token == self._tokenizer.end_of_text else text for token, text in enumerate(texts)
+        ]
 
     def read(self, texts: Sequence[str]) -> Read:
         return Read(self.bags(texts), self.pool(texts))

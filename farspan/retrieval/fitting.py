@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -28,11 +29,11 @@ from farspan.runtime.model.decoder import Decoder, initialise
 def fit_corpus(
     model: Decoder, tokenizer: Tokenizer, documents: Sequence[Document], chunks: Sequence[Chunk], train: int,
     recipe: Recipe, say: Callable[[str], None], work: IndexWork, processes: Processes | None = None,
-    own: Sequence[Query] = (), seconds: float = math.inf,
+    own: Sequence[Query] = (), seconds: float = math.inf, teacher: Path | None = None,
 ) -> tuple[Embedder, Vectors, Evaluation | None]:  # fmt: skip
     """What embeds, the vectors (N, E) of the chunks, and the evaluation, if the recipe asks for one and a document has
     a body to be found by. The first `train` documents are the training split; `own` queries are judged too, and the
-    fit takes so many `seconds` at most."""
+    fit takes so many `seconds` at most and begins at a `teacher`'s words."""
     # Heads hold titles, and some bodies questions: what is fitted must not know them, or the evaluation would.
     order = sorted(range(len(chunks)), key=lambda row: chunks[row].head)
     bodies = [chunks[row] for row in order if not chunks[row].head] or [chunks[row] for row in order]
@@ -51,11 +52,13 @@ def fit_corpus(
     say(f"fitting to {counted(len(pairs.texts), 'pair')} of a title, opening or heading and a passage{limit}")
     start = Embedder.unfitted(model, tokenizer, passages, work, processes)
     texts, belonging = start.read(passages), start.read(pairs.asked)
-    embedder = start.fitted(texts, belonging, pairs, recipe.fit, seconds)
+    embedder = start.fitted(texts, belonging, pairs, recipe.fit, seconds, teacher)
     evaluation = None
     if recipe.evaluate and queries.reported:
         sides = {
-            "untuned": start.fitted(texts, belonging, pairs, msgspec.structs.replace(recipe.fit, steps=0)),
+            "untuned": start.fitted(
+                texts, belonging, pairs, msgspec.structs.replace(recipe.fit, steps=0), teacher=teacher
+            ),
             "model": embedder,
         }
         owners = np.array([chunk.document for chunk in bodies])

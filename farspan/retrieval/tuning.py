@@ -74,29 +74,32 @@ def _vectors(fitted: Fitted, bags: Bags, states_BF: Tensor, kind: str) -> Tensor
 
 def tune(
     bags: tuple[Bags, Bags], pooled: tuple[Tensor, Tensor], frequencies_V: Tensor, pairs: Pairs, width: int,
-    fit: FitSettings, work: IndexWork | None = None, seconds: float = math.inf,
+    fit: FitSettings, work: IndexWork | None = None, seconds: float = math.inf, taught_VT: Tensor | None = None,
 ) -> Fitted:  # fmt: skip
     """Table, weights, means, maps and gates, from distinct tokens and features (N, F) and (Q, F) of passages and of the
     texts that are asked; features come in streams of `width`, `frequencies_V` are inverse document frequencies. Steps
-    are fewer where they would take more than so many `seconds`."""
+    are fewer where they would take more than so many `seconds`. `taught_VT`: what a teacher says of each token
+    (`teacher.py`)."""
     passages_NF, queries_QF = pooled
     means = passages_NF.mean(0), queries_QF.mean(0) if len(queries_QF) else passages_NF.mean(0)
     whitening_FF = _whitening(passages_NF - means[0], width) * _SCALE
     states = [(features - mean) @ whitening_FF for features, mean in zip(pooled, means, strict=True)]
-    fitted = _start(bags[0], frequencies_V, passages_NF.shape[1], fit)
+    fitted = _start(bags[0], frequencies_V, passages_NF.shape[1], fit, taught_VT)
     _contrast(fitted, bags, states, pairs, fit, work or IndexWork(), seconds)
     for kind, mean_F in zip(KINDS, means, strict=True):
         fitted[f"{kind}_map"], fitted[f"{kind}_mean"] = whitening_FF @ fitted[f"{kind}_map"], mean_F.clone()
     return fitted
 
 
-def _start(passages: Bags, frequencies_V: Tensor, features: int, fit: FitSettings) -> Fitted:
+def _start(passages: Bags, frequencies_V: Tensor, features: int, fit: FitSettings, taught_VT: Tensor | None) -> Fitted:
     """Maps of both kinds begin as one random projection, which keeps angles, and both parts of a vector alike."""
     generator = torch.Generator().manual_seed(fit.seed)
     table_VE = torch.randn(len(frequencies_V), fit.size, generator=generator) / fit.size**0.5
     directions = min(_DIRECTIONS, fit.size)
     turn_EE = torch.linalg.qr(torch.randn(fit.size, directions, generator=generator))[0].T
     table_VE += _SHARED * token_vectors(passages, len(frequencies_V), directions, fit.seed) @ turn_EE
+    if taught_VT is not None:
+        table_VE += taught_VT @ torch.randn(taught_VT.shape[1], fit.size, generator=generator) / fit.size**0.5
     start_FE = torch.linalg.qr(torch.randn(features, min(fit.size, features), generator=generator))[0]
     start_FE = F.pad(start_FE, (0, fit.size - start_FE.shape[1]))
     gate = torch.tensor(0.0)

@@ -50,7 +50,8 @@ def changed(count: int) -> list[Document]:
 
 def make(
     folder: Path, seed: int = 5, stop_after: int | None = None, documents: Sequence[Document] = DOCUMENTS,
-    refit: bool = False, source: str = "", own: Sequence[Query] = (), say=lambda line: None, **recipe,
+    refit: bool = False, source: str = "", own: Sequence[Query] = (), taught_by: Path | None = None,
+    say=lambda line: None, **recipe,
 ) -> tuple[IndexWork, IndexManifest]:  # fmt: skip
     """Make the index of a model; Ctrl-C comes when so many texts are embedded."""
 
@@ -61,7 +62,7 @@ def make(
     work = IndexWork(changed=progress)
     manifest = build(Task(
         path=folder, model=model(seed), tokenizer=TOKENIZER, documents=documents, train=170, origin=ORIGIN,
-        recipe=Recipe(**recipe), say=say, work=work, refit=refit, source=source, own=own,
+        recipe=Recipe(**recipe), say=say, work=work, refit=refit, source=source, own=own, teacher=taught_by,
     ))  # fmt: skip
     return work, manifest
 
