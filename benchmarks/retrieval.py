@@ -24,7 +24,8 @@ import numpy as np
 import torch
 
 from farspan.corpus.documents import read_documents
-from farspan.domain.codec import load
+from farspan.domain.codec import load, load_yaml
+from farspan.domain.config import RunConfig
 from farspan.domain.corpus import CorpusManifest
 from farspan.domain.model import parameters
 from farspan.domain.run import RunFolder
@@ -69,8 +70,9 @@ def measured(path: Path) -> dict[str, Any]:
     evaluation = evaluate(bodies, owners, queries, sides, SEED, COMPARED)
     print(f"{path}\n{table(evaluation)}\n", flush=True)
     return {
-        "run": path.name, "weights": trained.weights, "parameters": parameters(trained.model.spec),
-        "documents": len(documents), "passages": len(passages), "pairs": len(pairs.texts), "seconds": seconds,
+        "run": path.name, "text": Path(load_yaml(run.config, RunConfig).data_config.source).name,
+        "weights": trained.weights, "parameters": parameters(trained.model.spec), "documents": len(documents),
+        "passages": len(passages), "pairs": len(pairs.texts), "seconds": seconds,
         "seconds_in_all": time.perf_counter() - start, "fit": fit, "evaluation": evaluation,
     }  # fmt: skip
 

@@ -43,10 +43,9 @@ def test_the_backward_pass_of_softmax_is_the_formulas():
 
 
 def test_the_processor_says_what_it_computes():
-    """`torch.cpu._is_amx_tile_supported`, `_is_avx512_bf16_supported` in retrieval/embed.py and
+    """`torch.cpu._is_amx_tile_supported` in retrieval/pooling.py and
     `torch.ops.mkldnn._is_mkldnn_bf16_supported` in runtime/device.py. Instead: the flags of /proc/cpuinfo."""
     assert isinstance(torch.cpu._is_amx_tile_supported(), bool)
-    assert isinstance(torch.cpu._is_avx512_bf16_supported(), bool)
     if torch.backends.mkldnn.is_available():
         assert isinstance(torch.ops.mkldnn._is_mkldnn_bf16_supported(), bool)
 
