@@ -2,7 +2,8 @@
 
     python -m benchmarks.retrieval [RUN ...]       # writes results/retrieval.json
 
-RUN is a run directory on any corpus; without one, `farspan demo` makes runs/retrieval first. Every row is measured as
+RUN is a run directory on any corpus; without one, `farspan demo` makes runs/retrieval first, and a training of four
+minutes on Perl's documentation (perl_documentation.py) makes runs/retrieval-perl. Every row is measured as
 `farspan embed` measures: on queries that nothing was fitted to or chosen on. Models are fitted to the corpus in one
 way, and shown before that too. The untrained one has the same shape and the weights that training begins from.
 """
@@ -23,6 +24,7 @@ import msgspec
 import numpy as np
 import torch
 
+from benchmarks import perl_documentation
 from farspan.corpus.documents import read_documents
 from farspan.domain.codec import load, load_yaml
 from farspan.domain.config import RunConfig
@@ -85,6 +87,18 @@ def demo_run() -> Path:
     return path
 
 
+def perl_run() -> Path:
+    """The run on Perl's documentation that this benchmark made, or makes now."""
+    path, text = Path("runs/retrieval-perl"), Path("runs/perldoc")
+    if not path.exists():
+        if not perl_documentation.write(text):
+            sys.exit(f"no documentation below {perl_documentation.ROOT}: install Debian's perl-doc")
+        config = path.with_suffix(".yaml")
+        config.write_text(f"data: {text}\nsize: tiny\nbudget: {{time: 4m}}\n")
+        subprocess.run([sys.executable, "-m", "farspan", "train", str(config), "--run", str(path)], check=True)
+    return path
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="*", metavar="RUN")
@@ -92,7 +106,7 @@ def main() -> None:
     found = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "platform": platform.platform(),
         "torch": str(torch.__version__), "threads": torch.get_num_threads(), "seed": SEED, "commit": commit,
-        "runs": [measured(path) for path in parser.parse_args().runs or [demo_run()]],
+        "runs": [measured(path) for path in parser.parse_args().runs or [demo_run(), perl_run()]],
     }  # fmt: skip
     RESULTS.write_text(json.dumps(json.loads(msgspec.json.encode(found, enc_hook=float)), indent=1) + "\n")
 

@@ -14,14 +14,16 @@ from farspan.report.page import chart_style
 
 RESULTS = Path(__file__).parent / "results" / "retrieval.json"
 PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "retrieval.svg"
+#: Texts by what their runs read.
+TEXTS = {"pydocs": "built-in corpus", "perldoc": "Perl's documentation"}
 #: System, its name, its colour.
 SYSTEMS = (
-    ("untrained", "untrained model", "#a8325a"), ("untuned", "before tuning", "#946200"),
+    ("untrained", "vectors, untrained model", "#a8325a"), ("untuned", "vectors before tuning", "#946200"),
     ("model", "vectors", "#1f5fa8"),
     ("bm25", "words (BM25, tuned)", "#5d6670"), ("fused", "words and vectors, 95 % interval", "#0f7a63"),
 )  # fmt: skip
 #: Pixels: of the whole, left of the scale, of a row, above all.
-WIDTH, LEFT, ROW, TOP = 720, 230, 30, 92
+WIDTH, LEFT, ROW, TOP = 720, 250, 30, 92
 TITLE = "How well queries find their documents: nDCG@10"
 
 
@@ -30,10 +32,11 @@ def main() -> None:
     rows = [(run, kind, found) for run in runs for kind, found in run["evaluation"]["kinds"].items()]
     most = max(quality["ndcg_at_10"] for _, _, found in rows for quality in found["systems"].values()) * 1.1
     height = TOP + ROW * len(rows) + 40
+    texts = {run["text"]: TEXTS.get(run["text"], run["text"]) for run in runs}
     parts = [*_legend(), *_scale(most, height)]
     for number, (run, kind, found) in enumerate(rows):
-        parts += _row(TOP + ROW * number + ROW / 2, f"{run['text']}: {found['reported']} {kind}s", found, most)
-    said = "; ".join(f"{run['text']}, {kind}s: {_said(found)}" for run, kind, found in rows)
+        parts += _row(TOP + ROW * number + ROW / 2, f"{texts[run['text']]}: {found['reported']} {kind}s", found, most)
+    said = "; ".join(f"{texts[run['text']]}, {kind}s: {_said(found)}" for run, kind, found in rows)
     PICTURE.write_text(
         f'<svg class="chart" viewBox="0 0 {WIDTH} {height}" role="img" aria-labelledby="retrieval-t retrieval-d" '
         f'xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}">\n'
