@@ -217,7 +217,7 @@ def table(evaluation: Evaluation) -> str:
     lines += [
         f"{counted(titles, 'title')} {origin}, split at separators; candidates: "
         f"{counted(evaluation.documents, 'document')} without what is asked, of which {evaluation.with_body} have text",
-        f"chosen on {tuning or 'nothing'} that are not reported: BM25 with k1 {evaluation.k1:g} and b "
+        f"chosen on tuning queries alone ({tuning or 'none'}): BM25 with k1 {evaluation.k1:g} and b "
         f"{evaluation.b:g}, vectors with weight {evaluation.fusion_weight:g}",
         f"searches answer with {evaluation.default}: {why(evaluation)}",
     ]
@@ -232,7 +232,7 @@ def why(evaluation: Evaluation) -> str:
     """Why searches answer as they do."""
     if evaluation.gain is None:
         return "there is no query to choose on"
-    return f"on those queries fused - bm25 is {_shown(evaluation.gain)} of nDCG@10"
+    return f"on tuning queries fused - bm25 is {_shown(evaluation.gain)} of nDCG@10"
 
 
 def _shown(difference: ScoreDifference) -> str:
