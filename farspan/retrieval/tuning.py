@@ -119,34 +119,40 @@ def _contrast(
     logs = [tensor for name, tensor in fitted.items() if name == "token_weights" or name.endswith("gate")]
     rest = [tensor for tensor in fitted.values() if not any(tensor is log for log in logs)]
     adam = torch.optim.Adam([{"params": rest, "rate": _RATE}, {"params": logs, "rate": _LOG_RATE}])
-    groups = torch.from_numpy(pairs.groups)
     work.start("fitting")
     began, step = work.clock(), 0
     while step < steps:
+        for group in adam.param_groups:
+            group["lr"] = group["rate"] * (1 - step / steps)
+        chosen = rng.sample(range(len(pairs.texts)), min(fit.batch, len(pairs.texts)))
+        adam.zero_grad()
+        _loss(fitted, bags, states, pairs, chosen, rng).backward()
+        adam.step()
+        work.did(1)
+        step += 1
         if step == _TIMED and seconds < math.inf:
             enough = max(step, int(_TIMED * seconds / max(work.clock() - began, 1e-9)))
             work.expect("fitting", min(0, enough - steps))
             steps = min(steps, enough)
-        for group in adam.param_groups:
-            group["lr"] = group["rate"] * (1 - step / steps)
-        chosen = rng.sample(range(len(pairs.texts)), min(fit.batch, len(pairs.texts)))
-        texts = [pairs.texts[pair] for pair in chosen]
-        hard = [rng.choice(pairs.negatives[text]) for text in texts if pairs.negatives[text]]
-        rows = [*(pairs.passages[pair] for pair in chosen), *hard]
-        a_BE = _vectors(fitted, [bags[1][text] for text in texts], states[1][texts], "query")
-        b_BE = _vectors(fitted, [bags[0][row] for row in rows], states[0][rows], "passage")
-        own_B = torch.arange(len(chosen))
-        # Another passage of a pair's own document is no wrong answer.
-        same_BB = groups[rows][:, None] == groups[rows][None, : len(chosen)]
-        same_BB[own_B, own_B] = False
-        alike_BB = (a_BE @ b_BE.T * _SHARPNESS).masked_fill(same_BB.T, -torch.inf)
-        adam.zero_grad()
-        (F.cross_entropy(alike_BB, own_B) + F.cross_entropy(alike_BB[:, : len(chosen)].T, own_B)).backward()
-        adam.step()
-        work.did(1)
-        step += 1
     for name, tensor in fitted.items():
         fitted[name] = tensor.detach()
+
+
+def _loss(
+    fitted: Fitted, bags: tuple[Bags, Bags], states: list[Tensor], pairs: Pairs, chosen: list[int], rng: random.Random
+) -> Tensor:
+    """InfoNCE of the `chosen` pairs in both directions, texts to passages against a hard negative each as well."""
+    texts, own_B = [pairs.texts[pair] for pair in chosen], torch.arange(len(chosen))
+    hard = [rng.choice(pairs.negatives[text]) for text in texts if pairs.negatives[text]]
+    rows = [*(pairs.passages[pair] for pair in chosen), *hard]
+    a_BE = _vectors(fitted, [bags[1][text] for text in texts], states[1][texts], "query")
+    b_BE = _vectors(fitted, [bags[0][row] for row in rows], states[0][rows], "passage")
+    # Another passage of a pair's own document is no wrong answer.
+    groups = torch.from_numpy(pairs.groups[rows])
+    same_BB = groups[:, None] == groups[None, : len(chosen)]
+    same_BB[own_B, own_B] = False
+    alike_BB = (a_BE @ b_BE.T * _SHARPNESS).masked_fill(same_BB.T, -torch.inf)
+    return F.cross_entropy(alike_BB, own_B) + F.cross_entropy(alike_BB[:, : len(chosen)].T, own_B)
 
 
 def _whitening(centred_NF: Tensor, width: int) -> Tensor:

@@ -1,5 +1,6 @@
 """A teacher: somebody else's table of words, whose likenesses the vectors of an index begin at."""
 
+import importlib
 import importlib.util
 from contextlib import closing
 from pathlib import Path
@@ -101,7 +102,8 @@ def test_a_model_of_sentence_transformers_needs_the_library(static):
 def test_a_model_of_sentence_transformers_is_a_teacher(static, tmp_path):
     st = pytest.importorskip("sentence_transformers", reason="waits for sentence-transformers (pip install '.[st]')")
     tokenizer = Tokenizer.from_file(str(static / "tokenizer.json"))
-    embedding = st.models.StaticEmbedding(tokenizer, embedding_dim=16)
+    modules = importlib.import_module("sentence_transformers.sentence_transformer.modules")
+    embedding = modules.StaticEmbedding(tokenizer, embedding_dim=16)
     st.SentenceTransformer(modules=[embedding]).save_pretrained(str(tmp_path / "st"))
     found = word_vectors(tmp_path / "st", ["ship", "boat", " "])
     assert found.shape == (3, 16) and not found[2].any() and found[0] @ found[1] < 0.99
