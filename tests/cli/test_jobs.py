@@ -217,9 +217,10 @@ def test_a_terminal_that_goes_while_it_waits_takes_nothing_along(
     ) as waiting:  # fmt: skip
         os.close(theirs)
         assert os.read(ours, 100)
+        assert not run.plan.exists(), "it is still being planned"
         os.close(ours)
         # By the hangup, or by what it said to a terminal that was gone: on a slow machine that comes first.
-        assert waiting.wait(SOON_S) in (-signal.SIGHUP, 1) and not run.plan.exists(), "it was still being planned"
+        assert waiting.wait(SOON_S) in (-signal.SIGHUP, 1)
     eventually(lambda: run.events.exists() and state(call, run)["step"])
     log = jobs.log_file(run)
     assert log.parent == run.logs and "predicted" in log.read_text() and not jobs.planning_log(run).exists()

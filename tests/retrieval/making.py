@@ -74,7 +74,7 @@ if __name__ == "__main__":
     def slowly(self: Decoder, tokens_BS: torch.Tensor):
         """Who stops the process must not come too late."""
         texts.append(len(tokens_BS))
-        time.sleep(0.05)
+        time.sleep(0.1)
         return streams(self, tokens_BS)
 
     Decoder.streams = slowly
