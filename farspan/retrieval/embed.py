@@ -34,7 +34,6 @@ from farspan.retrieval.passages import Damaged
 from farspan.retrieval.pooling import Processes, bf16_is_fast, pool_batch
 from farspan.retrieval.rerank import log_likelihoods
 from farspan.retrieval.stores import Vectors
-from farspan.retrieval.teacher import word_vectors
 from farspan.retrieval.tuning import KINDS, tune, vectors_of
 from farspan.retrieval.work import IndexWork
 from farspan.runtime.model.decoder import Decoder
@@ -68,20 +67,6 @@ class Embedder:
         self._work, self._processes = work or IndexWork(), processes
 
     @classmethod
-    def fit(
-        cls, model: Decoder, tokenizer: Tokenizer, passages: Sequence[str], pairs: Pairs, fit: FitSettings,
-        work: IndexWork | None = None, processes: Processes | None = None,
-    ) -> tuple[Embedder, Vectors]:  # fmt: skip
-        """Fit to the passages of a corpus and to what belongs to them.
-
-        Returns the vectors (N, E) of the passages too, which are made on the way.
-        """
-        start = cls.unfitted(model, tokenizer, passages, work, processes)
-        texts, asked = start.read(passages), start.read(pairs.asked)
-        embedder = start.fitted(texts, asked, pairs, fit)
-        return embedder, embedder.vectors(texts, "passage")
-
-    @classmethod
     def unfitted(
         cls, model: Decoder, tokenizer: Tokenizer, passages: Sequence[str], work: IndexWork | None = None,
         processes: Processes | None = None,
@@ -92,15 +77,15 @@ class Embedder:
 
     def fitted(
         self, passages: Read, asked: Read, pairs: Pairs, fit: FitSettings, seconds: float = math.inf,
-        teacher: Path | None = None,
+        taught_VT: Tensor | None = None,
     ) -> Embedder:  # fmt: skip
         """Another one, fitted to passages and to what is asked for them, in so many `seconds` at most, and beginning at
-        what a `teacher` says of words (`teacher.py`)."""
+        what a teacher says of tokens (`teacher.py`)."""
         spec = self._model.spec
         tuned = tune(
             (passages.bags, asked.bags), (passages.pooled, asked.pooled),
             inverse_frequency(passages.bags, spec.vocab_size), pairs, spec.d_model, fit, self._work, seconds,
-            None if teacher is None else word_vectors(teacher, self.token_texts()),
+            taught_VT,
         )  # fmt: skip
         fitted = {"weights": self._fitted["weights"], **tuned}
         return Embedder(self._model, self._tokenizer, fitted, self._work, self._processes)

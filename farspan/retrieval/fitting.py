@@ -21,6 +21,7 @@ from farspan.retrieval.pooling import Processes
 from farspan.retrieval.queries import Queries, Query, body_of, choose_queries, without_questions
 from farspan.retrieval.rank import query_form
 from farspan.retrieval.stores import Vectors
+from farspan.retrieval.teacher import word_vectors
 from farspan.retrieval.tuning import steps_to_fit
 from farspan.retrieval.work import IndexWork
 from farspan.runtime.model.decoder import Decoder, initialise
@@ -52,12 +53,13 @@ def fit_corpus(
     say(f"fitting to {counted(len(pairs.texts), 'pair')} of a title, opening or heading and a passage{limit}")
     start = Embedder.unfitted(model, tokenizer, passages, work, processes)
     texts, belonging = start.read(passages), start.read(pairs.asked)
-    embedder = start.fitted(texts, belonging, pairs, recipe.fit, seconds, teacher)
+    taught_VT = word_vectors(teacher, start.token_texts()) if teacher else None
+    embedder = start.fitted(texts, belonging, pairs, recipe.fit, seconds, taught_VT)
     evaluation = None
     if recipe.evaluate and queries.reported:
         sides = {
             "untuned": start.fitted(
-                texts, belonging, pairs, msgspec.structs.replace(recipe.fit, steps=0), teacher=teacher
+                texts, belonging, pairs, msgspec.structs.replace(recipe.fit, steps=0), taught_VT=taught_VT
             ),
             "model": embedder,
         }

@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from farspan.corpus.tokenizer import train
+from farspan.corpus.tokenizer import Tokenizer, train
 from farspan.domain.corpus import Document
 from farspan.domain.model import ModelSpec
+from farspan.retrieval.embed import Embedder
+from farspan.retrieval.index import FitSettings
 from farspan.retrieval.pairs import Pairs
+from farspan.retrieval.stores import Vectors
 from farspan.runtime.model.decoder import Decoder, initialise
 
 TOPICS = {
@@ -40,6 +43,16 @@ def paired(asked: list[str], owners: list[int], passages: int) -> Pairs:
     """Text i belongs to passage `owners[i]`, and every passage is of a document of its own."""
     numbers = list(range(len(asked)))
     return Pairs(list(asked), numbers, list(owners), [[] for _ in asked], np.arange(passages))
+
+
+def fit(
+    model: Decoder, tokenizer: Tokenizer, passages: list[str], pairs: Pairs, settings: FitSettings
+) -> tuple[Embedder, Vectors]:
+    """What embeds, fitted to passages and to what belongs to them; and the vectors of these."""
+    start = Embedder.unfitted(model, tokenizer, passages)
+    texts, asked = start.read(passages), start.read(pairs.asked)
+    embedder = start.fitted(texts, asked, pairs, settings)
+    return embedder, embedder.vectors(texts, "passage")
 
 
 @pytest.fixture(scope="package", autouse=True)

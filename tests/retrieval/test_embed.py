@@ -11,7 +11,7 @@ from farspan.retrieval.index import FitSettings
 from farspan.retrieval.pairs import Pairs
 from farspan.retrieval.pooling import Processes
 from farspan.retrieval.tuning import tune, vectors_of
-from tests.retrieval.conftest import paired
+from tests.retrieval.conftest import fit, paired
 
 TEXTS = ["short", "a text of several words, and some more", "listen " * 90, "", "the server's port is open\n\nnow"]
 TITLES, OWNERS = [" open port", " server words", " some text"], [4, 4, 1]
@@ -37,14 +37,14 @@ def by_hand(model, tokenizer, texts, corpus) -> np.ndarray:
 
 def test_features_are_weighted_means_of_every_stream(model, tokenizer, monkeypatch):
     monkeypatch.setattr("farspan.retrieval.pooling.bf16_is_fast", lambda device: False)
-    embedder, _ = Embedder.fit(model, tokenizer, TEXTS, paired(TITLES, OWNERS, 5), FitSettings())
+    embedder, _ = fit(model, tokenizer, TEXTS, paired(TITLES, OWNERS, 5), FitSettings())
     for texts in (TEXTS, TITLES):
         np.testing.assert_allclose(embedder.pool(texts), by_hand(model, tokenizer, texts, TEXTS), atol=1e-5)
 
 
 def test_vectors_are_what_the_formula_says(model, tokenizer, documents):
     texts = [document.text for document in documents]
-    embedder, vectors = Embedder.fit(model, tokenizer, texts, paired(TITLES, [0, 7, 3], len(texts)), FitSettings())
+    embedder, vectors = fit(model, tokenizer, texts, paired(TITLES, [0, 7, 3], len(texts)), FitSettings())
     fitted = {name: tensor.double().numpy() for name, tensor in embedder._fitted.items()}
     for kind, found, asked in (("passage", vectors, texts), ("query", embedder.queries(TEXTS), TEXTS)):
         features = embedder.pool(asked).double().numpy()
@@ -61,7 +61,7 @@ def test_vectors_are_what_the_formula_says(model, tokenizer, documents):
 
 def test_without_pairs_nothing_is_fitted_and_texts_of_the_same_words_are_near(model, tokenizer):
     texts = ["the port of a socket", "a socket, its port", "rows and columns of a matrix"]
-    _, vectors = Embedder.fit(model, tokenizer, texts, paired([], [], 3), FitSettings())
+    _, vectors = fit(model, tokenizer, texts, paired([], [], 3), FitSettings())
     assert vectors[0] @ vectors[1] > vectors[0] @ vectors[2] + 0.1
 
 
@@ -110,7 +110,7 @@ def test_what_looks_alike_is_told_apart_where_it_was_given_as_wrong():
 
 def test_a_vector_does_not_depend_on_the_rest_of_its_batch(model, tokenizer, documents):
     texts = [document.text for document in documents]
-    embedder, _ = Embedder.fit(model, tokenizer, texts, paired(TITLES, OWNERS, len(texts)), FitSettings())
+    embedder, _ = fit(model, tokenizer, texts, paired(TITLES, OWNERS, len(texts)), FitSettings())
     together = embedder.passages(TEXTS + texts)[: len(TEXTS)]
     alone = np.concatenate([embedder.passages([text]) for text in TEXTS])
     assert np.einsum("nd,nd->n", together, alone).min() > 0.999
@@ -118,7 +118,7 @@ def test_a_vector_does_not_depend_on_the_rest_of_its_batch(model, tokenizer, doc
 
 def test_saved_and_loaded_gives_the_same_vectors(model, tokenizer, documents, tmp_path):
     texts = [document.text for document in documents]
-    embedder, vectors = Embedder.fit(model, tokenizer, texts, paired(TITLES, OWNERS, len(texts)), FitSettings())
+    embedder, vectors = fit(model, tokenizer, texts, paired(TITLES, OWNERS, len(texts)), FitSettings())
     embedder.save(tmp_path / "fitted.safetensors")
     loaded = Embedder.load(model, tokenizer, tmp_path / "fitted.safetensors")
     np.testing.assert_allclose(loaded.passages(texts), vectors, atol=1e-6)
@@ -126,7 +126,7 @@ def test_saved_and_loaded_gives_the_same_vectors(model, tokenizer, documents, tm
 
 
 def test_equal_and_empty_texts_still_get_finite_vectors(model, tokenizer):
-    embedder, vectors = Embedder.fit(model, tokenizer, ["same", "same"], paired(["same"], [0], 2), FitSettings())
+    embedder, vectors = fit(model, tokenizer, ["same", "same"], paired(["same"], [0], 2), FitSettings())
     assert np.isfinite(vectors).all()
     assert np.isfinite(embedder.passages(["", "same", "other"])).all()
     assert np.isfinite(embedder.queries(["", "same", "other"])).all()
@@ -134,7 +134,7 @@ def test_equal_and_empty_texts_still_get_finite_vectors(model, tokenizer):
 
 def test_processes_give_what_one_gives(model, tokenizer, documents):
     texts = [f"{document.text} {n}" for n in range(6) for document in documents]
-    embedder, _ = Embedder.fit(model, tokenizer, texts, paired(TITLES, OWNERS, len(texts)), FitSettings())
+    embedder, _ = fit(model, tokenizer, texts, paired(TITLES, OWNERS, len(texts)), FitSettings())
     with Processes(2) as processes:
         shared = Embedder(model, tokenizer, embedder._fitted, processes=processes).passages(texts)
     np.testing.assert_allclose(shared, embedder.passages(texts), atol=1e-5)

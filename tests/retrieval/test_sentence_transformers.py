@@ -19,7 +19,7 @@ from farspan.retrieval.rank import query_form
 from farspan.retrieval.sentence_transformers import write_sentence_transformers
 from farspan.runtime.inference import Trained
 from farspan.runtime.model.decoder import Decoder, initialise
-from tests.retrieval.conftest import paired
+from tests.retrieval.conftest import fit, paired
 
 st = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers: pip install 'farspan[st]'")
 
@@ -63,7 +63,7 @@ def trained(request, tokenizer) -> Trained:
 @pytest.fixture(scope="module")
 def fitted(trained, documents) -> Embedder:
     texts, titles = [document.text for document in documents], [query_form(document.title) for document in documents]
-    return Embedder.fit(
+    return fit(
         trained.model, trained.tokenizer, texts, paired(titles, range(len(texts)), len(texts)), FitSettings(size=48)
     )[0]
 
