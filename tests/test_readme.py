@@ -79,7 +79,7 @@ def test_the_commands_for_ones_own_text_work_as_they_stand(tmp_path: Path) -> No
         assert "Traceback" not in result.stderr
         done[words[1]] = result.stdout
     assert [line.split()[1] for line in lines] == [
-        "doctor", "init", "train", "report", "generate", "embed", "search", "serve", "export", "resume"
+        "doctor", "init", "train", "report", "generate", "embed", "search", "tune", "serve", "export", "resume"
     ]  # fmt: skip
     run = here / "runs/papers"
     for name in ("report.html", "plan.json", "estimate.json", "run.yaml", "run.json", "corpus.json", "tokenizer.json",
@@ -87,5 +87,6 @@ def test_the_commands_for_ones_own_text_work_as_they_stand(tmp_path: Path) -> No
         assert (run / name).exists(), name
     assert json.loads((run / "export/config.json").read_text())["model_type"] in ("gpt2", "llama")
     assert done["generate"].split("\n", 1)[1].startswith("In this paper")
+    assert "searches answer with" in done["tune"]
     assert "paper-" in done["search"] and "paper-" in done["serve"]
     assert any((tmp_path / "cache/corpora").iterdir()), "prepared text goes where FARSPAN_CACHE says"
