@@ -83,7 +83,7 @@ class Run:
         qrels: str | os.PathLike[str] | None = None, store: str | None = None, device: indexing.Device = "auto",
         processes: int = 1,
     ) -> Indexed:  # fmt: skip
-        """Fit the vectors of the run's index anew to the text of today, and measure how well they find documents: for
+        """Fit the vectors of the run's index again to the text of today, and measure how well they find documents: for
         titles, openings and questions of the text, and for `queries` with their `qrels` (`retrieval/judged.py`)."""
         return indexing.embed(
             self.folder, progress, store=store, device=device, processes=processes, tune=True,

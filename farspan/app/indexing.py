@@ -47,8 +47,8 @@ def embed(
     qrels: Path | None = None,
 ) -> Indexed:  # fmt: skip
     """Bring the run's index to the documents that its text holds today: what is new or changed is embedded, what is
-    gone removed. With `tune` vectors are fitted and judged anew over the text of today, by `queries` with their `qrels`
-    too (run.yaml's unless given).
+    gone removed. With `tune` vectors are fitted and judged again over the text of today, also by `queries` with their
+    `qrels` (run.yaml's unless given).
 
     `store` takes the place of run.yaml's `index.store`. On a CPU so many `processes` embed. Raises Refusal, also
     (device-missing) for a device that is not there.
@@ -102,10 +102,8 @@ def _judged(
     """A person's queries: none where no file is named. Raises Refusal (usage) for one file without the other."""
     from farspan.retrieval.judged import read_judged
 
-    paths = [given or (named and Path(named).expanduser()) for given, named in (
-        (queries, config.queries), (qrels, config.qrels),
-    )]  # fmt: skip
-    asked, answers = paths
+    asked = queries or (Path(config.queries).expanduser() if config.queries else None)
+    answers = qrels or (Path(config.qrels).expanduser() if config.qrels else None)
     if not asked and not answers:
         return []
     if not asked or not answers:

@@ -97,3 +97,14 @@ def positive(text: str) -> int:
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return value
+
+
+def takes_embedding(parser: argparse.ArgumentParser) -> None:
+    """Where vectors go, and what makes them."""
+    parser.add_argument(
+        "--store", metavar="NAME[:LOCATION]", help="where vectors go (default: index.store of the run's run.yaml)"
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="what embeds (default: the fastest)"
+    )
+    parser.add_argument("--processes", type=positive, default=1, help="processes that embed on a CPU (default: 1)")

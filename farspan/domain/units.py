@@ -104,7 +104,8 @@ def parse_fraction(text: str | int | float) -> float:
 def counted(number: int, noun: str) -> str:
     """`1 step`, `1,400 steps`, `2 passes`, `2 queries`."""
     if number != 1:
-        noun = f"{noun[:-1]}ies" if noun.endswith("ry") else f"{noun}{'es' if noun.endswith(('s', 'x', 'ch')) else 's'}"
+        ends_in_y = noun.endswith("y") and noun[-2:-1] not in "aeiou"
+        noun = f"{noun[:-1]}ies" if ends_in_y else f"{noun}{'es' if noun.endswith(('s', 'x', 'ch')) else 's'}"
     return f"{number:,} {noun}"
 
 

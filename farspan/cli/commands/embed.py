@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from farspan.cli.arguments import find_run, positive, takes_run
+from farspan.cli.arguments import find_run, takes_embedding, takes_run
 from farspan.cli.console import Console
 from farspan.domain.problems import command
 
@@ -16,19 +16,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     takes_run(parser)
     parser.add_argument(
         "--no-eval", action="store_true",
-        help="do not measure how well it finds documents: that takes as long again,\nand searches answer with bm25",
+        help="do not measure how well it finds documents: searches then answer with bm25",
     )  # fmt: skip
-    parser.add_argument(
-        "--store", metavar="NAME[:LOCATION]", help="where vectors go (default: index.store of the run's run.yaml)"
-    )
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="what embeds (default: the fastest)"
-    )
     parser.add_argument(
         "--to", metavar="FILE", type=Path,
         help="also write vectors and passages to a .parquet, .jsonl or .npy file,\nfor other databases",
     )  # fmt: skip
-    parser.add_argument("--processes", type=positive, default=1, help="processes that embed on a CPU (default: 1)")
+    takes_embedding(parser)
 
 
 def run(given: argparse.Namespace, console: Console) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from farspan.cli.arguments import find_run, positive, takes_run
+from farspan.cli.arguments import find_run, takes_embedding, takes_run
 from farspan.cli.console import Console
 from farspan.domain.problems import command
 
@@ -21,10 +21,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--qrels", metavar="FILE", type=Path, help="the documents that answer them: lines as q1 <tab> TITLE <tab> 1"
     )
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="what embeds (default: the fastest)"
-    )
-    parser.add_argument("--processes", type=positive, default=1, help="processes that embed on a CPU (default: 1)")
+    takes_embedding(parser)
 
 
 def run(given: argparse.Namespace, console: Console) -> None:
@@ -36,8 +33,8 @@ def run(given: argparse.Namespace, console: Console) -> None:
 
     with Show(console) as show:
         indexed = embed(
-            folder, show, device=given.device, processes=given.processes, tune=True, queries=given.queries,
-            qrels=given.qrels,
+            folder, show, store=given.store, device=given.device, processes=given.processes, tune=True,
+            queries=given.queries, qrels=given.qrels,
         )  # fmt: skip
     manifest = indexed.manifest
     evaluation = manifest.evaluation
